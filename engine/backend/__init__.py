@@ -1,0 +1,1 @@
+"""What runs a step: torch on a device, or an emulated device."""

@@ -1,0 +1,1 @@
+"""Prefix cache over token blocks: pure, no torch, no clock, no I/O."""

@@ -1,0 +1,59 @@
+"""Errors in the shape of the OpenAI API, shared by every HTTP surface."""
+
+from __future__ import annotations
+
+import orjson
+
+
+class ApiError(Exception):
+    """An error the client sees, as `{"error": {"message", "type", "param", "code"}}`.
+
+    `param` names the request field at fault; `retry_after_s` becomes a `Retry-After` header.
+    Shape: https://platform.openai.com/docs/guides/error-codes
+    """
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON body of the response."""
+        return orjson.dumps(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+
+class BadRequest(ApiError):
+    """400: the client must change the request; `param` says what."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ModelNotFound(ApiError):
+    """404: no pod serves the model named in the request."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class TooManyRequests(ApiError):
+    """429: the queue is at its bound; come back after `retry_after_s`."""
+
+    status = 429
+    type = "rate_limit_error"
+
+
+class Unavailable(ApiError):
+    """503: nothing can serve this at the moment; come back after `retry_after_s`."""
+
+    status = 503
+    type = "service_unavailable_error"

@@ -1,0 +1,24 @@
+"""Names of the HTTP headers between client, gateway and engine."""
+
+from __future__ import annotations
+
+POD = "x-warmroute-pod"
+"""Response: the pod that served the request. An engine also sends it on `/v1/models`, so a gateway learns its id."""
+
+EPOCH = "x-warmroute-epoch"
+"""Response of an engine's `/v1/models`: the life of the engine process, a decimal u64."""
+
+POLICY = "x-warmroute-policy"
+"""Request (where the gateway allows it): route by this policy. Response: the policy that decided."""
+
+PREDICTED_CACHED = "x-warmroute-cached-tokens-predicted"
+"""Response of the gateway: cached tokens it expected on that pod."""
+
+CACHED = "x-warmroute-cached-tokens"
+"""Response of an engine: prompt tokens whose KV was reused (with n > 1: of the first choice)."""
+
+PROMPT_TOKENS = "x-warmroute-prompt-tokens"
+"""Response of an engine: prompt tokens of the request."""
+
+REQUEST_ID = "x-request-id"
+"""Request and response: the client's id for a request; made by the gateway where absent."""

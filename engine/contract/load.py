@@ -1,0 +1,61 @@
+"""What an engine says of its load and its speed, in every registry entry."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one engine step, fitted by the engine to its own steps.
+
+    step_s = base_s + token_s * T + attention_s * sum_i t_i * (p_i + t_i / 2) + context_s * sum(decode context)
+             + sequence_s * decoding sequences
+    T: prefill tokens of the step; t_i, p_i: a prefill chunk's tokens and the tokens before it. All zero: not known yet.
+    Form: Mooncake (FAST'25) eq. 1 and Vidur's per-operation regressors, reduced to the terms that matter.
+    """
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    attention_s: float = 0.0
+    context_s: float = 0.0
+    sequence_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """An engine's load at one moment."""
+
+    running: int = 0
+    """Requests that hold KV blocks."""
+    waiting: int = 0
+    """Requests that wait for a first step."""
+    uncached_tokens: int = 0
+    """Prompt tokens still to be prefilled, of waiting and running requests together."""
+    decoding: int = 0
+    """Running requests past their prefill."""
+    context_tokens: int = 0
+    """Tokens in the contexts of the decoding requests."""
+    blocks_free: int = 0
+    """KV blocks that a request could take at once, reusable cached ones included."""
+    blocks_total: int = 0
+    block_size: int = 0
+    """Tokens per KV block."""
+    cost: StepCost = field(default_factory=StepCost)
+
+
+_LAYOUT = struct.Struct("<IIQIQIII5d")
+LOAD_REPORT_BYTES = _LAYOUT.size
+
+
+def pack_load(report: LoadReport) -> bytes:
+    """`LOAD_REPORT_BYTES` bytes, little-endian, fields in the order of the class."""
+    *counts, cost = (getattr(report, name) for name in LoadReport.__slots__)
+    return _LAYOUT.pack(*counts, *astuple(cost))
+
+
+def unpack_load(data: bytes, offset: int = 0) -> LoadReport:
+    """The inverse of `pack_load`, from `offset`. Raises struct.error on short data."""
+    values = _LAYOUT.unpack_from(data, offset)
+    return LoadReport(*values[:8], StepCost(*values[8:]))

@@ -1,0 +1,26 @@
+"""Names in Redis. One hash tag per model keeps a model's keys in one slot of a Redis Cluster."""
+
+from __future__ import annotations
+
+STREAM_POD_FIELD = b"p"
+STREAM_DATA_FIELD = b"d"
+
+
+def stream_key(model: str) -> str:
+    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}."""
+    return f"warmroute:{{{model}}}:events"
+
+
+def snapshot_key(model: str, pod_id: str) -> str:
+    """String with a pod's encoded snapshot. Its TTL is the pod's lease."""
+    return f"warmroute:{{{model}}}:pod:{pod_id}"
+
+
+def resync_key(model: str, pod_id: str) -> str:
+    """Set by a gateway that wants a fresh snapshot of the pod; consumed by the engine's publisher."""
+    return f"warmroute:{{{model}}}:resync:{pod_id}"
+
+
+def shares_key(model: str) -> str:
+    """Hash gateway id -> packed traffic counters, so that gateways agree on affinity groups."""
+    return f"warmroute:{{{model}}}:shares"

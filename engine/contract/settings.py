@@ -1,0 +1,148 @@
+"""Configuration of the three programs: flags, then `WARMROUTE_*` environment, then a YAML file, then defaults.
+
+An unknown key or a bad value is refused with the field's name, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
+
+S = TypeVar("S", bound="Settings")
+ENV_PREFIX = "WARMROUTE_"
+_SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
+
+
+class ConfigError(Exception):
+    """Configuration the program refuses to start with; the text names each field and the remedy."""
+
+
+class Settings(BaseSettings):
+    """Base of a program's settings. A field's description gives meaning and unit: it is the text of `--help`.
+
+    List fields take comma-separated values as flags and in the environment, a list in YAML.
+    """
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_parse_enums=True, protected_namespaces=()
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only explicit values: `load` merges the sources itself, so that it can name where a bad one came from."""
+        return (kwargs["init_settings"] if "init_settings" in kwargs else args[0],)
+
+    @classmethod
+    def load(cls, argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> Self:
+        """Settings from `argv` (without the program's name), the environment and `--config FILE`.
+
+        Raises ConfigError. Exits with 0 on `--help`.
+        """
+        environ = os.environ if environ is None else environ
+        flags = cls._from_flags(argv, prog)
+        variables = cls._from_environment(environ)
+        path = flags.pop("config", None) or variables.pop("config", None)
+        merged = {**(cls._from_file(Path(path)) if path else {}), **variables, **flags}
+        try:
+            return cls(**merged)
+        except ValidationError as error:
+            origin = {**dict.fromkeys(variables, "environment"), **dict.fromkeys(flags, "flag")}
+            raise ConfigError("\n".join(cls._explain(e, origin, path) for e in error.errors())) from None
+
+    @classmethod
+    def _from_flags(cls, argv: Sequence[str], prog: str) -> dict[str, Any]:
+        _check_flags(argv, list(cls.model_fields), prog)
+        try:
+            source = CliSettingsSource[Any](
+                cls,
+                cli_prog_name=prog,
+                cli_parse_args=list(argv),
+                cli_kebab_case=True,
+                cli_implicit_flags=True,
+                cli_exit_on_error=False,
+                cli_hide_none_type=True,
+                cli_avoid_json=True,
+            )
+            return dict(source())
+        except SettingsError as error:
+            raise ConfigError(f"{error}\nSee {prog} --help.") from None
+
+    @classmethod
+    def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in environ.items():
+            if not name.startswith(ENV_PREFIX):
+                continue
+            field = name.removeprefix(ENV_PREFIX).lower()
+            if field in cls.model_fields:
+                is_list = get_origin(cls.model_fields[field].annotation) is list
+                values[field] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+            elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
+                raise ConfigError(f"environment variable {name} is unknown{_did_you_mean(field, cls.model_fields)}")
+        return values
+
+    @classmethod
+    def _from_file(cls, path: Path) -> dict[str, Any]:
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {path} cannot be read: {error}") from None
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            raise ConfigError(f"--config {path} must hold a mapping of settings, e.g. 'port: 8000'")
+        fields = {str(k).replace("-", "_"): v for k, v in content.items()}
+        for field in fields:
+            if field not in cls.model_fields or field == "config":
+                raise ConfigError(f"{path}: key {field!r} is unknown{_did_you_mean(field, cls.model_fields)}")
+        return fields
+
+    @classmethod
+    def _explain(cls, error: Any, origin: Mapping[str, str], path: str | None) -> str:
+        field = str(error["loc"][0]) if error["loc"] else ""
+        if not field:
+            return str(error["msg"]).removeprefix("Value error, ")
+        flag = f"--{field.replace('_', '-')}"
+        source = {"flag": flag, "environment": f"{ENV_PREFIX}{field.upper()}"}.get(origin.get(field, ""))
+        where = source or (f"{path}: {field}" if path else flag)
+        info = cls.model_fields.get(field)
+        about = f" ({info.description})" if info and info.description else ""
+        if error["type"] == "missing":
+            return f"{flag} is required{about}"
+        return f"{where}: got {error['input']!r}; {str(error['msg']).removeprefix('Value error, ')}{about}"
+
+
+def load_or_exit(settings: type[S], argv: Sequence[str], prog: str) -> S:
+    """`settings.load`, with a ConfigError printed to stderr and exit status 2, as command-line tools do."""
+    try:
+        return settings.load(argv, prog=prog)
+    except ConfigError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _did_you_mean(field: str, known: Mapping[str, object], prefix: str = "") -> str:
+    close = difflib.get_close_matches(field, known, n=1)
+    return f"; did you mean '{prefix}{close[0]}'?" if close else f"; allowed: {', '.join(sorted(known))}"
+
+
+def _check_flags(argv: Sequence[str], fields: Sequence[str], prog: str) -> None:
+    known = {name.replace("_", "-"): None for name in fields}
+    for argument in argv:
+        if not argument.startswith("--"):
+            continue
+        name = argument[2:].partition("=")[0]
+        if name not in known and name.removeprefix("no-") not in known and name != "help":
+            raise ConfigError(f"flag --{name} is unknown{_did_you_mean(name, known, '--')}\nSee {prog} --help.")

@@ -1,0 +1,1 @@
+"""Decoder models from Hugging Face checkpoints."""

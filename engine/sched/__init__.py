@@ -1,0 +1,1 @@
+"""Continuous batching: pure, no torch, no clock, no I/O."""

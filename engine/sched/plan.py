@@ -1,0 +1,53 @@
+"""What crosses between scheduler and backend: one step's work, and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.sched.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """Consecutive tokens of one request that a step computes: a piece of its prefill, or one decode token."""
+
+    request: Request
+    """Read-only for the backend (sampling parameters, prompt and output tokens so far)."""
+    start: int
+    """Tokens of the request whose KV is already in the pool; the position of the chunk's first token."""
+    tokens: Sequence[int]
+    """Token ids at positions start .. start + len(tokens) - 1."""
+    blocks: Sequence[int]
+    """Pool blocks of positions 0 .. start + len(tokens) - 1, in order; the last may be partly filled."""
+    samples: bool
+    """True where the chunk ends at the request's last known token, so the step yields its next one."""
+    decodes: bool
+    """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: chunks of distinct requests, never empty."""
+
+    chunks: tuple[SequenceChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token. Log-probabilities are natural, of the model's own distribution (before any sampling filter)."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, log-probability), most probable first, as many as the request asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a step."""
+
+    sampled: Mapping[int, SampledToken] = field(default_factory=dict)
+    """Request id -> next token, for each chunk with `samples`."""
+    elapsed_s: float = 0.0
+    """Time the step took on the device."""

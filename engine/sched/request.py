@@ -1,0 +1,45 @@
+"""A request as scheduler and backend see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.contract.keys import PrefixKey
+from engine.sched.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; STOP and LENGTH are the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpan:
+    """A prefix key and the number of leading prompt tokens that come only from the bytes it covers."""
+
+    key: PrefixKey
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate. The scheduler alone changes it; everything but `output_tokens` is fixed."""
+
+    id: int
+    prompt_tokens: Sequence[int]
+    """Never empty, and shorter than the model's context."""
+    max_tokens: int
+    """Output tokens at most, at least 1; prompt and output together fit the model's context."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end the request with STOP: the model's end-of-text ids unless ignored, and the request's own."""
+    key_spans: tuple[KeySpan, ...] = ()
+    """Prefix keys of the prompt, shortest prefix first, `tokens` non-decreasing."""
+    salt: str = ""
+    """Requests of different salts share no KV."""
+    output_tokens: list[int] = field(default_factory=list)

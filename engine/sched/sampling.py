@@ -1,0 +1,32 @@
+"""How the next token of a request is chosen. Ranges are those of the OpenAI API and of vLLM's extensions to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling of one request. The engine checks ranges where the request enters; here they hold."""
+
+    temperature: float = 1.0
+    """0: greedy, the most probable token (lowest id on a tie)."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this, in (0, 1]."""
+    top_k: int = 0
+    """Most probable tokens to keep; 0: all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit per occurrence in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids before anything else."""
+    seed: int = 0
+    """The n-th output token depends on (seed, n) and the logits alone: not on the batch, not on preemption."""
+    logprobs: int | None = None
+    """Number of alternatives reported beside the chosen token's log-probability; None: report none at all."""

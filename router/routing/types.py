@@ -1,0 +1,88 @@
+"""What a policy sees and what it answers. Times are seconds of the gateway's monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
+
+PodId = NewType("PodId", str)
+"""What an engine calls itself (`x-warmroute-pod`), or host:port of one that has no name for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A request, as far as routing cares."""
+
+    keys: tuple[PrefixKey, ...]
+    """Prefix keys, shortest prefix first; empty for a prompt shorter than one stride."""
+    prompt_tokens: int
+    """Estimated from the canonical bytes and the model's learnt bytes per token; at least 1."""
+    now_s: float
+    output_tokens: int = 128
+    """Expected length of the answer: learnt mean, or less where the request says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod that may serve the request, at the moment of the decision."""
+
+    pod_id: PodId
+    matched_tokens: int = 0
+    """Prompt tokens whose KV the pod is believed to hold, in any tier."""
+    host_tokens: int = 0
+    """Of these, tokens that must come from host memory."""
+    disk_tokens: int = 0
+    """Of these, tokens that must come from disk."""
+    in_flight: int = 0
+    """Requests of this gateway the pod has not finished, plus others' share from the pod's report."""
+    in_flight_uncached_tokens: int = 0
+    """Prompt tokens of those still to be prefilled."""
+    decoding: int = 0
+    context_tokens: int = 0
+    """Tokens in the contexts of the decoding requests."""
+    prefill_free_at_s: float = 0.0
+    """Predicted time at which the pod's queued prefill ends; in the past for an idle pod."""
+    cost: StepCost = field(default_factory=StepCost)
+    """Learnt constants of the pod; never all zero (a prior stands in until something is known)."""
+    kv_used: float = 0.0
+    """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodScore:
+    """A pod's score for one request: lowest is best; `parts` say where it comes from (seconds or tokens, by name)."""
+
+    pod_id: PodId
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to send a request, and why."""
+
+    pod: int
+    """Index into the pods given."""
+    policy: str
+    predicted_cached_tokens: int
+    predicted_ttft_s: float | None
+    """None for a policy that predicts no time."""
+    scores: tuple[PodScore, ...] = ()
+    """Every pod's, in the order given; filled only when asked for (`explain`)."""
+
+
+class Policy(Protocol):
+    """A routing policy. State it keeps (a counter, traffic shares) is its own; it reads no clock and does no I/O."""
+
+    name: str
+
+    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+        """The pod for the request. `pods` is never empty and in stable order of pod id.
+
+        The answer depends on nothing but the arguments and the requests seen before. With `explain` the call must
+        leave the policy's state as it was.
+        """
