@@ -57,5 +57,5 @@ def pack_load(report: LoadReport) -> bytes:
 
 def unpack_load(data: bytes, offset: int = 0) -> LoadReport:
     """The inverse of `pack_load`, from `offset`. Raises struct.error on short data."""
-    values = _LAYOUT.unpack_from(data, offset)
-    return LoadReport(*values[:8], StepCost(*values[8:]))
+    running, waiting, uncached, decoding, context, free, total, size, *cost = _LAYOUT.unpack_from(data, offset)
+    return LoadReport(running, waiting, uncached, decoding, context, free, total, size, StepCost(*cost))

@@ -1,0 +1,51 @@
+# Two commands: `make demo` and `make test`. Both set up a virtual environment first.
+# Python 3.11 or later. PIP_ARGS passes options to pip, e.g. an index with CPU builds of torch.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+
+.PHONY: help demo test check format bench clean
+
+help: ## this text
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(DEMO_STAMP) ## compare routing policies on four real engines on this machine; writes out/demo
+	@exec $(BIN)/warmroute-loadgen demo --out out/demo $(DEMO_ARGS)
+
+test: check ## everything: format, lint, types, import contracts, file sizes, tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) ## all but the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict -p engine -p router -p loadgen
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python .ci/file_sizes.py
+
+format: $(STAMP) ## format and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
+	@for bench in tests/bench/bench_*.py; do \
+		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
+	done
+
+clean: ## remove the environment and every output
+	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "warmroute needs Python 3.11 or later; name one with: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(PIP) install $(PIP_ARGS) -c .ci/constraints.txt -e '.[test]'
+	@touch $(STAMP) $(DEMO_STAMP)
+
+$(DEMO_STAMP): pyproject.toml .ci/constraints.txt | $(BIN)/python
+	$(PIP) install $(PIP_ARGS) -c .ci/constraints.txt -e '.[demo]'
+	@touch $(DEMO_STAMP)

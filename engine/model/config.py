@@ -1,0 +1,165 @@
+"""What a Hugging Face `config.json` says of a decoder, checked. No torch here.
+
+Field names and defaults: the `*Config` classes of transformers 5; older spellings (`torch_dtype`, `rope_theta`,
+`rope_scaling`) are read too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.model.errors import ModelError
+from engine.model.fields import Fields
+from engine.model.rope_config import RopeConfig
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+_LLAMA, _MISTRAL, _QWEN2, _QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+ARCHITECTURES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+_QWEN3_HEAD_DIM = 128
+"""Qwen3Config's default; the other architectures divide hidden_size among the heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder of one of `ARCHITECTURES`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    """Tokens of prompt and output together that the model can address."""
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    """Per layer: a token sees itself and the window - 1 tokens before it; None: all before it."""
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    """The output projection is the input embedding."""
+    dtype: str | None
+    """One of `DTYPES`, as the checkpoint declares it; None where it does not."""
+    eos_token_ids: frozenset[int]
+    """Ids that end a text, of config.json and generation_config.json together."""
+
+    @staticmethod
+    def from_path(path: Path | str) -> ModelConfig:
+        """The config of the checkpoint in folder `path`. Raises ModelError naming file and field."""
+        folder = Path(path)
+        generation = folder / "generation_config.json"
+        eos = _eos(_read(generation)) if generation.exists() else frozenset()
+        return parse_config(_read(folder / "config.json"), eos)
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes that one token's keys and values take in all layers together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
+
+
+def parse_config(fields: Fields, more_eos: frozenset[int] = frozenset()) -> ModelConfig:
+    """The config in the content of a `config.json`. Raises ModelError naming the field."""
+    architecture = _architecture(fields)
+    if fields.get("quantization_config") is not None:
+        raise fields.error("quantization_config", f"is not supported; weights must be {', '.join(DTYPES)}")
+    fields.choice("hidden_act", ("silu",))
+    heads, hidden_size = fields.positive_int("num_attention_heads"), fields.positive_int("hidden_size")
+    kv_heads = fields.positive_int("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"must divide num_attention_heads ({heads})")
+    attention_bias = architecture in (_LLAMA, _QWEN3) and fields.boolean("attention_bias", default=False)
+    rope, max_position = RopeConfig.parse(fields)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive_int("intermediate_size"),
+        layers=fields.positive_int("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_head_dim(fields, architecture, hidden_size, heads),
+        rms_norm_eps=fields.positive_number("rms_norm_eps"),
+        max_position=max_position,
+        rope=rope,
+        windows=_windows(fields, architecture),
+        qkv_bias=attention_bias or architecture == _QWEN2,
+        output_bias=attention_bias,
+        mlp_bias=architecture == _LLAMA and fields.boolean("mlp_bias", default=False),
+        qk_norm=architecture == _QWEN3,
+        tied=fields.boolean("tie_word_embeddings", default=False),
+        dtype=_dtype(fields),
+        eos_token_ids=_eos(fields) | more_eos,
+    )
+
+
+def _read(path: Path) -> Fields:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return Fields(content, path.name)
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise fields.error("architectures", f"is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return str(named[0])
+
+
+def _head_dim(fields: Fields, architecture: str, hidden_size: int, heads: int) -> int:
+    default = _QWEN3_HEAD_DIM if architecture == _QWEN3 else hidden_size // heads
+    if fields.get("head_dim") is None and architecture != _QWEN3 and hidden_size % heads:
+        raise fields.error("hidden_size", f"must be a multiple of num_attention_heads ({heads}) where head_dim is absent")
+    head_dim = fields.positive_int("head_dim", default=default)
+    if head_dim % 2:
+        raise fields.error("head_dim", "must be even: rotary embedding turns pairs")
+    return head_dim
+
+
+def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
+    """Sliding window of each layer (Qwen: only where `use_sliding_window`, and only in the layers named)."""
+    layers = fields.positive_int("num_hidden_layers")
+    in_use = architecture in (_LLAMA, _MISTRAL) or fields.boolean("use_sliding_window", default=False)
+    window = fields.positive_int("sliding_window") if in_use and fields.get("sliding_window") is not None else None
+    if architecture == _LLAMA and window is not None:
+        raise fields.error("sliding_window", f"is not supported for {_LLAMA}; it is for {_MISTRAL}, {_QWEN2}, {_QWEN3}")
+    types = fields.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", default=layers) if architecture in (_QWEN2, _QWEN3) else 0
+        return tuple(window if i >= first else None for i in range(layers))
+    return tuple(_layer_window(fields, types, window, layers, architecture))
+
+
+def _layer_window(fields: Fields, types: Any, window: int | None, layers: int, architecture: str) -> list[int | None]:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        raise fields.error("layer_types", f"must name one of {', '.join(known)} for each of the {layers} layers")
+    if window is None and "sliding_attention" in types:
+        raise fields.error("layer_types", "names sliding_attention, but no sliding_window is in use")
+    if architecture == _MISTRAL and window is not None and "full_attention" in types:
+        raise fields.error("layer_types", f"must not name full_attention: in {_MISTRAL} the window holds for all layers")
+    return [window if t == "sliding_attention" else None for t in types]
+
+
+def _dtype(fields: Fields) -> str | None:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    return None if fields.get(name) is None else fields.choice(name, DTYPES)
+
+
+def _eos(fields: Fields) -> frozenset[int]:
+    ids = fields.get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in listed):
+        raise fields.error("eos_token_id", "must be a token id or a list of token ids")
+    return frozenset(listed)

@@ -1,0 +1,200 @@
+"""The engine's side of the registry: what the cache holds, told to Redis in small batches that never delay a step.
+
+Per model one capped Redis Stream takes every pod's deltas; each pod's snapshot is a string whose TTL is its lease.
+A reader that misses a delta sees the gap in `seq` and loads the snapshot (router/registry/reader.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from engine.cache.changes import KeyChanges
+from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
+from engine.contract.keys import PrefixKey
+from engine.contract.load import LoadReport
+from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
+
+log = logging.getLogger(__name__)
+
+BATCH_S = 0.05
+BATCH_KEYS = 512
+HEARTBEAT_S = 0.5
+SNAPSHOT_S = 5.0
+REDIS_DEADLINE_S = 2.0
+MAX_BACKOFF_S = 2.0
+STREAM_ENTRIES = 20_000
+"""Deltas kept per model: some 15 s of 64 pods that publish every 50 ms."""
+
+
+@dataclass(slots=True)
+class PublisherStats:
+    """Counters since the start."""
+
+    deltas: int = 0
+    snapshots: int = 0
+    dropped_keys: int = 0
+    """Keys of backlogs dropped for a fresh snapshot."""
+    failures: int = 0
+
+
+class Publisher:
+    """Publishes one engine's held prefix keys and load.
+
+    `load` and `held` answer for the present moment and are called on the event loop, between steps. `max_pending_keys`
+    bounds the queue: a longer backlog is dropped, and a snapshot takes its place.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        model: str,
+        pod_id: str,
+        epoch: int,
+        stride: int,
+        lease_s: float,
+        load: Callable[[], LoadReport],
+        held: Callable[[], tuple[Keys, Keys, Keys]],
+        max_pending_keys: int = 200_000,
+    ) -> None:
+        self._redis_url = redis_url
+        self._model = model
+        self._pod_id = pod_id
+        self._epoch = epoch
+        self._stride = stride
+        self._lease_ms = int(lease_s * 1000)
+        self._load = load
+        self._held = held
+        self._max_pending_keys = max_pending_keys
+        self._pending: dict[PrefixKey, Tier | None] = {}
+        self._seq = 0
+        self._needs_snapshot = True
+        self._snapshot_seq = 0
+        self._snapshot_at_s = 0.0
+        self._wake = asyncio.Event()
+        self._full = asyncio.Event()
+        self.connected = False
+        self.stats = PublisherStats()
+
+    def offer(self, changes: KeyChanges) -> None:
+        """Queue changes. Never blocks; later changes of a key replace earlier ones not yet sent."""
+        pending = self._pending
+        for key in changes.removed:
+            pending.pop(key, None)
+            pending[key] = None
+        for key, tier in changes.stored:
+            pending.pop(key, None)
+            pending[key] = tier
+        if len(pending) > self._max_pending_keys:
+            self.stats.dropped_keys += len(pending)
+            pending.clear()
+            self._needs_snapshot = True
+        if pending:
+            self._wake.set()
+        if len(pending) >= BATCH_KEYS:
+            self._full.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled; no Redis failure ends it. On cancellation the lease is given up."""
+        backoff_s = 0.1
+        retry: Retry = Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
+        redis = Redis.from_url(
+            self._redis_url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S, retry=retry
+        )
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(2 * REDIS_DEADLINE_S):
+                        await self._flush(redis)
+                except (RedisError, OSError, TimeoutError) as error:
+                    self._failed(error)
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                else:
+                    if not self.connected:
+                        log.info("registry: publishing to Redis")
+                    self.connected = True
+                    backoff_s = 0.1
+                    await self._wait_for_work()
+        finally:
+            try:
+                async with asyncio.timeout(REDIS_DEADLINE_S):
+                    await redis.delete(snapshot_key(self._model, self._pod_id))
+            except (RedisError, OSError, TimeoutError):
+                log.info("registry: Redis is away; the lease ends by itself")
+            await redis.aclose()
+
+    def _failed(self, error: BaseException) -> None:
+        self.stats.failures += 1
+        self._needs_snapshot = True
+        if self.connected or self.stats.failures == 1:
+            log.warning("registry: cannot publish to Redis, will keep trying: %s", error or type(error).__name__)
+        self.connected = False
+
+    async def _wait_for_work(self) -> None:
+        """Until a batch is full, its first change is BATCH_S old, or the heartbeat is due."""
+        if self._needs_snapshot:
+            return
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        try:
+            async with asyncio.timeout(BATCH_S):
+                await self._full.wait()
+        except TimeoutError:
+            return
+
+    async def _flush(self, redis: Redis) -> None:
+        now_s = asyncio.get_running_loop().time()
+        stale = self._seq != self._snapshot_seq and now_s - self._snapshot_at_s > SNAPSHOT_S
+        if self._needs_snapshot or stale:
+            await self._write_snapshot(redis, skip=self._needs_snapshot)
+        await self._append_delta(redis)
+
+    async def _write_snapshot(self, redis: Redis, *, skip: bool) -> None:
+        """`skip`: a delta was lost, so leave a hole in `seq`; every reader sees it and takes this snapshot."""
+        if skip:
+            self._seq += 1
+            self._pending.clear()
+        self._needs_snapshot = False
+        message = RegistryMessage(Kind.SNAPSHOT, self._stride, self._epoch, self._seq, self._load(), (), self._held())
+        self._snapshot_seq, self._snapshot_at_s = self._seq, asyncio.get_running_loop().time()
+        data = await asyncio.to_thread(encode, message)
+        await redis.set(snapshot_key(self._model, self._pod_id), data, px=self._lease_ms)
+        self.stats.snapshots += 1
+
+    async def _append_delta(self, redis: Redis) -> None:
+        pending, self._pending = self._pending, {}
+        self._wake.clear()
+        self._full.clear()
+        self._seq += 1
+        stored: tuple[list[PrefixKey], ...] = ([], [], [])
+        removed = []
+        for key, tier in pending.items():
+            if tier is None:
+                removed.append(key)
+            else:
+                stored[tier].append(key)
+        gpu, host, disk = map(tuple, stored)
+        message = RegistryMessage(
+            Kind.DELTA, self._stride, self._epoch, self._seq, self._load(), tuple(removed), (gpu, host, disk)
+        )
+        entry = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.xadd(stream_key(self._model), entry, maxlen=STREAM_ENTRIES, approximate=True)
+            pipe.pexpire(snapshot_key(self._model, self._pod_id), self._lease_ms)
+            pipe.getdel(resync_key(self._model, self._pod_id))
+            _, leased, wanted = await pipe.execute()
+        self.stats.deltas += 1
+        if not leased or wanted is not None:
+            self._needs_snapshot = True

@@ -1,0 +1,92 @@
+"""Ask an engine who it is: `GET /v1/models`, which every OpenAI-compatible server answers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from engine.contract import headers
+from router.routing.types import PodId
+
+MAX_ANSWER_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON."""
+
+    name: str
+    card: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PodIdentity:
+    """Who answers at a URL. `epoch` is None for an engine that does not tell its lives apart."""
+
+    pod_id: PodId
+    epoch: int | None
+    models: tuple[ServedModel, ...]
+
+
+class ProbeFailed(Exception):
+    """The engine gave no usable answer. `refused`: it answered that it takes no requests (503)."""
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
+
+
+class Probe(Protocol):
+    """One look at one engine."""
+
+    async def identify(self, url: str) -> PodIdentity:
+        """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
+
+
+class HttpProbe:
+    """The probe over HTTP."""
+
+    def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+
+    async def identify(self, url: str) -> PodIdentity:
+        """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.get(f"{url}/v1/models", headers={"Accept": "application/json"}) as response,
+            ):
+                if response.status != 200:
+                    raise ProbeFailed(f"GET /v1/models answered {response.status}", refused=response.status == 503)
+                body = await response.content.read(MAX_ANSWER_BYTES)
+                while len(body) < MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
+                    body += more
+                names = response.headers
+        except TimeoutError:
+            raise ProbeFailed(f"no answer to GET /v1/models within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ProbeFailed(f"{type(error).__name__}: {error}") from None
+        epoch = names.get(headers.EPOCH, "")
+        return PodIdentity(
+            pod_id=PodId(names.get(headers.POD) or urlsplit(url).netloc),
+            epoch=int(epoch) if epoch.isdecimal() else None,
+            models=served_models(body),
+        )
+
+
+def served_models(body: bytes) -> tuple[ServedModel, ...]:
+    """The models in an OpenAI model list. Raises ProbeFailed on anything else."""
+    try:
+        answer: Any = orjson.loads(body)
+        models = tuple(ServedModel(entry["id"], orjson.dumps(entry)) for entry in answer["data"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise ProbeFailed("GET /v1/models answered something that is not an OpenAI model list") from None
+    if not models or not all(isinstance(model.name, str) and model.name for model in models):
+        raise ProbeFailed("GET /v1/models lists no model")
+    return models

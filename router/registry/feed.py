@@ -1,0 +1,58 @@
+"""What the gateway knows of one pod's registry messages: whether the next one follows, and what to do when it does not.
+
+Pure: messages and times in, verdicts out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.contract.events import RegistryMessage
+
+
+class Verdict(Enum):
+    """What to do with a delta."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+    """Already contained in what was loaded."""
+    RESYNC = "resync"
+    """A gap, or another life of the engine: load its snapshot."""
+
+
+@dataclass(slots=True)
+class PodFeed:
+    """One pod's place in the registry. `heard_at_s` is the monotonic time of its last message."""
+
+    model: str
+    epoch: int | None = None
+    seq: int = 0
+    synced: bool = False
+    ever_synced: bool = False
+    looked: bool = False
+    """A snapshot was looked for at least once, found or not."""
+    heard_at_s: float = 0.0
+    retry_at_s: float = 0.0
+
+    def judge(self, delta: RegistryMessage) -> Verdict:
+        """Whether `delta` follows what was applied. Changes nothing."""
+        if not self.synced or delta.epoch != self.epoch:
+            return Verdict.RESYNC
+        if delta.seq <= self.seq:
+            return Verdict.SKIP
+        return Verdict.APPLY if delta.seq == self.seq + 1 else Verdict.RESYNC
+
+    def applied(self, message: RegistryMessage, now_s: float) -> None:
+        """The message, a snapshot or the next delta, is in the index."""
+        self.epoch, self.seq = message.epoch, message.seq
+        self.synced = self.ever_synced = True
+        self.heard_at_s = now_s
+
+    def lost(self) -> None:
+        """A message is missing: nothing is applied until a snapshot is."""
+        self.synced = False
+
+    def is_expired(self, now_s: float, lease_s: float) -> bool:
+        """The pod has been silent for longer than its lease."""
+        return self.ever_synced and now_s - self.heard_at_s > lease_s

@@ -1,0 +1,315 @@
+"""The gateway's side of the registry: snapshots, then the stream, into the index in memory. No request waits for it.
+
+Order of a load: the tail's position is fixed first, then the snapshot is read, then the stream between the two is
+replayed for that pod. What comes later arrives through the tail, so nothing is missed and nothing is applied twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from engine.contract.events import DecodeError, Kind, RegistryMessage, decode
+from engine.contract.load import LoadReport
+from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
+from router.registry.feed import PodFeed, Verdict
+from router.registry.index import PrefixIndex
+from router.routing.types import PodId
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+READ_ENTRIES = 512
+REPLAY_S = 15.0
+REPLAY_ENTRIES = 50_000
+RETRY_S = 0.5
+REDIS_DEADLINE_S = 2.0
+MAX_BACKOFF_S = 2.0
+
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryStatus:
+    """The registry as an operator sees it."""
+
+    connected: bool
+    pods_known: int
+    pods_synced: int
+    expired: bool
+    messages: int
+    resyncs: int
+    last_error: str | None
+
+
+class RegistryReader:
+    """Keeps `index` equal to what the engines hold, through Redis. Every failure of Redis is survived.
+
+    `on_load` gets each load report. A pod silent for `lease_s` is dropped from the index.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        index: PrefixIndex,
+        on_load: Callable[[PodId, LoadReport], None],
+        *,
+        stride: int,
+        lease_s: float,
+    ) -> None:
+        self._redis_url = redis_url
+        self._index = index
+        self._on_load = on_load
+        self._stride = stride
+        self._lease_s = lease_s
+        self._feeds: dict[PodId, PodFeed] = {}
+        self._tails: dict[str, bytes] = {}
+        self._connected = False
+        self._attempted = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._messages = 0
+        self._resyncs = 0
+        self._last_error: str | None = None
+
+    # -- what the rest of the gateway calls -------------------------------------------------------------------
+
+    def set_pods(self, pods: Mapping[PodId, str]) -> None:
+        """The pods of the fleet and their models; pods no longer among them leave the index."""
+        for pod in self._feeds.keys() - pods.keys():
+            del self._feeds[pod]
+            self._index.drop(pod)
+        for pod, model in pods.items():
+            feed = self._feeds.get(pod)
+            if feed is None or feed.model != model:
+                self._feeds[pod] = PodFeed(model)
+
+    async def wait_warm(self, timeout_s: float) -> bool:
+        """Until every known pod's snapshot is loaded or known to be absent. False: Redis did not answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(feed.looked for feed in self._feeds.values()):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def reports(self, pod: PodId) -> bool:
+        """True once this pod has published something in its present stay in the fleet."""
+        feed = self._feeds.get(pod)
+        return feed is not None and feed.ever_synced
+
+    @property
+    def expired(self) -> bool:
+        """True when pods have published but every lease has run out: the index says nothing any more."""
+        feeds = [feed for feed in self._feeds.values() if feed.ever_synced]
+        now_s = asyncio.get_running_loop().time()
+        return bool(feeds) and all(feed.is_expired(now_s, self._lease_s) for feed in feeds)
+
+    def status(self) -> RegistryStatus:
+        """A snapshot of counters and state."""
+        return RegistryStatus(
+            connected=self._connected,
+            pods_known=len(self._feeds),
+            pods_synced=sum(feed.synced for feed in self._feeds.values()),
+            expired=self.expired,
+            messages=self._messages,
+            resyncs=self._resyncs,
+            last_error=self._last_error,
+        )
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled."""
+        backoff_s = 0.1
+        while True:
+            try:
+                await self._follow()
+            except (RedisError, OSError, TimeoutError) as error:
+                self._disconnected(error)
+                backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
+                self._connected = False
+            self._expire()
+            await asyncio.sleep(backoff_s)
+
+    # -- one connection ---------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        retry: Retry = Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
+        async with Redis.from_url(
+            self._redis_url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S, retry=retry
+        ) as redis:
+            self._tails.clear()
+            for feed in self._feeds.values():
+                feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
+                feed.retry_at_s = 0.0
+            while True:
+                await self._load_missing(redis)
+                if not self._connected:
+                    log.info("registry: following Redis")
+                self._connected, self._last_error = True, None
+                await self._read(redis)
+                self._expire()
+
+    async def _read(self, redis: Redis) -> None:
+        if not self._tails:
+            await asyncio.sleep(POLL_MS / 1000)
+            await redis.ping()
+            return
+        models = {stream_key(model).encode(): model for model in self._tails}
+        streams = {stream_key(model): tail for model, tail in self._tails.items()}
+        answer = await redis.xread(streams, count=READ_ENTRIES, block=POLL_MS)
+        for name, entries in _streams(answer):
+            self._tails[models[name]] = entries[-1][0]
+            for _, fields in entries:
+                self._take(fields)
+
+    def _take(self, fields: Mapping[bytes, bytes]) -> None:
+        """One delta from the tail."""
+        pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
+        feed = self._feeds.get(pod)
+        if feed is None:
+            return
+        delta = self._decode(pod, fields.get(STREAM_DATA_FIELD, b""))
+        if delta is None:
+            feed.lost()
+            return
+        verdict = feed.judge(delta)
+        if verdict is Verdict.APPLY:
+            self._apply(pod, feed, delta)
+        elif verdict is Verdict.RESYNC and feed.synced:
+            self._resyncs += 1
+            if delta.epoch != feed.epoch:
+                self._index.drop(pod)  # another life of the engine: its cache began empty
+            feed.lost()
+            feed.retry_at_s = 0.0
+
+    def _apply(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
+        if message.kind is Kind.SNAPSHOT:
+            self._index.replace(pod, message.stored)
+        else:
+            self._index.apply(pod, message.removed, message.stored)
+        feed.applied(message, asyncio.get_running_loop().time())
+        self._messages += 1
+        self._on_load(pod, message.load)
+
+    def _decode(self, pod: PodId, data: bytes) -> RegistryMessage | None:
+        try:
+            message = decode(data)
+        except DecodeError as error:
+            self._complain(f"pod {pod}: {error}")
+            return None
+        if message.stride != self._stride:
+            self._complain(
+                f"pod {pod} computes prefix keys every {message.stride} bytes, this gateway every {self._stride}: "
+                "start both with the same --stride"
+            )
+            return None
+        return message
+
+    # -- snapshots --------------------------------------------------------------------------------------------
+
+    async def _load_missing(self, redis: Redis) -> None:
+        now_s = asyncio.get_running_loop().time()
+        due: dict[str, list[PodId]] = {}
+        for pod, feed in self._feeds.items():
+            if not feed.synced and now_s >= feed.retry_at_s:
+                due.setdefault(feed.model, []).append(pod)
+        for model, pods in due.items():
+            if model not in self._tails:
+                self._tails[model] = await _last_id(redis, model)
+            await self._load(redis, model, pods)
+        if due:
+            self._changed.set()
+
+    async def _load(self, redis: Redis, model: str, pods: list[PodId]) -> None:
+        snapshots = await redis.mget([snapshot_key(model, pod) for pod in pods])
+        found = {}
+        for pod, data in zip(pods, snapshots, strict=True):
+            feed = self._feeds.get(pod)
+            if feed is None:
+                continue
+            feed.looked = True
+            feed.retry_at_s = asyncio.get_running_loop().time() + RETRY_S
+            message = self._decode(pod, data) if data is not None else None
+            if message is not None:
+                found[pod] = message
+        if not found:
+            return
+        replay = await self._recent(redis, model, found)
+        for pod, snapshot in found.items():
+            feed = self._feeds.get(pod)
+            if feed is None:
+                continue
+            self._apply(pod, feed, snapshot)
+            for delta in replay[pod]:
+                verdict = feed.judge(delta)
+                if verdict is Verdict.APPLY:
+                    self._apply(pod, feed, delta)
+                elif verdict is Verdict.RESYNC:
+                    feed.lost()
+            if not feed.synced:
+                await redis.set(resync_key(model, pod), b"1", px=int(REPLAY_S * 1000))
+
+    async def _recent(
+        self, redis: Redis, model: str, pods: Mapping[PodId, RegistryMessage]
+    ) -> dict[PodId, list[RegistryMessage]]:
+        """The pods' deltas of the last REPLAY_S seconds, up to the tail's position."""
+        seconds, _ = await redis.time()
+        since = max(0, int((seconds - REPLAY_S) * 1000))
+        entries: list[Entry] = await redis.xrange(stream_key(model), since, self._tails[model], count=REPLAY_ENTRIES)
+        deltas: dict[PodId, list[RegistryMessage]] = {pod: [] for pod in pods}
+        for _, fields in entries:
+            pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
+            delta = self._decode(pod, fields.get(STREAM_DATA_FIELD, b"")) if pod in deltas else None
+            # Entries of an earlier life, still in the stream, say nothing about this one.
+            if delta is not None and delta.epoch == pods[pod].epoch:
+                deltas[pod].append(delta)
+        return deltas
+
+    # -- time and trouble -------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for pod, feed in self._feeds.items():
+            if feed.is_expired(now_s, self._lease_s) and feed.epoch is not None:
+                log.warning(
+                    "registry: pod %s has been silent for its lease of %g s; its entries are dropped",
+                    pod,
+                    self._lease_s,
+                )
+                self._index.drop(pod)
+                feed.lost()
+                feed.epoch = None
+
+    def _disconnected(self, error: BaseException) -> None:
+        text = f"Redis: {error or type(error).__name__}"
+        if self._connected or self._last_error is None:
+            log.warning("registry: %s; routing goes on with what is known", text)
+        self._last_error = text
+
+    def _complain(self, text: str) -> None:
+        if self._last_error != text:
+            log.error("registry: %s", text)
+        self._last_error = text
+
+
+async def _last_id(redis: Redis, model: str) -> bytes:
+    newest = await redis.xrevrange(stream_key(model), count=1)
+    return bytes(newest[0][0]) if newest else b"0-0"
+
+
+def _streams(answer: object) -> list[tuple[bytes, list[Entry]]]:
+    """XREAD's answer as pairs, whichever protocol (RESP2 list, RESP3 map) the client speaks."""
+    if isinstance(answer, dict):
+        return [
+            (name, entries[0] if entries and isinstance(entries[0], list) else entries)
+            for name, entries in answer.items()
+        ]
+    return list(answer) if isinstance(answer, list) else []

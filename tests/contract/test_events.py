@@ -1,0 +1,91 @@
+"""Registry messages and SSE: round trips, golden bytes, and every kind of damage refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.events import DecodeError, Kind, RegistryMessage, decode, encode
+from engine.contract.load import LoadReport, StepCost
+from engine.contract.sse import DONE, SseDecoder, sse_event
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+keys = st.lists(u64, max_size=20).map(tuple)
+cost = st.builds(StepCost, *[st.floats(0, 10, allow_nan=False)] * 5)
+load = st.builds(LoadReport, u32, u32, u64, u32, u64, u32, u32, u32, cost)
+messages = st.builds(RegistryMessage, st.sampled_from(Kind), u32, u64, u64, load, keys, st.tuples(keys, keys, keys))
+
+
+@given(messages)
+def test_round_trip(message: RegistryMessage):
+    assert decode(encode(message)) == message
+
+
+@given(messages, st.data())
+def test_a_truncated_or_longer_message_is_refused(message: RegistryMessage, data: st.DataObject):
+    whole = encode(message)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(DecodeError):
+        decode(whole[:cut])
+    with pytest.raises(DecodeError):
+        decode(whole + b"x")
+
+
+@given(st.binary(max_size=400))
+def test_noise_is_refused_or_decoded_but_never_crashes(noise: bytes):
+    try:
+        message = decode(noise)
+    except DecodeError:
+        return
+    again = decode(encode(message))
+    assert again == message or math.isnan(sum(vars_of(message.load.cost)))
+
+
+def vars_of(step_cost: StepCost) -> tuple[float, ...]:
+    return (step_cost.base_s, step_cost.token_s, step_cost.attention_s, step_cost.context_s, step_cost.sequence_s)
+
+
+def test_another_version_is_refused_with_the_remedy():
+    whole = bytearray(encode(RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport())))
+    whole[0] = 2
+    with pytest.raises(DecodeError, match=r"version 2.*upgrade"):
+        decode(bytes(whole))
+
+
+def test_golden_bytes():
+    message = RegistryMessage(
+        Kind.DELTA, 256, 0x1122334455667788, 9, LoadReport(1, 2, 3, 4, 5, 6, 7, 16), (10,), ((11, 12), (), (13,))
+    )
+    head = "01 02".replace("02", "01") + " 00 00 00 01 00 00 88 77 66 55 44 33 22 11 09 00 00 00 00 00 00 00"
+    load_hex = "01000000 02000000 0300000000000000 04000000 0500000000000000 06000000 07000000 10000000" + "00" * 40
+    counts = "01000000 02000000 00000000 01000000"
+    lists = "".join(n.to_bytes(8, "little").hex() for n in (10, 11, 12, 13))
+    assert encode(message).hex() == (head + load_hex + counts + lists).replace(" ", "")
+
+
+@given(
+    st.lists(
+        st.text(alphabet=st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=30), max_size=8
+    ),
+    st.data(),
+)
+def test_sse_decodes_at_any_chunk_border(texts: list[str], data: st.DataObject):
+    stream = b"".join(sse_event(text.encode()) for text in texts) + b": comment\n\n" + DONE
+    if data.draw(st.booleans()):
+        stream = stream.replace(b"\n", b"\r\n")
+    decoder, out = SseDecoder(), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        out += decoder.feed(stream[:size])
+        stream = stream[size:]
+    assert out == [*(text.encode() for text in texts), b"[DONE]"]
+
+
+def test_sse_event_is_bounded():
+    decoder = SseDecoder(max_event_bytes=100)
+    with pytest.raises(ValueError, match="larger than 100 bytes"):
+        list(decoder.feed(b"data: " + b"x" * 200))

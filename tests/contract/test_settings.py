@@ -1,0 +1,111 @@
+"""Configuration: precedence of flags, environment and file; every refusal names field, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field
+
+from engine.contract.settings import ConfigError, Settings
+
+
+class Example(Settings):
+    """An example program."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 for any free one")
+    engines: list[str] = Field(default_factory=list, description="base URLs, comma-separated")
+    policy: Literal["round_robin", "least_loaded"] = Field("round_robin", description="routing policy")
+    admin: bool = Field(False, description="serve the admin endpoints")
+    deadline_s: float = Field(30.0, gt=0, description="deadline in seconds")
+
+
+def load(*argv: str, **environ: str) -> Example:
+    return Example.load(argv, prog="example", environ=environ)
+
+
+def test_defaults():
+    assert load() == Example()
+
+
+def test_flags_come_before_environment_before_file(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1\npolicy: least_loaded\ndeadline-s: 3\nengines: [http://file]\nadmin: true\n")
+    got = load("--config", str(file), "--port", "3", WARMROUTE_PORT="2", WARMROUTE_DEADLINE_S="4")
+    assert (got.port, got.deadline_s, got.policy, got.engines, got.admin) == (
+        3, 4.0, "least_loaded", ["http://file"], True,
+    )  # fmt: skip
+    assert load(WARMROUTE_CONFIG=str(file)).policy == "least_loaded"
+
+
+@pytest.mark.parametrize("given", [["--engines", "http://a,http://b"], ["--engines=http://a,http://b"]])
+def test_lists_are_comma_separated(given: list[str]):
+    assert load(*given).engines == ["http://a", "http://b"]
+    assert load(WARMROUTE_ENGINES="http://a, http://b").engines == ["http://a", "http://b"]
+
+
+def test_switches():
+    assert load("--admin").admin
+    assert not load("--no-admin", WARMROUTE_ADMIN="true").admin
+    assert load(WARMROUTE_ADMIN="1").admin
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["--port", "70000"], {}, ["--port", "70000", "65535"]),
+        (["--port", "x"], {}, ["--port", "'x'", "integer", "TCP port"]),
+        (["--policy", "best"], {}, ["--policy", "best", "round_robin", "least_loaded"]),
+        (["--prot", "1"], {}, ["--prot", "did you mean '--port'"]),
+        (["--deadline-s", "0"], {}, ["--deadline-s", "'0'", "greater than 0", "seconds"]),
+        (["--port"], {}, ["--port"]),
+        (["stray"], {}, ["stray"]),
+        ([], {"WARMROUTE_PORT": "x"}, ["WARMROUTE_PORT", "'x'", "integer"]),
+        ([], {"WARMROUTE_PROT": "1"}, ["WARMROUTE_PROT", "did you mean 'port'"]),
+        (["--config", "/does/not/exist.yaml"], {}, ["/does/not/exist.yaml"]),
+    ],
+)
+def test_refusals_name_field_value_and_what_is_allowed(argv: list[str], environ: dict[str, str], words: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        load(*argv, **environ)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", ["prot", "did you mean 'port'"]),
+        ("port: abc", ["port", "'abc'", "integer"]),
+        ("- port", ["mapping"]),
+        ("port: [", ["cannot be read"]),
+    ],
+)
+def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load("--config", str(file))
+    assert all(word in str(refused.value) for word in [*words, str(file)]), str(refused.value)
+
+
+def test_every_bad_value_is_listed_at_once():
+    with pytest.raises(ConfigError) as refused:
+        load("--port", "x", "--policy", "y")
+    assert "--port" in str(refused.value)
+    assert "--policy" in str(refused.value)
+
+
+def test_kubernetes_service_links_are_no_settings():
+    names = ["GATEWAY_SERVICE_HOST", "GATEWAY_SERVICE_PORT_HTTP", "GATEWAY_PORT", "GATEWAY_PORT_8000_TCP_ADDR"]
+    assert load(**{f"WARMROUTE_{name}": "tcp://10.0.0.1:8000" for name in names}) == Example()
+
+
+def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        load("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("--deadline-s", "deadline in seconds", "30.0", "--no-admin", "8000", "comma-separated"):
+        assert word in text

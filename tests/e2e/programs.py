@@ -1,0 +1,69 @@
+"""Starts the programs as a user does, and stops them by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+READY = re.compile(r"listening on (http://\S+)")
+
+
+class Program:
+    """One running program: its URL, its pid and what it printed."""
+
+    def __init__(self, module: str, *flags: str, environ: dict[str, str] | None = None) -> None:
+        self._log = tempfile.NamedTemporaryFile(prefix="wr-log-", suffix=".txt", delete=False)  # noqa: SIM115
+        self.name = module
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        )
+        self.url = ""
+
+    def output(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def wait_ready(self, deadline_s: float = 60.0) -> str:
+        give_up_at = time.monotonic() + deadline_s
+        while True:
+            if match := READY.search(self.output()):
+                self.url = match[1]
+                return self.url
+            code = self.process.poll()
+            assert code is None, f"{self.name} ended with {code}:\n{self.output()}"
+            assert time.monotonic() < give_up_at, f"{self.name} is not ready after {deadline_s} s:\n{self.output()}"
+            time.sleep(0.02)
+
+    def stop(self, sig: int = signal.SIGTERM, deadline_s: float = 15.0) -> int:
+        """Signal it and wait; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+            try:
+                self.process.wait(deadline_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(deadline_s)
+        self._log.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._log.name)
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def running(programs: Sequence[Program]) -> Iterator[list[str]]:
+    """URLs of the programs once all are ready; all are stopped at the end."""
+    try:
+        yield [program.wait_ready() for program in programs]
+    finally:
+        for program in programs:
+            program.stop()

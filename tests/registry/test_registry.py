@@ -1,0 +1,287 @@
+"""Publisher -> real Redis -> reader -> index: whatever happens to Redis or to an engine, the index comes to equal
+what each engine holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+
+from engine.cache.changes import KeyChanges
+from engine.contract.events import Keys, Tier
+from engine.contract.keys import PrefixKey
+from engine.contract.load import LoadReport
+from engine.contract.redis_keys import stream_key
+from engine.publish import Publisher
+from router.registry.index import PrefixIndex
+from router.registry.reader import RegistryReader
+from router.routing.types import PodId
+from tests.conftest import wait_until
+from tests.redis_server import RedisServer
+
+MODEL = "llama"
+LEASE_S = 1.5
+
+
+class FakeEngine:
+    """Holds keys as an engine's cache does, and publishes them."""
+
+    def __init__(self, server: RedisServer, pod: str, *, epoch: int, stride: int = 256, pending: int = 200_000) -> None:
+        self.pod = PodId(pod)
+        self.keys: dict[PrefixKey, Tier] = {}
+        self.publisher = Publisher(
+            server.url,
+            model=MODEL,
+            pod_id=pod,
+            epoch=epoch,
+            stride=stride,
+            lease_s=LEASE_S,
+            load=lambda: LoadReport(running=len(self.keys)),
+            held=self.held,
+            max_pending_keys=pending,
+        )
+
+    def held(self) -> tuple[Keys, Keys, Keys]:
+        gpu, host, disk = (tuple(k for k, t in self.keys.items() if t is tier) for tier in Tier)
+        return gpu, host, disk
+
+    def change(self, stored: dict[int, Tier], removed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        gone = tuple(PrefixKey(k) for k in removed if self.keys.pop(PrefixKey(k), None) is not None)
+        new = tuple((PrefixKey(k), tier) for k, tier in stored.items())
+        self.keys.update(new)
+        self.publisher.offer(KeyChanges(removed=gone, stored=new))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeEngine]:
+        task = asyncio.create_task(self.publisher.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+
+
+class Gateway:
+    """A reader, its index and the loads it was told."""
+
+    def __init__(self, server: RedisServer, *, stride: int = 256) -> None:
+        self.index = PrefixIndex()
+        self.loads: dict[PodId, LoadReport] = {}
+        self.reader = RegistryReader(server.url, self.index, self.loads.__setitem__, stride=stride, lease_s=LEASE_S)
+
+    @contextlib.asynccontextmanager
+    async def following(self, *engines: FakeEngine) -> AsyncIterator[Gateway]:
+        self.reader.set_pods({engine.pod: MODEL for engine in engines})
+        task = asyncio.create_task(self.reader.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait([task], timeout=5)
+
+    def held(self, pod: PodId) -> dict[PrefixKey, Tier]:
+        return {key: tier for tier, keys in self.index.held(pod).items() for key in keys}
+
+    def agrees(self, *engines: FakeEngine) -> bool:
+        return all(self.held(engine.pod) == engine.keys for engine in engines)
+
+    async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 10.0) -> None:
+        await wait_until(lambda: self.agrees(*engines), deadline_s, "the index's equality with what the engines hold")
+
+
+async def test_changes_reach_the_index(redis_server: RedisServer):
+    a, b = FakeEngine(redis_server, "a", epoch=1), FakeEngine(redis_server, "b", epoch=2)
+    async with a.running(), b.running(), Gateway(redis_server).following(a, b) as gateway:
+        a.change(dict.fromkeys(range(100), Tier.GPU))
+        b.change(dict.fromkeys(range(50), Tier.GPU))
+        await gateway.wait_equal(a, b)
+        a.change({7: Tier.HOST, 8: Tier.DISK}, removed={1, 2, 3})
+        b.change({}, removed=set(range(50)))
+        await gateway.wait_equal(a, b)
+        assert gateway.reader.reports(a.pod)
+        await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
+
+
+async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as first:
+        engine.change(dict.fromkeys(range(1000), Tier.GPU))
+        await first.wait_equal(engine)
+        engine.change({5000: Tier.GPU}, removed={0, 1})  # after the snapshot: lies in the stream alone
+        await first.wait_equal(engine)
+        async with Gateway(redis_server).following(engine) as second:
+            assert await second.reader.wait_warm(5.0)
+            await second.wait_equal(engine)
+
+
+async def test_warm_at_once_where_nobody_publishes(redis_server: RedisServer):
+    async with Gateway(redis_server).following(FakeEngine(redis_server, "silent", epoch=1)) as gateway:
+        assert await gateway.reader.wait_warm(5.0)
+        assert not gateway.reader.reports(PodId("silent"))
+        assert not gateway.reader.expired
+
+
+async def test_not_warm_while_redis_is_away(redis_server: RedisServer):
+    redis_server.stop()
+    async with Gateway(redis_server).following(FakeEngine(redis_server, "a", epoch=1)) as gateway:
+        assert not await gateway.reader.wait_warm(0.3)
+        assert not gateway.reader.status().connected
+        assert "Redis" in (gateway.reader.status().last_error or "")
+
+
+async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change(dict.fromkeys(range(10), Tier.GPU))
+        await gateway.wait_equal(engine)
+        feed = gateway.reader._feeds[engine.pod]
+        feed.seq -= 3  # as if three deltas had never come
+        engine.change({99: Tier.GPU}, removed={1})
+        await gateway.wait_equal(engine)
+        assert gateway.reader.status().resyncs == 1
+        assert feed.synced
+
+
+async def test_a_trimmed_stream_is_mended_by_a_snapshot_on_demand(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    with redis.Redis.from_url(redis_server.url) as client:
+        async with engine.running(), Gateway(redis_server).following(engine) as first:
+            engine.change(dict.fromkeys(range(10), Tier.GPU))
+            await first.wait_equal(engine)
+            engine.change(dict.fromkeys(range(10, 20), Tier.GPU))
+            await first.wait_equal(engine)
+            snapshots = engine.publisher.stats.snapshots
+            client.xtrim(stream_key(MODEL), maxlen=0, approximate=False)
+            async with Gateway(redis_server).following(engine) as second:
+                await second.wait_equal(engine, deadline_s=4.0)
+            assert engine.publisher.stats.snapshots > snapshots
+
+
+async def test_a_restarted_engine_begins_empty(redis_server: RedisServer):
+    old = FakeEngine(redis_server, "a", epoch=1)
+    gateway = Gateway(redis_server)
+    async with gateway.following(old):
+        async with old.running():
+            old.change(dict.fromkeys(range(100), Tier.GPU))
+            await gateway.wait_equal(old)
+        new = FakeEngine(redis_server, "a", epoch=2)
+        async with new.running():
+            new.change({7: Tier.GPU, 1000: Tier.GPU})
+            await gateway.wait_equal(new)
+
+
+async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: RedisServer):
+    dying, living = FakeEngine(redis_server, "a", epoch=1), FakeEngine(redis_server, "b", epoch=1)
+    async with living.running(), Gateway(redis_server).following(dying, living) as gateway:
+        async with dying.running():
+            dying.change(dict.fromkeys(range(10), Tier.GPU))
+            living.change(dict.fromkeys(range(10), Tier.GPU))
+            await gateway.wait_equal(dying, living)
+        await asyncio.sleep(LEASE_S / 3)
+        assert gateway.held(dying.pod), "within its lease the pod is still believed"
+        await wait_until(lambda: not gateway.held(dying.pod), LEASE_S + 2)
+        await gateway.wait_equal(living)
+        assert not gateway.reader.expired
+
+
+async def test_flushall_is_survived(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change(dict.fromkeys(range(100), Tier.GPU))
+        await gateway.wait_equal(engine)
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.flushall()
+        engine.change({500: Tier.GPU}, removed={1})
+        await gateway.wait_equal(engine)
+        async with Gateway(redis_server).following(engine) as late:  # the snapshot is back, too
+            await late.wait_equal(engine)
+
+
+async def test_redis_stopped_and_restarted(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change(dict.fromkeys(range(100), Tier.GPU))
+        await gateway.wait_equal(engine)
+        redis_server.stop()
+        await wait_until(lambda: not gateway.reader.status().connected)
+        engine.change({500: Tier.GPU}, removed={1})
+        assert gateway.held(engine.pod), "the last known index serves on"
+        await wait_until(lambda: gateway.reader.expired, LEASE_S + 3)
+        assert not gateway.held(engine.pod)
+        redis_server.start()
+        await gateway.wait_equal(engine)
+        assert not gateway.reader.expired
+        assert gateway.reader.status().connected
+
+
+async def test_an_overflowing_publisher_drops_its_backlog_and_snapshots(redis_server: RedisServer):
+    redis_server.stop()
+    engine = FakeEngine(redis_server, "a", epoch=1, pending=1000)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        for start in range(0, 10_000, 100):
+            engine.change(dict.fromkeys(range(start, start + 100), Tier.GPU))
+            assert len(engine.publisher._pending) <= 1000
+        assert engine.publisher.stats.dropped_keys > 0
+        redis_server.start()
+        await gateway.wait_equal(engine)
+
+
+async def test_overflow_while_connected_leaves_a_hole_every_reader_sees(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1, pending=1000)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change({1: Tier.GPU})
+        await gateway.wait_equal(engine)
+        engine.change(dict.fromkeys(range(5000), Tier.GPU))
+        assert engine.publisher.stats.dropped_keys == 5000
+        await gateway.wait_equal(engine)
+
+
+async def test_another_stride_is_refused_and_named(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1, stride=128)
+    async with engine.running(), Gateway(redis_server, stride=256).following(engine) as gateway:
+        engine.change({1: Tier.GPU})
+        await wait_until(lambda: "--stride" in (gateway.reader.status().last_error or ""))
+        assert not gateway.held(engine.pod)
+
+
+async def test_a_pod_that_leaves_the_fleet_leaves_the_index(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change({1: Tier.GPU})
+        await gateway.wait_equal(engine)
+        gateway.reader.set_pods({})
+        assert not gateway.held(engine.pod)
+        gateway.reader.set_pods({engine.pod: MODEL})
+        await gateway.wait_equal(engine)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_any_mix_of_changes_and_faults_ends_in_agreement(redis_server: RedisServer, seed: int):
+    rng = random.Random(seed)
+    engines = [FakeEngine(redis_server, f"pod-{i}", epoch=i, pending=300) for i in range(4)]
+    gateway = Gateway(redis_server)
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.running())
+        await stack.enter_async_context(gateway.following(*engines))
+        for _ in range(60):
+            engine = rng.choice(engines)
+            stored = {rng.randrange(500): rng.choice(list(Tier)) for _ in range(rng.randrange(60))}
+            engine.change(stored, removed={rng.randrange(500) for _ in range(rng.randrange(60))} - stored.keys())
+            fault = rng.random()
+            if fault < 0.05:
+                redis_server.stop()
+                await asyncio.sleep(rng.random() * 0.2)
+                redis_server.start()
+            elif fault < 0.15:
+                with redis.Redis.from_url(redis_server.url) as client:
+                    client.xtrim(stream_key(MODEL), maxlen=rng.randrange(3), approximate=False)
+            elif fault < 0.2:
+                with redis.Redis.from_url(redis_server.url) as client:
+                    client.flushall()
+            await asyncio.sleep(rng.random() * 0.05)
+        await gateway.wait_equal(*engines)
