@@ -10,16 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
+from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, raise_if_cancelled
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ BATCH_S = 0.05
 BATCH_KEYS = 512
 HEARTBEAT_S = 0.5
 SNAPSHOT_S = 5.0
-REDIS_DEADLINE_S = 2.0
 MAX_BACKOFF_S = 2.0
 STREAM_ENTRIES = 20_000
 """Deltas kept per model: some 15 s of 64 pods that publish every 50 ms."""
@@ -105,16 +103,14 @@ class Publisher:
     async def run(self) -> None:
         """Publish until cancelled; no Redis failure ends it. On cancellation the lease is given up."""
         backoff_s = 0.1
-        retry: Retry = Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
-        redis = Redis.from_url(
-            self._redis_url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S, retry=retry
-        )
+        redis = connect(self._redis_url)
         try:
             while True:
+                raise_if_cancelled()
                 try:
                     async with asyncio.timeout(2 * REDIS_DEADLINE_S):
                         await self._flush(redis)
-                except (RedisError, OSError, TimeoutError) as error:
+                except REDIS_ERRORS as error:
                     self._failed(error)
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -128,7 +124,7 @@ class Publisher:
             try:
                 async with asyncio.timeout(REDIS_DEADLINE_S):
                     await redis.delete(snapshot_key(self._model, self._pod_id))
-            except (RedisError, OSError, TimeoutError):
+            except REDIS_ERRORS:
                 log.info("registry: Redis is away; the lease ends by itself")
             await redis.aclose()
 
@@ -189,7 +185,7 @@ class Publisher:
         message = RegistryMessage(
             Kind.DELTA, self._stride, self._epoch, self._seq, self._load(), tuple(removed), (gpu, host, disk)
         )
-        entry = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
+        entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
         async with redis.pipeline(transaction=False) as pipe:
             pipe.xadd(stream_key(self._model), entry, maxlen=STREAM_ENTRIES, approximate=True)
             pipe.pexpire(snapshot_key(self._model, self._pod_id), self._lease_ms)

@@ -1,4 +1,4 @@
-"""When sessions begin. Open-loop processes give intended times; the closed loop gives none and bounds what is active."""
+"""When sessions begin. Open-loop processes give intended times; the closed loop bounds what is active."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArrivalSpec:
 
 
 def start_times_s(spec: ArrivalSpec, seed: int) -> Iterator[float]:
-    """Intended starts in seconds from the arm's start, non-decreasing, without end. Raises ValueError for the closed loop."""
+    """Intended starts in seconds from the arm's start, without end. Raises ValueError for the closed loop."""
     if spec.kind is ArrivalKind.POISSON:
         return _poisson(spec.rate, random.Random(f"{seed}/arrivals"))
     if spec.kind is ArrivalKind.CONSTANT:

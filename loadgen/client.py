@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -79,9 +80,11 @@ class _Progress:
 
 
 class ChatClient:
-    """Sends chat requests to one server. Use as an async context manager; `timeout_s` bounds each request as a whole."""
+    """Sends chat requests to one server. Use as an async context manager; `timeout_s` bounds a whole request."""
 
-    def __init__(self, url: str, *, model: str = "", timeout_s: float = 60.0, extra: Mapping[str, Any] | None = None):
+    def __init__(
+        self, url: str, *, model: str = "", timeout_s: float = 60.0, extra: Mapping[str, Any] | None = None
+    ) -> None:
         self._url = url.rstrip("/")
         self._model = model
         self._timeout_s = timeout_s
@@ -227,7 +230,7 @@ def _record(
         sent_s=sent_s,
         finished_s=finished_s,
         first_token_s=times[0] if times else None,
-        gaps_s=tuple(after - before for before, after in zip(times, times[1:], strict=False)),
+        gaps_s=tuple(after - before for before, after in itertools.pairwise(times)),
         prompt_tokens=progress.prompt_tokens,
         cached_tokens=progress.cached_tokens,
         output_tokens=progress.output_tokens,

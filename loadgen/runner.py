@@ -44,7 +44,7 @@ class _Arm:
     records: list[RequestRecord]
 
     async def play(self, session: Session, intended_s: float) -> None:
-        """The session's turns, first at `intended_s`. Ends early where a turn fails: there is no answer to go on from."""
+        """The session's turns, first at `intended_s`. A failed turn ends it: there is no answer to go on from."""
         clock = asyncio.get_running_loop().time
         answers: list[str] = []
         for turn in range(len(session.questions)):

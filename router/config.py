@@ -29,11 +29,15 @@ class GatewaySettings(Settings):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one")
     engines: list[str] = Field(description="base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000")
-    redis_url: str | None = Field(None, description="redis://, rediss:// or unix:// URL of the registry; none: no registry")
+    redis_url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL of the registry; none: no registry"
+    )
     stride: int = Field(
         DEFAULT_STRIDE_BYTES, ge=16, le=65536, description="bytes per prefix key; the same on every engine and gateway"
     )
-    lease_s: float = Field(15.0, gt=0, description="seconds of silence after which a pod's registry entries are dropped")
+    lease_s: float = Field(
+        15.0, gt=0, description="seconds of silence after which a pod's registry entries are dropped"
+    )
     warm_timeout_s: float = Field(
         5.0, ge=0, description="seconds that readiness waits for the registry before going on without it"
     )
@@ -42,8 +46,12 @@ class GatewaySettings(Settings):
     allow_policy_header: bool = Field(
         False, description="let a request choose its policy with the header x-warmroute-policy"
     )
+    hash_depth_strides: int = Field(8, ge=1, description="strides of the prompt that prefix_hash and bounded_hash hash")
+    load_bound: float = Field(
+        1.25, gt=1, description="load a pod may have relative to the mean, for bounded_hash and affinity_groups"
+    )
     speculation_ttl_s: float = Field(
-        3.0, gt=0, description="seconds a routed prefix counts as held by a pod that publishes to the registry"
+        10.0, gt=0, description="seconds a routed prefix counts as held by a pod that publishes to the registry"
     )
     foreign_ttl_s: float = Field(
         600.0, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
@@ -61,7 +69,9 @@ class GatewaySettings(Settings):
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="seconds that started answers may take to finish on SIGTERM")
 
-    probe_interval_s: float = Field(2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random")
+    probe_interval_s: float = Field(
+        2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random"
+    )
     probe_timeout_s: float = Field(2.0, gt=0, description="seconds an engine has to answer a probe")
     eject_after: int = Field(3, ge=1, description="consecutive failures after which an engine gets no requests")
 

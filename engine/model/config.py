@@ -120,7 +120,9 @@ def _architecture(fields: Fields) -> str:
 def _head_dim(fields: Fields, architecture: str, hidden_size: int, heads: int) -> int:
     default = _QWEN3_HEAD_DIM if architecture == _QWEN3 else hidden_size // heads
     if fields.get("head_dim") is None and architecture != _QWEN3 and hidden_size % heads:
-        raise fields.error("hidden_size", f"must be a multiple of num_attention_heads ({heads}) where head_dim is absent")
+        raise fields.error(
+            "hidden_size", f"must be a multiple of num_attention_heads ({heads}) where head_dim is absent"
+        )
     head_dim = fields.positive_int("head_dim", default=default)
     if head_dim % 2:
         raise fields.error("head_dim", "must be even: rotary embedding turns pairs")
@@ -148,7 +150,9 @@ def _layer_window(fields: Fields, types: Any, window: int | None, layers: int, a
     if window is None and "sliding_attention" in types:
         raise fields.error("layer_types", "names sliding_attention, but no sliding_window is in use")
     if architecture == _MISTRAL and window is not None and "full_attention" in types:
-        raise fields.error("layer_types", f"must not name full_attention: in {_MISTRAL} the window holds for all layers")
+        raise fields.error(
+            "layer_types", f"must not name full_attention: in {_MISTRAL} the window holds for all layers"
+        )
     return [window if t == "sliding_attention" else None for t in types]
 
 

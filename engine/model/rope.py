@@ -52,7 +52,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, exponents: Tensor) -> Tensor:
-    """Frequencies below `beta_slow` turns per original context interpolated, above `beta_fast` kept (arXiv 2309.00071)."""
+    """Below `beta_slow` turns per original context interpolated, above `beta_fast` kept (arXiv 2309.00071)."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

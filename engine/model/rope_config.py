@@ -10,7 +10,7 @@ from engine.model.fields import Fields
 VARIANTS = ("default", "linear", "dynamic", "yarn", "llama3")
 _DEFAULT_THETA = 10_000.0
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
-"""YaRN's rotations per context above which a dimension is kept, and below which it is interpolated (arXiv 2309.00071)."""
+"""YaRN (arXiv 2309.00071): turns per context above which a dimension is kept, and below which it is interpolated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class RopeConfig:
         inner = Fields(raw, f"{fields.origin}: {name}")
         _refuse_partial(fields)
         _refuse_partial(inner)
-        theta = inner.positive_number("rope_theta", default=fields.positive_number("rope_theta", default=_DEFAULT_THETA))
+        theta = inner.positive_number(
+            "rope_theta", default=fields.positive_number("rope_theta", default=_DEFAULT_THETA)
+        )
         kind = "type" if "rope_type" not in raw and "type" in raw else "rope_type"
         variant = inner.choice(kind, VARIANTS) if kind in raw else "default"
         if variant in ("default", "dynamic"):

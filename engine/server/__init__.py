@@ -1,1 +1,1 @@
-"""The engine's OpenAI-compatible HTTP surface."""
+"""The engine's HTTP surface: validation, the OpenAI routes, streaming."""

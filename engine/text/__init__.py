@@ -1,1 +1,1 @@
-"""Text in, text out: tokenizer, chat template, prefix-key spans, detokenizing, stop strings."""
+"""Text to tokens and back: tokenizer, chat template, prefix-key spans, incremental decoding, stop strings. No torch."""

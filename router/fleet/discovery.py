@@ -1,4 +1,4 @@
-"""Where engines are. A discovery yields the FULL set of base URLs after every change, so a lost event leaves no ghost."""
+"""Where engines are. A discovery yields the FULL set of URLs after every change, so a lost event leaves no ghost."""
 
 from __future__ import annotations
 

@@ -1,0 +1,237 @@
+"""The current set of pods: follows discovery, probes each engine, admits the ones that answer, ejects the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine.contract.load import LoadReport
+from router.fleet.discovery import Discovery
+from router.fleet.pod import Lease, Pod
+from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel
+from router.routing.types import PodId
+
+log = logging.getLogger(__name__)
+
+JITTER = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChange:
+    """What listeners hear: every identified pod with its model, ejected ones included, and the lives that ended."""
+
+    pods: Mapping[PodId, str]
+    ended: frozenset[PodId] = frozenset()
+
+
+class Member:
+    """One URL of discovery, with what is known of the engine behind it."""
+
+    __slots__ = ("admitted", "failures", "last_error", "pod", "probed", "task", "url", "wake")
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.pod: Pod | None = None
+        self.admitted = False
+        self.failures = 0
+        self.last_error: str | None = None
+        self.probed = False
+        self.wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class _Table:
+    """What requests read; replaced whole on every change."""
+
+    by_model: dict[str, tuple[Pod, ...]] = field(default_factory=dict)
+    """Admitted pods in order of pod id."""
+    cards: dict[str, ServedModel] = field(default_factory=dict)
+    """Every model of an identified pod, admitted or not."""
+    by_id: dict[PodId, Pod] = field(default_factory=dict)
+
+
+class Fleet:
+    """The pods behind the gateway. Looking at it never waits; `run` keeps it current until cancelled."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        probe: Probe,
+        *,
+        interval_s: float,
+        eject_after: int,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._discovery = discovery
+        self._probe = probe
+        self._interval_s = interval_s
+        self._eject_after = eject_after
+        self._rng = rng or random.Random()
+        self._members: dict[str, Member] = {}
+        self._table = _Table()
+        self._listeners: list[Callable[[FleetChange], None]] = []
+        self._probed = asyncio.Event()
+        self._numbers = itertools.count()
+
+    # -- what a request needs ---------------------------------------------------------------------------------
+
+    def pods(self, model: str) -> tuple[Pod, ...]:
+        """Pods that take requests for `model`, in order of pod id."""
+        return self._table.by_model.get(model, ())
+
+    def models(self) -> Mapping[str, ServedModel]:
+        """Every known model by name; one whose pods are all down is still known."""
+        return self._table.cards
+
+    def members(self) -> tuple[Member, ...]:
+        """Every URL of discovery, in order."""
+        return tuple(self._members[url] for url in sorted(self._members))
+
+    def admitted(self) -> tuple[Pod, ...]:
+        """Every pod that takes requests, in order of URL."""
+        return tuple(member.pod for member in self.members() if member.pod and member.admitted)
+
+    def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
+        """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
+        return Lease(
+            pod,
+            str(next(self._numbers)),
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached_tokens,
+            output_tokens=output_tokens,
+            streams=streams,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    # -- what others tell the fleet ---------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[FleetChange], None]) -> None:
+        """Call `listener` after every change of the set of identified pods."""
+        self._listeners.append(listener)
+
+    def report(self, pod_id: PodId, load: LoadReport) -> None:
+        """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
+        pod = self._table.by_id.get(pod_id)
+        if pod is not None:
+            pod.state.report(load, now_s=asyncio.get_running_loop().time())
+
+    def failed(self, pod: Pod, reason: str) -> None:
+        """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""
+        member = self._members.get(pod.url)
+        if member is not None and member.pod is pod:
+            self._failure(member, ProbeFailed(reason))
+            member.wake.set()
+
+    async def wait_probed(self) -> None:
+        """Until every engine of the first complete set has answered, or failed to, once."""
+        await self._probed.wait()
+
+    # -- following --------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow discovery and probe until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            async for urls in self._discovery.watch():
+                self._set(urls, group)
+            await asyncio.Event().wait()
+
+    def _set(self, urls: frozenset[str], group: asyncio.TaskGroup) -> None:
+        gone = [self._members.pop(url) for url in self._members.keys() - urls]
+        for member in gone:
+            if member.task is not None:
+                member.task.cancel()
+        for url in urls - self._members.keys():
+            member = self._members[url] = Member(url)
+            member.task = group.create_task(self._watch(member))
+        self._changed(ended=frozenset(member.pod.pod_id for member in gone if member.pod))
+        self._note_probed()
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            member.wake.clear()
+            try:
+                self._success(member, await self._probe.identify(member.url))
+            except ProbeFailed as error:
+                self._failure(member, error)
+            except Exception as error:  # outermost loop: one odd answer must not end the probing
+                log.exception("probe of %s", member.url)
+                self._failure(member, ProbeFailed(repr(error)))
+            member.probed = True
+            self._note_probed()
+            pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await member.wake.wait()
+            except TimeoutError:
+                pass
+
+    def _note_probed(self) -> None:
+        if all(member.probed for member in self._members.values()):
+            self._probed.set()
+
+    # -- admission and ejection -------------------------------------------------------------------------------
+
+    def _success(self, member: Member, identity: PodIdentity) -> None:
+        owner = self._owner(identity.pod_id)
+        if owner is not None and owner is not member and owner.admitted:
+            self._failure(member, ProbeFailed(f"pod id {identity.pod_id} is already in use at {owner.url}"))
+            return
+        member.failures, member.last_error = 0, None
+        ended = set()
+        if owner is not None and owner is not member:  # the pod came back at another address
+            owner.pod = None
+            ended.add(identity.pod_id)
+        pod = member.pod
+        if pod is not None and self._goes_on(member, pod, identity):
+            if member.admitted and pod.identity == identity:
+                return
+            pod.identity = identity
+        else:
+            if pod is not None:
+                ended.add(pod.pod_id)
+            member.pod = Pod(member.url, identity)
+        if not member.admitted or ended:
+            log.info("fleet: pod %s at %s takes requests", identity.pod_id, member.url)
+        member.admitted = True
+        self._changed(frozenset(ended))
+
+    def _owner(self, pod_id: PodId) -> Member | None:
+        return next((m for m in self._members.values() if m.pod is not None and m.pod.pod_id == pod_id), None)
+
+    @staticmethod
+    def _goes_on(member: Member, pod: Pod, identity: PodIdentity) -> bool:
+        """Whether the answer comes from the life that is known, with its cache.
+
+        An engine without epochs that was away may have restarted, so its cache counts as lost.
+        """
+        return pod.is_same_life(identity) and (member.admitted or pod.epoch is not None)
+
+    def _failure(self, member: Member, error: ProbeFailed) -> None:
+        member.failures += 1
+        if member.last_error is None:
+            log.warning("fleet: %s: %s", member.url, error)
+        member.last_error = str(error)
+        if member.admitted and (error.refused or member.failures >= self._eject_after):
+            log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
+            member.admitted = False
+            self._changed()
+
+    def _changed(self, ended: frozenset[PodId] = frozenset()) -> None:
+        table = _Table()
+        pods: dict[PodId, str] = {}
+        known = [(m.pod, m.admitted) for m in self._members.values() if m.pod is not None]
+        for pod, admitted in sorted(known, key=lambda item: item[0].pod_id):
+            pods[pod.pod_id] = pod.model
+            table.by_id[pod.pod_id] = pod
+            for model in pod.identity.models:
+                table.cards.setdefault(model.name, model)
+                if admitted:
+                    table.by_model[model.name] = (*table.by_model.get(model.name, ()), pod)
+        self._table = table
+        for listener in self._listeners:
+            listener(FleetChange(pods, ended))

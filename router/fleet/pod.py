@@ -2,41 +2,86 @@
 
 from __future__ import annotations
 
-import itertools
-from types import TracebackType
+from collections.abc import Callable
 
+from yarl import URL
+
+from engine.contract.requests import Endpoint
 from router.fleet.probe import PodIdentity
 from router.routing.pod_state import PodState
 from router.routing.types import PodId
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
 
 
 class Pod:
     """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
 
-    __slots__ = ("epoch", "identity", "in_flight", "model", "pod_id", "state", "url")
+    __slots__ = ("epoch", "identity", "in_flight", "pod_id", "state", "targets", "url")
 
     def __init__(self, url: str, identity: PodIdentity) -> None:
         self.url = url
+        self.targets = {endpoint: URL(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
         self.pod_id: PodId = identity.pod_id
         self.epoch = identity.epoch
-        self.model = identity.models[0].name
-        """The first model it lists: the one its registry entries are filed under."""
         self.state = PodState()
         self.in_flight = 0
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"
 
-    def same_life(self, identity: PodIdentity) -> bool:
+    @property
+    def model(self) -> str:
+        """The first model it lists: the one its registry entries are filed under."""
+        return self.identity.models[0].name
+
+    def is_same_life(self, identity: PodIdentity) -> bool:
         """Whether `identity` is this pod, not restarted."""
         return identity.pod_id == self.pod_id and identity.epoch == self.epoch
 
 
-_request_numbers = itertools.count
-
-
 class Lease:
-    """A request on a pod, counted from `with` to the end of its block, however it ends. Made by `Fleet.lease`."""
+    """A request on a pod. It counts from `with` to the end of the block, however that ends."""
 
-    __slots__ = ("_clock", "_output_tokens", "_pod", "_prompt_tokens", "_request_id", "_uncached_tokens")
+    __slots__ = ("_clock", "_output_tokens", "_pod", "_prompt_tokens", "_request_id", "_streams", "_uncached_tokens")
+
+    def __init__(
+        self,
+        pod: Pod,
+        request_id: str,
+        *,
+        prompt_tokens: int,
+        uncached_tokens: int,
+        output_tokens: int,
+        streams: bool,
+        clock: Clock,
+    ) -> None:
+        self._pod = pod
+        self._request_id = request_id
+        self._prompt_tokens = prompt_tokens
+        self._uncached_tokens = uncached_tokens
+        self._output_tokens = output_tokens
+        self._streams = streams
+        self._clock = clock
+
+    def __enter__(self) -> Lease:
+        self._pod.in_flight += 1
+        self._pod.state.sent(
+            self._request_id,
+            prompt_tokens=self._prompt_tokens,
+            uncached_tokens=self._uncached_tokens,
+            output_tokens=self._output_tokens,
+            now_s=self._clock(),
+            streams=self._streams,
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pod.in_flight -= 1
+        self._pod.state.finished(self._request_id, now_s=self._clock())
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
+        self._pod.state.first_token(self._request_id, now_s=self._clock(), cached_tokens=cached_tokens)

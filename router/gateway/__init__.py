@@ -1,0 +1,1 @@
+"""HTTP in front of the fleet: read a request, choose a pod, copy the answer through."""

@@ -10,14 +10,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
 from engine.contract.events import DecodeError, Kind, RegistryMessage, decode
 from engine.contract.load import LoadReport
+from engine.contract.redis_client import REDIS_ERRORS, connect, raise_if_cancelled
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
 from router.registry.feed import PodFeed, Verdict
 from router.registry.index import PrefixIndex
@@ -30,8 +29,7 @@ READ_ENTRIES = 512
 REPLAY_S = 15.0
 REPLAY_ENTRIES = 50_000
 RETRY_S = 0.5
-REDIS_DEADLINE_S = 2.0
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 0.5
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
@@ -77,6 +75,7 @@ class RegistryReader:
         self._messages = 0
         self._resyncs = 0
         self._last_error: str | None = None
+        self._complaint: str | None = None
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -122,16 +121,17 @@ class RegistryReader:
             expired=self.expired,
             messages=self._messages,
             resyncs=self._resyncs,
-            last_error=self._last_error,
+            last_error=self._last_error or self._complaint,
         )
 
     async def run(self) -> None:
         """Follow the registry until cancelled."""
         backoff_s = 0.1
         while True:
+            raise_if_cancelled()
             try:
                 await self._follow()
-            except (RedisError, OSError, TimeoutError) as error:
+            except REDIS_ERRORS as error:
                 self._disconnected(error)
                 backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
                 self._connected = False
@@ -141,15 +141,13 @@ class RegistryReader:
     # -- one connection ---------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        retry: Retry = Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
-        async with Redis.from_url(
-            self._redis_url, socket_timeout=REDIS_DEADLINE_S, socket_connect_timeout=REDIS_DEADLINE_S, retry=retry
-        ) as redis:
+        async with connect(self._redis_url) as redis:
             self._tails.clear()
             for feed in self._feeds.values():
                 feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
                 feed.retry_at_s = 0.0
             while True:
+                raise_if_cancelled()
                 await self._load_missing(redis)
                 if not self._connected:
                     log.info("registry: following Redis")
@@ -163,7 +161,7 @@ class RegistryReader:
             await redis.ping()
             return
         models = {stream_key(model).encode(): model for model in self._tails}
-        streams = {stream_key(model): tail for model, tail in self._tails.items()}
+        streams: dict[Any, Any] = {stream_key(model): tail for model, tail in self._tails.items()}
         answer = await redis.xread(streams, count=READ_ENTRIES, block=POLL_MS)
         for name, entries in _streams(answer):
             self._tails[models[name]] = entries[-1][0]
@@ -229,7 +227,7 @@ class RegistryReader:
             self._changed.set()
 
     async def _load(self, redis: Redis, model: str, pods: list[PodId]) -> None:
-        snapshots = await redis.mget([snapshot_key(model, pod) for pod in pods])
+        snapshots: list[Any] = await redis.mget([snapshot_key(model, pod) for pod in pods])
         found = {}
         for pod, data in zip(pods, snapshots, strict=True):
             feed = self._feeds.get(pod)
@@ -263,7 +261,7 @@ class RegistryReader:
         """The pods' deltas of the last REPLAY_S seconds, up to the tail's position."""
         seconds, _ = await redis.time()
         since = max(0, int((seconds - REPLAY_S) * 1000))
-        entries: list[Entry] = await redis.xrange(stream_key(model), since, self._tails[model], count=REPLAY_ENTRIES)
+        entries: Any = await redis.xrange(stream_key(model), since, self._tails[model], count=REPLAY_ENTRIES)
         deltas: dict[PodId, list[RegistryMessage]] = {pod: [] for pod in pods}
         for _, fields in entries:
             pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
@@ -295,13 +293,13 @@ class RegistryReader:
         self._last_error = text
 
     def _complain(self, text: str) -> None:
-        if self._last_error != text:
+        if self._complaint != text:
             log.error("registry: %s", text)
-        self._last_error = text
+        self._complaint = text
 
 
 async def _last_id(redis: Redis, model: str) -> bytes:
-    newest = await redis.xrevrange(stream_key(model), count=1)
+    newest: Any = await redis.xrevrange(stream_key(model), count=1)
     return bytes(newest[0][0]) if newest else b"0-0"
 
 

@@ -63,6 +63,7 @@ class FakeEngine:
         finally:
             task.cancel()
             await asyncio.wait([task], timeout=5)
+            assert task.cancelled(), "it must end at once when told to"
 
 
 class Gateway:
@@ -82,6 +83,7 @@ class Gateway:
         finally:
             task.cancel()
             await asyncio.wait([task], timeout=5)
+            assert task.cancelled(), "it must end at once when told to"
 
     def held(self, pod: PodId) -> dict[PrefixKey, Tier]:
         return {key: tier for tier, keys in self.index.held(pod).items() for key in keys}
@@ -211,7 +213,7 @@ async def test_redis_stopped_and_restarted(redis_server: RedisServer):
         engine.change({500: Tier.GPU}, removed={1})
         assert gateway.held(engine.pod), "the last known index serves on"
         await wait_until(lambda: gateway.reader.expired, LEASE_S + 3)
-        assert not gateway.held(engine.pod)
+        await wait_until(lambda: not gateway.held(engine.pod), 2.0)
         redis_server.start()
         await gateway.wait_equal(engine)
         assert not gateway.reader.expired

@@ -1,0 +1,18 @@
+"""`python -m engine`, also installed as `warmroute-engine`."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.app import run
+from engine.config import EngineSettings
+from engine.contract.settings import load_or_exit
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    sys.exit(run(load_or_exit(EngineSettings, sys.argv[1:], prog="warmroute-engine")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Composition root of the engine: the only place that names concrete classes, and the order of start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import uvloop
+from aiohttp import web
+
+from engine.backend.base import Backend
+from engine.backend.profiles import find_profile
+from engine.backend.sim import SimBackend
+from engine.cache.changes import KeyChanges
+from engine.cache.prefix_cache import PrefixCache
+from engine.config import EngineSettings
+from engine.loop import EngineLoop
+from engine.metrics import EngineMetrics
+from engine.model.config import ModelConfig
+from engine.model.errors import ModelError
+from engine.publish import Publisher
+from engine.sched.scheduler import Scheduler, SchedulerConfig
+from engine.server.requests import ModelText
+from engine.server.routes import make_app
+from engine.server.service import EngineService, ServerState, TextWorkers
+from engine.text.chat import ChatTemplate
+from engine.text.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+CLOSE_S = 1.0
+"""Seconds that connections get to close once the drain is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What loading yields: all that takes long and needs no event loop."""
+
+    text: ModelText
+    backend: Backend
+    blocks: int
+
+
+class StartError(Exception):
+    """The engine cannot start with these settings; the text says what to change."""
+
+
+def run(settings: EngineSettings) -> int:
+    """Serve until a signal; the program's exit status."""
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except (ModelError, TokenizerError, StartError) as error:
+        print(f"warmroute-engine: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def serve(settings: EngineSettings) -> None:
+    """Open the port, load, serve, drain. Raises ModelError, TokenizerError, StartError where it cannot start."""
+    stop, force = asyncio.Event(), asyncio.Event()
+    _on_signals(lambda: (force if stop.is_set() else stop).set())
+    state, metrics = ServerState(), EngineMetrics(settings.model_name)
+    async with listening(settings, state, metrics) as port:
+        loaded = await _unless(stop, _in_daemon_thread(lambda: load(settings)))
+        if loaded is None:
+            return
+        async with engine_tasks(settings, state, metrics, loaded, port) as stop_publishing:
+            print(f"listening on http://{_in_url(settings.host)}:{port}", flush=True)
+            await stop.wait()
+            log.info("draining: new requests are refused, running ones may take %g s", settings.drain_s)
+            state.is_draining = True
+            stop_publishing()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(settings.drain_s):
+                    await _unless(force, asyncio.ensure_future(state.wait_idle()))
+
+
+def load(settings: EngineSettings) -> LoadedModel:
+    """Read tokenizer, template and weights. Blocks. Raises ModelError, TokenizerError, StartError."""
+    config = ModelConfig.from_path(settings.model)
+    tokenizer = Tokenizer.from_path(settings.model)
+    template = ChatTemplate.from_path(settings.model)
+    make = _sim_backend if settings.device == "sim" else _torch_backend
+    backend, blocks = make(settings, min(config.vocab_size, tokenizer.vocab_size))
+    max_model_len = min(config.max_position, blocks * settings.block_size)
+    if settings.max_model_len > max_model_len:
+        raise StartError(
+            f"--max-model-len {settings.max_model_len} is more than the model's {config.max_position} or the KV pool's "
+            f"{blocks * settings.block_size} tokens"
+        )
+    text = ModelText(
+        name=settings.model_name,
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=config.vocab_size,
+        max_model_len=settings.max_model_len or max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        stride=settings.stride,
+    )
+    return LoadedModel(text, backend, blocks)
+
+
+def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
+    try:
+        profile = find_profile(settings.sim_profile)
+    except ValueError as error:
+        raise StartError(f"--sim-profile: {error}") from None
+    blocks = (settings.kv_pool_tokens or profile.kv_tokens) // settings.block_size
+    return SimBackend(profile, vocab_size, settings.seed), blocks
+
+
+def _torch_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
+    # Imported here: an emulated pod needs no torch, which takes seconds and hundreds of megabytes.
+    from engine.backend.torch_backend import TorchBackend
+    from engine.model.decoder import load_decoder
+
+    model = load_decoder(settings.model, dtype=settings.dtype, device=settings.device)
+    block_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) * settings.block_size
+    blocks = settings.kv_pool_tokens // settings.block_size or settings.kv_cache_bytes // block_bytes
+    if blocks < 1:
+        raise StartError(f"--kv-cache-bytes {settings.kv_cache_bytes} is less than one block of {block_bytes} bytes")
+    threads = settings.threads or None
+    return TorchBackend(model, block_count=blocks, block_size=settings.block_size, threads=threads), blocks
+
+
+@asynccontextmanager
+async def listening(settings: EngineSettings, state: ServerState, metrics: EngineMetrics) -> AsyncIterator[int]:
+    """The open HTTP port's number. On the way out, handlers still at work are cancelled."""
+    runner = web.AppRunner(
+        make_app(state, metrics), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+        except OSError as error:
+            raise StartError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def engine_tasks(
+    settings: EngineSettings, state: ServerState, metrics: EngineMetrics, loaded: LoadedModel, port: int
+) -> AsyncIterator[Callable[[], object]]:
+    """Run the step loop and the publisher, with the service open to requests; yields what ends the publishing."""
+    cache = PrefixCache(loaded.blocks, settings.block_size, enabled=settings.prefix_cache)
+    scheduler = Scheduler(
+        cache,
+        SchedulerConfig(
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+        ),
+    )
+    pod_id = settings.pod_id or f"{socket.gethostname()}:{port}"
+    epoch = time.time_ns()
+    publisher = _publisher(settings, scheduler, pod_id, epoch)
+    loop = EngineLoop(scheduler, loaded.backend, on_changes=publisher.offer if publisher else _ignore, metrics=metrics)
+    workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(loaded.backend.close)
+        stack.callback(workers.close)
+        stepping = await stack.enter_async_context(_background(loop.run(), "step loop"))
+        publishing = None
+        if publisher is not None:
+            publishing = await stack.enter_async_context(_background(publisher.run(), "publisher"))
+            # An engine that computes nothing any more must not attract requests.
+            stepping.add_done_callback(lambda _: publishing.cancel())
+        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch)
+        yield publishing.cancel if publishing is not None else lambda: None
+
+
+def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoch: int) -> Publisher | None:
+    if not settings.redis_url:
+        return None
+    return Publisher(
+        settings.redis_url,
+        model=settings.model_name,
+        pod_id=pod_id,
+        epoch=epoch,
+        stride=settings.stride,
+        lease_s=settings.lease_s,
+        load=scheduler.load,
+        held=scheduler.held_keys,
+    )
+
+
+def _ignore(changes: KeyChanges) -> None:
+    """Nobody listens."""
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[None, None, None], name: str) -> AsyncIterator[asyncio.Task[None]]:
+    """A task beside the block, cancelled and awaited after it. Its failure is logged when it happens."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_log_failure)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the %s has died", task.get_name(), exc_info=error)
+
+
+def _on_signals(call: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, call)
+
+
+def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """The call's result. Unlike an executor's, the thread does not keep a process that is asked to end."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # raised again where the future is awaited
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return asyncio.wrap_future(outcome)
+
+
+async def _unless(event: asyncio.Event, future: asyncio.Future[T]) -> T | None:
+    """The future's result, or None when the event comes first."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        either: list[asyncio.Future[Any]] = [waiting, future]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return future.result() if future.done() else None
+    finally:
+        waiting.cancel()
+        future.cancel()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

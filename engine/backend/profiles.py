@@ -1,0 +1,71 @@
+"""Step times of emulated pods.
+
+    step_ms = max(w0, a + c1 * T_new) + c2 * sum t * (p + t / 2) + c3 * sum decode context + c4 * B
+
+T_new: prefill chunk tokens plus decode tokens; t, p: a prefill chunk's tokens and those before it; B: decode tokens.
+The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regressors. H100 and A100: w0, a and c1 fitted
+to Vidur's published profile of the linear operations (Llama2-7B on H100, Llama3-8B on A100), c2 and c3 from the
+attention FLOPs and KV bytes of an 8B model. L4: an estimate from its bandwidth and FLOPS relative to those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from engine.sched.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SimProfile:
+    """Constants of the formula, in milliseconds per unit, and the size of the KV pool."""
+
+    name: str
+    w0_ms: float
+    """Floor: reading the weights once."""
+    a_ms: float
+    c1_ms: float
+    """Per token computed."""
+    c2_ms: float
+    """Per pair of a prefill token and a token it attends to."""
+    c3_ms: float
+    """Per token of KV read by decodes."""
+    c4_ms: float
+    """Per decoding sequence."""
+    kv_tokens: int
+    """Tokens whose KV fits the device."""
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Seconds the step takes."""
+        new_tokens = attention = context = decodes = 0.0
+        for chunk in plan.chunks:
+            count = len(chunk.tokens)
+            new_tokens += count
+            if chunk.decodes:
+                context += chunk.start + count
+                decodes += 1
+            else:
+                attention += count * (chunk.start + count / 2)
+        linear_ms = max(self.w0_ms, self.a_ms + self.c1_ms * new_tokens)
+        return (linear_ms + self.c2_ms * attention + self.c3_ms * context + self.c4_ms * decodes) / 1e3
+
+
+PROFILES: Mapping[str, SimProfile] = MappingProxyType(
+    {
+        profile.name: profile
+        for profile in (
+            SimProfile("h100-8b", 6.0, 3.0, 0.022, 1.07e-6, 7.0e-5, 0.02, 410_000),
+            SimProfile("a100-8b", 10.0, 8.1, 0.066, 3.0e-6, 1.2e-4, 0.02, 410_000),
+            SimProfile("l4-8b-fp8", 30.0, 20.0, 0.16, 6.0e-6, 4.0e-4, 0.05, 170_000),
+        )
+    }
+)
+"""By name."""
+
+
+def find_profile(name: str) -> SimProfile:
+    """The profile of this name. Raises ValueError naming those there are."""
+    if name not in PROFILES:
+        raise ValueError(f"unknown sim profile {name!r}; there are: {', '.join(PROFILES)}")
+    return PROFILES[name]

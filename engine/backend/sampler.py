@@ -1,0 +1,159 @@
+"""Choosing the next token of each sequence of a step.
+
+Order of operations, as in vLLM's V1 sampler: logit_bias, repetition penalty, frequency and presence penalty,
+temperature, min_p, top_k, top_p; then one draw. (transformers applies min_p after top_p; where both are set, the sets
+can differ.) Ties are broken by token id, lowest first, so exactly `top_k` tokens stay and top_k=1 is greedy.
+
+Randomness: the n-th output token of a request is the inverse of the cumulative distribution at a uniform number hashed
+from (seed, n). No generator has state, so neither batch, nor order, nor preemption can change it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from engine.sched.plan import SampledToken
+from engine.sched.request import Request
+from engine.sched.sampling import SamplingParams
+
+_UNIFORM_BITS = 48
+"""Few enough that the largest uniform times a float64 sum stays below the sum after rounding."""
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+    """logits [R, vocab] float32, row i for requests[i] -> the next token of each. `logits` is left as it is."""
+    params = [request.sampling for request in requests]
+    adjusted = _adjust(logits, requests)
+    tokens = adjusted.argmax(dim=-1)
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        uniforms = [uniform(params[i].seed, len(requests[i].output_tokens)) for i in drawn]
+        tokens[rows] = _draw(adjusted[rows], [params[i] for i in drawn], uniforms)
+    chosen = tokens.tolist()
+    reports = _logprobs(logits, tokens, params)
+    return [SampledToken(token, *reports.get(i, ())) for i, token in enumerate(chosen)]
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in (0, 1), a fixed function of the request's seed and the output token's index."""
+    digest = xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, index))
+    return float(((digest >> (64 - _UNIFORM_BITS)) + 0.5) / 2**_UNIFORM_BITS)
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """logits [R, vocab] after bias and penalties -> what is drawn from: float32 [R, vocab], filtered and renormalised.
+
+    All temperatures are above 0.
+    """
+    temperature = _column(logits, [p.temperature for p in params])
+    # The largest logit becomes 0 first: dividing by a tiny temperature then gives -inf, never inf.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if filtered:
+        rows = torch.tensor(filtered, device=logits.device)
+        scaled[rows] = _filter(scaled[rows], [params[i] for i in filtered])
+    return scaled.softmax(dim=-1)
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """One token for each row: the first whose cumulative probability exceeds the row's uniform. -> [R]."""
+    cumulative = probabilities(logits, params).to(torch.float64).cumsum(dim=-1)
+    target = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(logits.shape[1] - 1)
+
+
+def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """scaled [R, vocab], maximum 0 -> the same with -inf for tokens that min_p, top_k or top_p leave out."""
+    min_p = _column(scaled, [p.min_p for p in params])
+    scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    top_k = _column(scaled, [p.top_k or scaled.shape[1] for p in params])
+    ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= top_k, -torch.inf)
+    chances = ordered.softmax(dim=-1)
+    before = chances.cumsum(dim=-1) - chances
+    top_p = _column(scaled, [p.top_p if p.top_p < 1 else torch.inf for p in params])
+    before[:, 0] = -torch.inf  # the most probable token always stays, however small top_p is
+    ordered.masked_fill_(before >= top_p, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, ids, ordered)
+
+
+@dataclass(slots=True)
+class _Edits:
+    """Penalties of all rows as coordinates, so that each is applied to the batch in one operation."""
+
+    rows: list[int]
+    tokens: list[int]
+    values: list[float]
+
+    def extend(self, row: int, tokens: Sequence[int], values: Sequence[float]) -> None:
+        self.rows += [row] * len(tokens)
+        self.tokens += tokens
+        self.values += values
+
+    def at(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        device = logits.device
+        index = (torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device))
+        return index, torch.tensor(self.values, dtype=logits.dtype, device=device)
+
+
+def _adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Bias and penalties; `logits` itself where no request has any. Ids outside the vocabulary are left out."""
+    vocab = logits.shape[1]
+    bias, repetition, subtract = _Edits([], [], []), _Edits([], [], []), _Edits([], [], [])
+    for row, request in enumerate(requests):
+        p = request.sampling
+        if p.logit_bias:
+            inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab}
+            bias.extend(row, list(inside), list(inside.values()))
+        if p.repetition_penalty != 1:
+            seen = list({*request.prompt_tokens, *request.output_tokens})
+            repetition.extend(row, seen, [p.repetition_penalty] * len(seen))
+        if p.presence_penalty or p.frequency_penalty:
+            counts: dict[int, int] = {}
+            for token in request.output_tokens:
+                counts[token] = counts.get(token, 0) + 1
+            costs = [p.presence_penalty + p.frequency_penalty * count for count in counts.values()]
+            subtract.extend(row, list(counts), costs)
+    if not (bias.rows or repetition.rows or subtract.rows):
+        return logits
+    logits = logits.clone()
+    if bias.rows:
+        index, values = bias.at(logits)
+        logits[index] += values
+    if repetition.rows:
+        index, values = repetition.at(logits)
+        old = logits[index]
+        logits[index] = torch.where(old > 0, old / values, old * values)
+    if subtract.rows:
+        index, values = subtract.at(logits)
+        logits[index] -= values
+    return logits
+
+
+Report = tuple[float, tuple[tuple[int, float], ...]]
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, Report]:
+    """Row -> (log-probability of the chosen token, alternatives) of the model's own distribution, where asked for."""
+    wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    if not wanted:
+        return {}
+    rows = torch.tensor(list(wanted), device=logits.device)
+    logprobs = logits[rows].log_softmax(dim=-1)
+    own = logprobs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()
+    best, ids = logprobs.topk(min(max(wanted.values()), logits.shape[1]), dim=-1)
+    tops = [list(zip(i, b, strict=True)) for i, b in zip(ids.tolist(), best.tolist(), strict=True)]
+    return {
+        row: (logprob, tuple(top[:count])) for (row, count), logprob, top in zip(wanted.items(), own, tops, strict=True)
+    }
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

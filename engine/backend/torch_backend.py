@@ -1,0 +1,72 @@
+"""A `Backend` that runs a model with torch: the reference on the CPU, and plain torch on a CUDA device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.backend.sampler import sample
+from engine.backend.torch_kv import KvPool, PagedAttention
+from engine.model.decoder import Decoder
+from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
+
+
+class TorchBackend:
+    """Runs steps on one worker thread of its own, so the event loop is never blocked.
+
+    To make one (the first line takes seconds: call it off the event loop, e.g. with `asyncio.to_thread`):
+
+        model = load_decoder(path, dtype="auto", device="cpu")                      # engine.model.decoder
+        blocks = blocks_for_budget(model.config, kv_bytes, block_size=16, dtype=model.dtype)  # engine.backend.torch_kv
+        backend = TorchBackend(model, block_count=blocks, block_size=16)
+
+    It runs where the model is. `model.config` has `max_position`, `vocab_size` and `eos_token_ids` for the server.
+    Blocks are numbered 0 .. block_count - 1. `threads` bounds torch's threads within an operation, for the whole
+    process; None leaves torch's choice, one per core.
+    """
+
+    def __init__(self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None) -> None:
+        if block_count < 1 or block_size < 1:
+            raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")
+        self.model = model
+        self.pool = KvPool(model.config, block_count, block_size, dtype=model.dtype, device=model.device)
+        set_up = partial(torch.set_num_threads, threads) if threads else None
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-step", initializer=set_up)
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        """See `Backend.run`. Raises RuntimeError after `close`."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._step, plan)
+
+    async def close(self) -> None:
+        """See `Backend.close`. Closing twice is harmless."""
+        await asyncio.to_thread(self._worker.shutdown)
+
+    @torch.inference_mode()
+    def logits(self, chunks: tuple[SequenceChunk, ...]) -> Tensor:
+        """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
+        device = self.model.device
+        tokens = torch.cat([torch.tensor(chunk.tokens, dtype=torch.int64) for chunk in chunks])
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        rows = ends[torch.tensor([chunk.samples for chunk in chunks])]
+        attention = PagedAttention(self.pool, self.model.config, chunks)
+        hidden = self.model.hidden(tokens.to(device), positions.to(device), attention, rows.to(device))
+        return self.model.logits(hidden).float()
+
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> StepResult:
+        start_s = time.perf_counter()
+        logits = self.logits(plan.chunks)
+        requests = [chunk.request for chunk in plan.chunks if chunk.samples]
+        sampled: dict[int, SampledToken] = {}
+        if requests:
+            tokens = sample(logits, requests)
+            sampled = {request.id: token for request, token in zip(requests, tokens, strict=True)}
+        elif self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return StepResult(sampled, time.perf_counter() - start_s)

@@ -1,0 +1,93 @@
+"""Which prefix keys the cache holds: a count of anchor blocks per key, and the net change since the last report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from engine.cache.changes import KeyChanges
+from engine.contract.events import Tier
+from engine.contract.keys import PrefixKey
+
+
+class Span(Protocol):
+    """A prefix key and the number of leading prompt tokens it covers (`engine.sched.request.KeySpan`)."""
+
+    @property
+    def key(self) -> PrefixKey: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+Anchor = tuple[int, PrefixKey]
+"""Index of a block in a request's chain, and a key that is held while that block is resident."""
+
+
+def anchors(spans: Sequence[Span], prompt_tokens: int, block_size: int) -> tuple[Anchor, ...]:
+    """Where each key of a request is anchored, in the order of `spans`; block indexes never decrease.
+
+    A key stands for the whole blocks it covers. The block that straddles its end also holds tokens of what follows,
+    so it is no property of the key. A key shorter than a block is anchored with the next key that has one: it is held
+    with its children, or not at all. Keys behind which no block follows are left out.
+    """
+    indexes = [min(span.tokens, prompt_tokens) // block_size - 1 for span in spans]
+    first = next((index for index in indexes if index >= 0), None)
+    if first is None:
+        return ()
+    running_max = list(accumulate(indexes, max, initial=first))[1:]
+    return tuple((index, span.key) for index, span in zip(running_max, spans, strict=True))
+
+
+class HeldKeys:
+    """Keys with at least one anchor block resident.
+
+    Invariant: callers hold a key after its parents and drop it before them, so the dictionary's order is parents first
+    and a net change noted in order of its first cause is in the order a reader needs.
+    """
+
+    def __init__(self) -> None:
+        self._blocks_of: dict[PrefixKey, int] = {}
+        self._net: dict[PrefixKey, bool] = {}
+
+    def hold(self, key: PrefixKey) -> None:
+        """One more resident block anchors the key."""
+        count = self._blocks_of.get(key, 0)
+        self._blocks_of[key] = count + 1
+        if count == 0:
+            self._note(key, stored=True)
+
+    def drop(self, key: PrefixKey) -> None:
+        """One block less anchors the key."""
+        count = self._blocks_of[key] - 1
+        if count:
+            self._blocks_of[key] = count
+        else:
+            del self._blocks_of[key]
+            self._note(key, stored=False)
+
+    def clear(self) -> None:
+        """No block anchors anything."""
+        for key in reversed(tuple(self._blocks_of)):
+            self._blocks_of[key] = 1
+            self.drop(key)
+
+    def keys(self) -> tuple[PrefixKey, ...]:
+        """Every held key, parents first."""
+        return tuple(self._blocks_of)
+
+    def counts(self) -> dict[PrefixKey, int]:
+        """Anchor blocks per held key."""
+        return dict(self._blocks_of)
+
+    def take_changes(self) -> KeyChanges:
+        """The net change since the last call."""
+        removed = tuple(key for key, stored in self._net.items() if not stored)
+        added = tuple((key, Tier.GPU) for key, stored in self._net.items() if stored)
+        self._net.clear()
+        return KeyChanges(removed, added)
+
+    def _note(self, key: PrefixKey, *, stored: bool) -> None:
+        """A change undone before it was reported is no change: this also bounds what is kept between reports."""
+        if self._net.pop(key, stored) == stored:
+            self._net[key] = stored

@@ -1,0 +1,219 @@
+"""One pool of KV blocks with reuse of equal prefixes. See README.md for the invariants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cache.block_pool import BlockPool
+from engine.cache.changes import KeyChanges
+from engine.cache.held_keys import HeldKeys, Span, anchors
+from engine.cache.integrity import check
+from engine.cache.sequence import CachedSequence, Node
+from engine.contract.events import Keys
+
+MAX_KEYS_PER_BLOCK = 32
+"""A block with as many keys takes no more: they go to the next block of their chain.
+
+A popular block would otherwise collect a key from every request that goes its own way soon after it.
+"""
+
+
+class PrefixCache:
+    """KV blocks of requests, indexed by content once computed.
+
+    Use: `open` a sequence, `admit` it, `extend` it before a step that needs more room, `commit` after the step,
+    `release`. Steps are bracketed by `begin_step` and `end_step`; within one no block is given back.
+    """
+
+    def __init__(self, blocks_total: int, block_size: int, *, enabled: bool = True) -> None:
+        if blocks_total < 1 or block_size < 1:
+            raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
+        self.pool = BlockPool(blocks_total)
+        self.block_size = block_size
+        self.enabled = enabled
+        self._index: dict[bytes, Node] = {}
+        self._node_of: list[Node | None] = [None] * blocks_total
+        self._keys = HeldKeys()
+        self._users: set[CachedSequence] = set()
+        self._released: list[CachedSequence] = []
+        self._in_step = False
+        self._generation = 0
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold the KV of `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+    def open(self, prompt_tokens: Sequence[int], salt: str = "", key_spans: Sequence[Span] = ()) -> CachedSequence:
+        """A sequence without blocks. Its tokens are hashed here, once."""
+        sequence = CachedSequence(
+            self.block_size, salt.encode(), anchors(key_spans, len(prompt_tokens), self.block_size)
+        )
+        self.append(sequence, prompt_tokens)
+        return sequence
+
+    def append(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """More tokens of the sequence are known (their KV need not be computed yet)."""
+        if self.enabled:
+            sequence.extend(tokens)
+
+    def count_hits(self, sequence: CachedSequence, known_tokens: int) -> int:
+        """Blocks that `admit` would reuse, by hash alone. Cheap: starts from the last count for this sequence."""
+        digests, index = sequence.digests, self._index
+        limit = self._hit_limit(sequence, known_tokens)
+        hits = min(sequence.hits, limit)
+        while hits and digests[hits - 1] not in index:
+            hits -= 1
+        while hits < limit and digests[hits] in index:
+            hits += 1
+        sequence.hits = hits
+        return hits
+
+    def admit(self, sequence: CachedSequence, known_tokens: int, reserve_blocks: int = 0) -> int | None:
+        """Give the sequence blocks for its `known_tokens`, reusing what is cached.
+
+        Returns the number of tokens reused, at most `known_tokens - 1`; None, with nothing changed, where fewer than
+        `reserve_blocks` would stay available.
+        """
+        nodes = self._match(sequence, self._hit_limit(sequence, known_tokens))
+        idle = sum(self.pool.references(node.block) == 0 for node in nodes)
+        missing = self.blocks_for(known_tokens) - len(nodes)
+        if idle + missing + reserve_blocks > self.pool.available:
+            return None
+        sequence.generation = self._generation
+        self._users.add(sequence)
+        for i, node in enumerate(nodes):
+            self.pool.add_reference(node.block)
+            sequence.blocks.append(node.block)
+            sequence.nodes.append(node)
+            self._attach_keys(sequence, node, i)
+        self.extend(sequence, known_tokens)
+        return len(nodes) * self.block_size
+
+    def extend(self, sequence: CachedSequence, tokens: int) -> bool:
+        """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
+        missing = self.blocks_for(tokens) - len(sequence.blocks)
+        if missing > self.pool.available:
+            return False
+        for _ in range(missing):
+            sequence.blocks.append(self._take())
+        return True
+
+    def commit(self, sequence: CachedSequence, computed_tokens: int) -> None:
+        """The step that computed the first `computed_tokens` has completed: index the blocks they fill.
+
+        A block equal to an indexed one stays the sequence's own; the sequence then also keeps a reference to the
+        indexed one, the parent of what it commits next. A sequence admitted before a `reset` commits nothing.
+        """
+        if not self.enabled or sequence.generation != self._generation:
+            return
+        for i in range(len(sequence.nodes), computed_tokens // self.block_size):
+            node = self._index_block(sequence, i)
+            if node is None:
+                return
+            sequence.nodes.append(node)
+            self._attach_keys(sequence, node, i)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """The sequence needs its blocks no more; during a step they come free at its end."""
+        if self._in_step:
+            self._released.append(sequence)
+            return
+        for i in reversed(range(len(sequence.blocks))):  # a child before its parent: so it is evicted before it
+            if i < len(sequence.nodes) and sequence.nodes[i].block != sequence.blocks[i]:
+                self._drop(sequence.nodes[i].block)
+            self._drop(sequence.blocks[i])
+        sequence.blocks.clear()
+        sequence.nodes.clear()
+        sequence.next_anchor = 0
+        self._users.discard(sequence)
+
+    def begin_step(self) -> None:
+        """From here to `end_step` the backend reads and writes blocks: none of them changes hands."""
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """The backend is done."""
+        self._in_step = False
+        for sequence in self._released:
+            self.release(sequence)
+        self._released.clear()
+
+    def reset(self) -> int:
+        """Forget everything cached; returns how many unreferenced blocks that freed.
+
+        Blocks in use stay with their users and are never indexed again.
+        """
+        self._generation += 1
+        self._index.clear()
+        self._node_of = [None] * self.pool.total
+        self._keys.clear()
+        return self.pool.free_idle()
+
+    def take_changes(self) -> KeyChanges:
+        """Net change of the held keys since the last call."""
+        return self._keys.take_changes()
+
+    def held_keys(self) -> tuple[Keys, Keys, Keys]:
+        """Every held key by tier, parents first."""
+        return self._keys.keys(), (), ()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
+        check(self.pool, self._index, self._node_of, self._users, self._keys, self.block_size)
+
+    def _hit_limit(self, sequence: CachedSequence, known_tokens: int) -> int:
+        """One token is always left to compute: its logits choose the next."""
+        return min((known_tokens - 1) // self.block_size, len(sequence.digests))
+
+    def _match(self, sequence: CachedSequence, limit: int) -> list[Node]:
+        """Longest indexed prefix. Equal parents and equal contents all the way: a hash collision is a miss."""
+        nodes: list[Node] = []
+        parent = None
+        for i in range(limit):
+            node = self._index.get(sequence.digests[i])
+            if node is None or node.parent is not parent or node.content != sequence.contents[i]:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def _index_block(self, sequence: CachedSequence, i: int) -> Node | None:
+        """The node of the sequence's block i, whose parent is indexed; None where another chain has its digest."""
+        parent = sequence.nodes[i - 1] if i else None
+        digest, content, block = sequence.digests[i], sequence.contents[i], sequence.blocks[i]
+        node = self._index.get(digest)
+        if node is None:
+            node = Node(block, digest, parent, content)
+            self._index[digest] = self._node_of[block] = node
+        elif node.parent is not parent or node.content != content:
+            return None
+        else:
+            self.pool.add_reference(node.block)
+        return node
+
+    def _attach_keys(self, sequence: CachedSequence, node: Node, index: int) -> None:
+        """Anchor the sequence's keys that reach as far as its block `index`, in order."""
+        has_room = len(node.keys) < MAX_KEYS_PER_BLOCK
+        while sequence.next_anchor < len(sequence.anchors):
+            anchor, key = sequence.anchors[sequence.next_anchor]
+            if anchor > index:
+                return
+            if key not in node.keys:
+                if not has_room:
+                    return
+                node.keys.append(key)
+                self._keys.hold(key)
+            sequence.next_anchor += 1
+
+    def _take(self) -> int:
+        block, was_idle = self.pool.take()
+        node = self._node_of[block]
+        if was_idle and node is not None:
+            del self._index[node.digest]
+            self._node_of[block] = None
+            for key in reversed(node.keys):
+                self._keys.drop(key)
+        return block
+
+    def _drop(self, block: int) -> None:
+        self.pool.drop_reference(block, keep=self._node_of[block] is not None)

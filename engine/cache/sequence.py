@@ -1,0 +1,63 @@
+"""One request's side of the cache: the hash chain of its tokens and the blocks it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.cache.hashing import chain_digest, root_digest, token_bytes
+from engine.cache.held_keys import Anchor
+from engine.contract.keys import PrefixKey
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full block in the index. `parent is None` marks a chain's first block."""
+
+    block: int
+    digest: bytes
+    parent: Node | None
+    content: bytes
+    """`token_bytes` of the block; a first block's are preceded by the salt."""
+    keys: list[PrefixKey] = field(default_factory=list)
+    """Prefix keys anchored here, parents first."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """Changed by `PrefixCache` alone; others may read `blocks` and `digests`."""
+
+    block_size: int
+    salt: bytes
+    anchors: tuple[Anchor, ...]
+    digests: list[bytes] = field(default_factory=list)
+    """One per full block of known tokens; none where the cache is disabled."""
+    contents: list[bytes] = field(default_factory=list)
+    """As `Node.content`, one per digest."""
+    blocks: list[int] = field(default_factory=list)
+    """Pool blocks in order of position; empty while the request waits."""
+    nodes: list[Node] = field(default_factory=list)
+    """The indexed chain of the leading full blocks: this request's own block, or an equal one indexed before it."""
+    next_anchor: int = 0
+    """Anchors before this one are attached to `nodes`."""
+    generation: int = 0
+    """`PrefixCache` generation in which the blocks were taken."""
+    hits: int = 0
+    """Leading blocks in the index when last counted: where the next count starts."""
+    _tail: list[int] = field(default_factory=list)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """More known tokens follow: digest the blocks they fill."""
+        self._tail.extend(tokens)
+        full = len(self._tail) // self.block_size * self.block_size
+        if not full:
+            return
+        data = token_bytes(self._tail[:full])
+        del self._tail[:full]
+        stride = 4 * self.block_size
+        for start in range(0, len(data), stride):
+            block = data[start : start + stride]
+            first = not self.digests
+            parent = root_digest(self.salt) if first else self.digests[-1]
+            self.digests.append(chain_digest(parent, block))
+            self.contents.append(self.salt + block if first else block)

@@ -1,0 +1,78 @@
+"""Settings of the engine program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.settings import Settings
+
+
+class EngineSettings(Settings):
+    """One engine: a model on a device behind an HTTP port."""
+
+    model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
+    served_model_name: str = Field("", description="Name clients use for the model; empty: the folder's name")
+    device: Literal["cpu", "cuda", "sim"] = Field(
+        "cpu", description="Where steps are computed; sim emulates a GPU without weights, with made-up answers"
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of weights and KV; auto: the checkpoint's"
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all of the machine's")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
+    redis_url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL of the prefix registry; none: publish nothing"
+    )
+    pod_id: str = Field("", description="Name of this engine in the registry, unique; empty: HOSTNAME:PORT")
+    stride: int = Field(
+        DEFAULT_STRIDE_BYTES, ge=16, le=65536, multiple_of=4, description="Bytes per prefix key; equal in all engines"
+    )
+    lease_s: float = Field(10.0, ge=1, le=3600, description="Seconds until the registry forgets a silent engine")
+    block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
+    kv_cache_bytes: int = Field(
+        2**30, ge=1, description="Bytes for the KV pool on cpu and cuda; sim has the pool of its profile"
+    )
+    kv_pool_tokens: int = Field(
+        0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
+    )
+    prefix_cache: bool = Field(True, description="Reuse the KV of equal prefixes")
+    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
+    max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
+    max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
+    max_model_len: int = Field(
+        0, ge=0, description="Tokens of prompt and answer together; 0: what model and KV pool allow"
+    )
+    threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
+    text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
+    sim_profile: str = Field("h100-8b", description="Timing of device sim: h100-8b, a100-8b, l4-8b-fp8")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
+    drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
+    config: str | None = Field(None, description="YAML file with any of these settings")
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.served_model_name or self.model.resolve().name
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_block_size(cls, value: int) -> int:
+        if value not in (16, 32, 64):
+            raise ValueError("must be 16, 32 or 64")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"--max-step-tokens ({self.max_step_tokens}) must be at least --max-running ({self.max_running}): "
+                "every running request may decode a token in one step"
+            )
+        if 0 < self.kv_pool_tokens < self.block_size:
+            raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
+        return self

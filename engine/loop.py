@@ -1,0 +1,200 @@
+"""The one task that steps the engine: schedule, compute, hand out tokens, report what the cache changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from engine.backend.base import Backend
+from engine.cache.changes import KeyChanges
+from engine.metrics import EngineMetrics
+from engine.sched.request import Request
+from engine.sched.scheduler import Scheduler, TokenOutput
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 1.0
+"""An idle loop looks for work this often even when nothing wakes it."""
+
+
+class StepFailed(Exception):
+    """The step that computed a request failed; the request is gone from the engine, others go on."""
+
+
+class RequestRefused(Exception):
+    """A request that can never run on this engine; the text says why."""
+
+
+class TokenStream:
+    """Outputs of requests submitted together, in the order they are made. Raises StepFailed where a step failed.
+
+    Holds at most as many outputs as the requests may generate.
+    """
+
+    def __init__(self, abort: Callable[[int], None], bound: int) -> None:
+        self._abort = abort
+        self._queue: asyncio.Queue[TokenOutput | StepFailed] = asyncio.Queue(bound)
+        self._open: set[int] = set()
+
+    def open(self, request_id: int) -> None:
+        """Expect outputs of this request."""
+        self._open.add(request_id)
+
+    def put(self, output: TokenOutput) -> None:
+        """Hand over an output. Never waits: the queue has room for every token a request may generate."""
+        self._queue.put_nowait(output)
+
+    def fail(self, error: StepFailed) -> None:
+        """Make the reader's next step raise `error`, instead of what it has not read yet."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
+
+    def abort(self, request_id: int) -> None:
+        """End one of the requests: no more outputs of it."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._abort(request_id)
+
+    def abort_all(self) -> None:
+        """End all requests that have not finished."""
+        for request_id in tuple(self._open):
+            self.abort(request_id)
+
+    def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        while self._open:
+            item = await self._queue.get()
+            if isinstance(item, StepFailed):
+                raise item
+            if item.request_id not in self._open:
+                continue
+            if item.finish is not None:
+                self._open.discard(item.request_id)
+            return item
+        raise StopAsyncIteration
+
+
+class EngineLoop:
+    """Steps the scheduler and the backend. All methods are called on the event loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        *,
+        on_changes: Callable[[KeyChanges], None],
+        metrics: EngineMetrics,
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._on_changes = on_changes
+        self._metrics = metrics
+        self._streams: dict[int, TokenStream] = {}
+        self._dead = False
+        self._wake = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        """False once `run` has ended, by cancellation or by a defect; requests submitted then fail at once."""
+        return not self._dead
+
+    @property
+    def open_requests(self) -> int:
+        """Requests submitted and not finished."""
+        return len(self._streams)
+
+    @asynccontextmanager
+    async def submit(self, requests: Sequence[Request]) -> AsyncIterator[TokenStream]:
+        """The requests' outputs; leaving the context aborts what has not finished.
+
+        Raises QueueFull, RequestRefused for a request that can never run (in both cases none of them is queued), and
+        StepFailed when the loop has ended.
+        """
+        if self._dead:
+            raise StepFailed("the engine has stopped")
+        stream = TokenStream(self._abort, bound=sum(request.max_tokens + 1 for request in requests))
+        try:
+            for request in requests:
+                try:
+                    self._scheduler.add(request)
+                except ValueError as error:
+                    raise RequestRefused(str(error)) from None
+                self._streams[request.id] = stream
+                stream.open(request.id)
+            self._wake.set()
+            yield stream
+        finally:
+            stream.abort_all()
+
+    def reset_cache(self) -> int:
+        """Forget all cached prefixes, and publish that; the number of blocks freed. Running requests go on."""
+        freed = self._scheduler.reset_cache()
+        self._publish()
+        return freed
+
+    async def run(self) -> None:
+        """Step until cancelled. A failed step costs the requests in it; a defect of the loop itself ends it."""
+        try:
+            while True:
+                await self._turn()
+        finally:
+            self._dead = True
+            self._fail(list(self._streams), "the engine has stopped")
+
+    async def _turn(self) -> None:
+        plan = self._scheduler.schedule()
+        self._publish()
+        if plan is None:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(IDLE_CHECK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            return
+        try:
+            result = await self._backend.run(plan)
+            outputs = self._scheduler.complete(result)
+        except Exception as error:
+            log.exception("a step of %d chunks failed", len(plan.chunks))
+            self._metrics.step_failures.inc()
+            self._fail(self._scheduler.fail_step(), f"the step that computed this request failed: {error}")
+        else:
+            self._metrics.observe_step(
+                elapsed_s=result.elapsed_s,
+                prefill_tokens=sum(len(chunk.tokens) for chunk in plan.chunks if not chunk.decodes),
+                sampled_tokens=len(result.sampled),
+            )
+            for output in outputs:
+                self._deliver(output)
+        self._publish()
+        # A backend that answers without waiting must not keep the server from reading and writing.
+        await asyncio.sleep(0)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finish is not None:
+            del self._streams[output.request_id]
+        stream.put(output)
+
+    def _fail(self, request_ids: Sequence[int], reason: str) -> None:
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                stream.fail(StepFailed(reason))
+
+    def _publish(self) -> None:
+        changes = self._scheduler.take_changes()
+        if changes.removed or changes.stored:
+            self._on_changes(changes)
+
+    def _abort(self, request_id: int) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._scheduler.abort(request_id)

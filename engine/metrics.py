@@ -1,0 +1,106 @@
+"""Prometheus metrics of one engine: vLLM's names where vLLM has the metric, `warmroute_` names for the rest.
+
+vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine.contract.load import LoadReport
+
+_LATENCY_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+_STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class EngineMetrics:
+    """One registry per engine; every series carries the label `model_name`."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        self.running = gauge("vllm:num_requests_running", "Requests that hold KV blocks.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a first step.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that running requests hold, 0 to 1.")
+        self.uncached_tokens = gauge("warmroute_uncached_tokens", "Prompt tokens still to be prefilled.")
+        self.blocks_free = gauge("warmroute_kv_blocks_free", "KV blocks a request could take at once.")
+        self.blocks_total = gauge("warmroute_kv_blocks", "KV blocks in the pool.")
+        self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token was made.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.preemptions = counter("vllm:num_preemptions", "Requests that lost their KV blocks to others.")
+        self.prefill_tokens = counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
+        self.step_failures = counter("warmroute_step_failures", "Steps that failed in the backend.")
+        self.time_to_first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", _LATENCY_BUCKETS_S
+        )
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _LATENCY_BUCKETS_S
+        )
+        self.end_to_end = histogram(
+            "vllm:e2e_request_latency_seconds", "From the arrival of a request to its last token.", _LATENCY_BUCKETS_S
+        )
+        self.prepare = histogram(
+            "warmroute_prepare_seconds", "Validating, rendering and tokenizing a request.", _STEP_BUCKETS_S
+        )
+        self.step = histogram("warmroute_step_seconds", "One step on the device.", _STEP_BUCKETS_S)
+        self._success = Counter(
+            "vllm:request_success", "Sequences finished.", ("model_name", "finished_reason"), registry=self.registry
+        )
+        self._responses = Counter(
+            "warmroute_http_responses", "HTTP responses.", ("model_name", "path", "status"), registry=self.registry
+        )
+        self._preempted = 0
+
+    def observe_step(self, *, elapsed_s: float, prefill_tokens: int, sampled_tokens: int) -> None:
+        """Count one step."""
+        self.step.observe(elapsed_s)
+        self.prefill_tokens.inc(prefill_tokens)
+        self.generation_tokens.inc(sampled_tokens)
+
+    def observe_first_token(self, *, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count a sequence's prompt, at its first token, `elapsed_s` after the request came in."""
+        self.time_to_first_token.observe(elapsed_s)
+        self.prompt_tokens.inc(prompt_tokens)
+        self.queries.inc(prompt_tokens)
+        self.hits.inc(cached_tokens)
+
+    def observe_finish(self, *, elapsed_s: float, reason: str) -> None:
+        """Count a finished sequence, `elapsed_s` after the request came in."""
+        self.end_to_end.observe(elapsed_s)
+        self._success.labels(self._model_name, reason).inc()
+
+    def observe_response(self, path: str, status: int) -> None:
+        """Count an HTTP response; `path` is a route, never what a client made up."""
+        self._responses.labels(self._model_name, path, str(status)).inc()
+
+    def update(self, load: LoadReport, preemptions: int) -> None:
+        """Set what is read at a scrape. `preemptions`: since the engine started."""
+        self.running.set(load.running)
+        self.waiting.set(load.waiting)
+        self.uncached_tokens.set(load.uncached_tokens)
+        self.blocks_free.set(load.blocks_free)
+        self.blocks_total.set(load.blocks_total)
+        self.kv_usage.set(1 - load.blocks_free / load.blocks_total if load.blocks_total else 0)
+        self.preemptions.inc(preemptions - self._preempted)
+        self._preempted = preemptions
+
+    def exposition(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets).labels(self._model_name)

@@ -1,0 +1,232 @@
+"""A checkpoint's safetensors as the decoder's weights: every name and shape checked first, then one tensor at a time.
+
+Peak memory is the model once, plus one tensor: parts of a fused matrix are copied into place as they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.model.config import DTYPES, ModelConfig
+from engine.model.errors import ModelError
+
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Matrices are [out, in], biases [out]; None where the architecture has no such part."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    """Query, key and value heads, in this order, along the rows."""
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    """Gate, then up, along the rows."""
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A whole decoder; `head` is `embedding` itself where they are tied."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def load_weights(folder: Path, config: ModelConfig, *, dtype: str = "auto", device: str = "cpu") -> ModelWeights:
+    """The weights on `device`. `dtype` is one of `DTYPES`, or "auto": the checkpoint's.
+
+    Raises ModelError naming a missing, unexpected, wrongly shaped or unsupported tensor, or an unreadable file.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    try:
+        files = _Files(folder)
+        expected = tensor_shapes(config)
+        _check(files, expected, config.tied)
+        name = (config.dtype or files.dtype("model.embed_tokens.weight")) if dtype == "auto" else dtype
+        return _assemble(_Loader(files, expected, getattr(torch, name), torch.device(device)), config)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Name -> shape of every tensor that a checkpoint of `config` must hold."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    matrices = {
+        "self_attn.q_proj": (config.heads * dim, hidden, config.qkv_bias),
+        "self_attn.k_proj": (config.kv_heads * dim, hidden, config.qkv_bias),
+        "self_attn.v_proj": (config.kv_heads * dim, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, config.heads * dim, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    vectors = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config.qk_norm:
+        vectors |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+    for i in range(config.layers):
+        prefix = f"model.layers.{i}."
+        for name, (rows, columns, biased) in matrices.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if biased:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        for name, size in vectors.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
+    return shapes
+
+
+class _Files:
+    """The tensors of a checkpoint folder: one file, or shards by index. Opens files, reads nothing yet."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.exists():
+            names = _shards(index)
+        elif single.exists():
+            names = {single.name}
+        else:
+            raise ModelError(
+                f"{folder} holds neither {single.name} nor {index.name}; other weight formats are not read"
+            )
+        self._by_tensor: dict[str, Any] = {}
+        for name in sorted(names):
+            opened: Any = safe_open(folder / name, framework="pt")
+            self._by_tensor.update(dict.fromkeys(opened.keys(), opened))
+
+    @property
+    def tensors(self) -> set[str]:
+        return set(self._by_tensor)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._by_tensor[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Raises ModelError where the stored type is none of `DTYPES`."""
+        stored = self._by_tensor[name].get_slice(name).get_dtype()
+        if stored not in _STORED:
+            raise ModelError(f"tensor {name} is stored as {stored}; supported: {', '.join(_STORED)}")
+        return _STORED[stored]
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._by_tensor[name].get_tensor(name)
+        return tensor
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ModelError(f"{index} must hold an object weight_map of tensor name to file name") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in files):
+        raise ModelError(f"{index}: weight_map must name files of the same folder")
+    return files
+
+
+def _check(files: _Files, expected: Shapes, tied: bool) -> None:
+    present = {name for name in files.tensors if not _is_harmless(name, tied)}
+    if missing := expected.keys() - present:
+        raise ModelError(f"the checkpoint lacks {_named(missing)}")
+    if unexpected := present - expected.keys():
+        raise ModelError(f"the checkpoint holds {_named(unexpected)}, which config.json does not call for")
+    for name, shape in expected.items():
+        if (found := files.shape(name)) != shape:
+            raise ModelError(f"tensor {name} has shape {list(found)}; config.json calls for {list(shape)}")
+        files.dtype(name)
+
+
+def _is_harmless(name: str, tied: bool) -> bool:
+    """Rotary buffers that older libraries stored, and a copy of the embedding where it is tied."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _named(tensors: set[str]) -> str:
+    listed = sorted(tensors)
+    more = f" and {len(listed) - _NAMES_SHOWN} more" if len(listed) > _NAMES_SHOWN else ""
+    return f"tensor{'s' if len(listed) > 1 else ''} {', '.join(listed[:_NAMES_SHOWN])}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    files: _Files
+    shapes: Shapes
+    dtype: torch.dtype
+    device: torch.device
+
+    def fused(self, names: Sequence[str]) -> Tensor | None:
+        """These tensors stacked along the rows; None where the model has none of them."""
+        names = [name for name in names if name in self.shapes]
+        if not names:
+            return None
+        rows = sum(self.shapes[name][0] for name in names)
+        out = torch.empty((rows, *self.shapes[names[0]][1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for name in names:
+            end = start + self.shapes[name][0]
+            out[start:end].copy_(self.files.read(name))
+            start = end
+        return out
+
+    def required(self, *names: str) -> Tensor:
+        tensor = self.fused(names)
+        assert tensor is not None, names
+        return tensor
+
+
+def _assemble(load: _Loader, config: ModelConfig) -> ModelWeights:
+    embedding = load.required("model.embed_tokens.weight")
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(_layer(load, f"model.layers.{i}.") for i in range(config.layers)),
+        norm=load.required("model.norm.weight"),
+        head=embedding if config.tied else load.required("lm_head.weight"),
+    )
+
+
+def _layer(load: _Loader, prefix: str) -> LayerWeights:
+    def named(kind: str) -> Callable[..., list[str]]:
+        return lambda *modules: [f"{prefix}{module}.{kind}" for module in modules]
+
+    weight, bias = named("weight"), named("bias")
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return LayerWeights(
+        input_norm=load.required(*weight("input_layernorm")),
+        qkv=load.required(*weight(*qkv)),
+        qkv_bias=load.fused(bias(*qkv)),
+        q_norm=load.fused(weight("self_attn.q_norm")),
+        k_norm=load.fused(weight("self_attn.k_norm")),
+        output=load.required(*weight("self_attn.o_proj")),
+        output_bias=load.fused(bias("self_attn.o_proj")),
+        mlp_norm=load.required(*weight("post_attention_layernorm")),
+        gate_up=load.required(*weight(*gate_up)),
+        gate_up_bias=load.fused(bias(*gate_up)),
+        down=load.required(*weight("mlp.down_proj")),
+        down_bias=load.fused(bias("mlp.down_proj")),
+    )

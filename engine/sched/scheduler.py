@@ -1,0 +1,332 @@
+"""Continuous batching: which tokens of which requests the next step computes. See README.md for the rules."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass, replace
+
+from engine.cache.changes import KeyChanges
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.events import Keys
+from engine.contract.load import LoadReport
+from engine.sched.entry import Entry
+from engine.sched.in_flight import InFlightBlocks
+from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
+from engine.sched.request import FinishReason, Request
+from engine.sched.stats import SchedulerStats
+from engine.sched.step_cost import StepCostFit
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of the scheduler. Raises ValueError naming the field that is out of range."""
+
+    max_step_tokens: int
+    """Tokens one step computes, prefill and decode together."""
+    max_running: int
+    """Requests that hold KV blocks."""
+    max_waiting: int
+    """Requests accepted beyond those."""
+    max_overtakes: int = 64
+    """A request that so many younger ones were admitted before is not overtaken again."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_overtakes < 0:
+            raise ValueError(f"max_overtakes must not be negative, got {self.max_overtakes}")
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running}): "
+                "every running request may decode a token in one step"
+            )
+
+
+class QueueFull(Exception):
+    """As many requests wait as may."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A request's next token. The token that ends a request by a stop id is among them."""
+
+    request_id: int
+    token: SampledToken | None
+    finish: FinishReason | None
+    cached_tokens: int
+    """Prompt tokens reused at the first admission."""
+
+
+class Scheduler:
+    """Decides every step of the requests given to it.
+
+    `schedule` begins a step, `complete` or `fail_step` ends it; the other methods may be called at any time.
+    """
+
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+        self._cache = cache
+        self._config = config
+        self._waiting: dict[int, Entry] = {}
+        self._running: list[Entry] = []  # oldest first
+        self._entries: dict[int, Entry] = {}
+        self._in_flight = InFlightBlocks()
+        self._step: StepPlan | None = None
+        self._arrivals = 0
+        self._stats = SchedulerStats()
+        self._step_cost = StepCostFit()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs: then `schedule` has a step for it, or one is in progress."""
+        return bool(self._entries) or self._step is not None
+
+    def add(self, request: Request) -> None:
+        """Queue the request.
+
+        Raises QueueFull, and ValueError for a request that could never run: one without prompt, larger than the whole
+        pool, or with the id of another.
+        """
+        if len(self._waiting) >= self._config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting, as many as max_waiting allows")
+        if request.id in self._entries:
+            raise ValueError(f"request id {request.id} is in use")
+        if not request.prompt_tokens:
+            raise ValueError("prompt must have at least one token")
+        last_token_is_never_computed = len(request.prompt_tokens) + max(request.max_tokens, 1) - 1
+        needed = self._cache.blocks_for(last_token_is_never_computed)
+        if needed > self._cache.pool.total:
+            raise ValueError(
+                f"prompt ({len(request.prompt_tokens)} tokens) and max_tokens ({request.max_tokens}) need {needed} KV "
+                f"blocks of {self._cache.block_size} tokens; the pool has {self._cache.pool.total}"
+            )
+        sequence = self._cache.open(request.prompt_tokens, request.salt, request.key_spans)
+        self._cache.append(sequence, request.output_tokens)
+        entry = Entry(request, sequence, self._arrivals)
+        self._arrivals += 1
+        self._entries[request.id] = self._waiting[request.id] = entry
+
+    def abort(self, request_id: int) -> bool:
+        """Drop the request; its blocks are free at once, or when the step in progress ends. False: not known."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        self._drop(entry)
+        self._count(aborted=1)
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, in progress from here on; None where nothing waits or runs."""
+        if self._step is not None:
+            raise RuntimeError("a step is in progress: complete or fail it first")
+        chunks: list[SequenceChunk] = []
+        any_preempted = self._plan_decodes(chunks)
+        budget = self._plan_prefills(chunks, self._config.max_step_tokens - len(chunks))
+        if not any_preempted or not chunks:
+            self._admit(chunks, budget)
+        if not chunks:
+            return None
+        self._step = StepPlan(tuple(chunks))
+        self._cache.begin_step()
+        return self._step
+
+    def complete(self, result: StepResult) -> list[TokenOutput]:
+        """The step in progress has ended: its outcome, per request that got a token and was not aborted meanwhile.
+
+        Raises KeyError, the step still in progress, where `result` lacks the token of such a request.
+        """
+        plan = self._require_step()
+        alive = [(entry, chunk) for chunk in plan.chunks if (entry := self._entry_of(chunk))]
+        sampled = [(entry, result.sampled[entry.request.id]) for entry, chunk in alive if chunk.samples]
+        self._end_step()
+        self._step_cost.observe(plan, result.elapsed_s)
+        for entry, chunk in alive:
+            self._commit(entry, len(chunk.tokens))
+        outputs = [self._append(entry, token) for entry, token in sampled]
+        prefill_tokens = sum(len(chunk.tokens) for chunk in plan.chunks if not chunk.decodes)
+        self._count(steps=1, prefill_tokens=prefill_tokens, generated_tokens=len(outputs))
+        return outputs
+
+    def fail_step(self) -> list[int]:
+        """The backend raised: end the step, drop its requests, return their ids."""
+        plan = self._require_step()
+        self._end_step()
+        entries = [entry for chunk in plan.chunks if (entry := self._entry_of(chunk))]
+        for entry in entries:
+            self._drop(entry)
+        self._count(failed_steps=1, failed=len(entries))
+        return [entry.request.id for entry in entries]
+
+    def load(self) -> LoadReport:
+        """The load now. Waiting requests are matched against the cache incrementally."""
+        decoding = [entry for entry in self._running if entry.is_decoding]
+        uncached = sum(entry.prefill_end - entry.computed_tokens for entry in self._running if not entry.is_decoding)
+        return LoadReport(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            uncached_tokens=uncached + sum(map(self._uncached_tokens, self._waiting.values())),
+            decoding=len(decoding),
+            context_tokens=sum(entry.known_tokens for entry in decoding),
+            blocks_free=self._cache.pool.available,
+            blocks_total=self._cache.pool.total,
+            block_size=self._cache.block_size,
+            cost=self._step_cost.cost(),
+        )
+
+    def take_changes(self) -> KeyChanges:
+        """Net change of the held prefix keys since the last call."""
+        return self._cache.take_changes()
+
+    def held_keys(self) -> tuple[Keys, Keys, Keys]:
+        """Held prefix keys by tier, parents first."""
+        return self._cache.held_keys()
+
+    def reset_cache(self) -> int:
+        """Forget all cached prefixes; returns the number of blocks that freed. Running requests are not disturbed."""
+        self._in_flight.clear()
+        return self._cache.reset()
+
+    def stats(self) -> SchedulerStats:
+        """Counters since the start."""
+        return self._stats
+
+    def _plan_decodes(self, chunks: list[SequenceChunk]) -> bool:
+        """One token of every decoding request; True where requests had to be preempted for room.
+
+        Oldest first, and the youngest running request of all makes room: so no planned chunk is ever taken back, and
+        the oldest request always proceeds.
+        """
+        any_preempted = False
+        for entry in [entry for entry in self._running if entry.is_decoding]:
+            while entry.sequence.blocks and not self._cache.extend(entry.sequence, entry.known_tokens):
+                self._preempt(self._running[-1])
+                any_preempted = True
+            if entry.sequence.blocks:
+                chunks.append(entry.decode_chunk())
+        return any_preempted
+
+    def _plan_prefills(self, chunks: list[SequenceChunk], budget: int) -> int:
+        """Chunks of the prefills in progress, oldest first; returns the tokens left of the budget."""
+        for entry in self._running:
+            if budget and not entry.is_decoding:
+                chunks.append(entry.prefill_chunk(budget))
+                budget -= len(chunks[-1].tokens)
+        return budget
+
+    def _admit(self, chunks: list[SequenceChunk], budget: int) -> None:
+        """Start waiting requests. The first that does not fit ends it, so those behind cannot keep it out."""
+        if not budget or not self._waiting or len(self._running) >= self._config.max_running:
+            return
+        admitted: list[int] = []
+        for entry in self._admission_order():
+            if not budget or len(self._running) >= self._config.max_running:
+                break
+            hits = self._cache.count_hits(entry.sequence, entry.known_tokens)
+            if self._in_flight.covers(entry.sequence, hits, entry.known_tokens):
+                continue
+            if not self._start(entry, hits):
+                break
+            admitted.append(entry.arrival)
+            chunks.append(entry.prefill_chunk(budget))
+            budget -= len(chunks[-1].tokens)
+        admitted.sort()
+        for entry in self._waiting.values():
+            entry.overtaken += len(admitted) - bisect_right(admitted, entry.arrival)
+
+    def _admission_order(self) -> list[Entry]:
+        """Least left to compute first, except that requests overtaken too often go before all others, oldest first."""
+        limit = self._config.max_overtakes
+        keyed = [
+            (0, 0, entry.arrival, entry)
+            if entry.overtaken >= limit
+            else (1, self._uncached_tokens(entry), entry.arrival, entry)
+            for entry in self._waiting.values()
+        ]
+        keyed.sort(key=lambda item: item[:3])
+        return [item[3] for item in keyed]
+
+    def _start(self, entry: Entry, expected_hits: int) -> bool:
+        """Give the entry its blocks; False where they are too few.
+
+        A block stays in reserve for each running request's growth, so that an admission does not cause a preemption.
+        """
+        reserve = len(self._running) + 1 if self._running else 0
+        known = entry.known_tokens
+        if self._cache.blocks_for(known) - expected_hits + reserve > self._cache.pool.available:
+            return False
+        cached = self._cache.admit(entry.sequence, known, reserve)
+        if cached is None:
+            return False
+        if entry.cached_tokens is None:
+            entry.cached_tokens = cached
+            self._count(prompt_tokens_queried=len(entry.request.prompt_tokens), prompt_tokens_hit=cached)
+        entry.computed_tokens = cached
+        entry.prefill_end = known
+        self._in_flight.claim(entry.sequence, cached // self._cache.block_size)
+        del self._waiting[entry.request.id]
+        insort(self._running, entry, key=lambda other: other.arrival)
+        return True
+
+    def _preempt(self, entry: Entry) -> None:
+        """Back to the queue, before all that was not preempted. Output is kept and recomputed as prefill."""
+        self._stop(entry)
+        entry.overtaken = max(entry.overtaken, self._config.max_overtakes)
+        self._waiting[entry.request.id] = entry
+        self._count(preemptions=1)
+
+    def _stop(self, entry: Entry) -> None:
+        self._running.remove(entry)
+        self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
+        self._cache.release(entry.sequence)
+        entry.computed_tokens = entry.prefill_end = 0
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.request.id]
+        if self._waiting.pop(entry.request.id, None) is None:
+            self._stop(entry)
+
+    def _commit(self, entry: Entry, new_tokens: int) -> None:
+        block_size = self._cache.block_size
+        before = entry.computed_tokens // block_size
+        entry.computed_tokens += new_tokens
+        after = entry.computed_tokens // block_size
+        if after > before:
+            self._cache.commit(entry.sequence, entry.computed_tokens)
+            self._in_flight.end(entry.sequence, before, after)
+
+    def _append(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
+        request = entry.request
+        request.output_tokens.append(sampled.token)
+        self._cache.append(entry.sequence, (sampled.token,))
+        finish = None
+        if sampled.token in request.stop_token_ids:
+            finish = FinishReason.STOP
+            self._count(finished_stop=1)
+        elif len(request.output_tokens) >= request.max_tokens:
+            finish = FinishReason.LENGTH
+            self._count(finished_length=1)
+        if finish:
+            self._drop(entry)
+        return TokenOutput(request.id, sampled, finish, entry.cached_tokens or 0)
+
+    def _require_step(self) -> StepPlan:
+        if self._step is None:
+            raise RuntimeError("no step is in progress")
+        return self._step
+
+    def _end_step(self) -> None:
+        self._step = None
+        self._cache.end_step()
+
+    def _entry_of(self, chunk: SequenceChunk) -> Entry | None:
+        """The chunk's entry, unless aborted (its id may belong to a newer request by now)."""
+        entry = self._entries.get(chunk.request.id)
+        return entry if entry is not None and entry.request is chunk.request else None
+
+    def _uncached_tokens(self, entry: Entry) -> int:
+        known = entry.known_tokens
+        return known - self._cache.count_hits(entry.sequence, known) * self._cache.block_size
+
+    def _count(self, **increments: int) -> None:
+        stats = self._stats
+        self._stats = replace(stats, **{name: getattr(stats, name) + n for name, n in increments.items()})

@@ -1,0 +1,26 @@
+"""Counters of a scheduler, since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """All monotonic. Metrics are derived from two of these."""
+
+    prompt_tokens_queried: int = 0
+    """Prompt tokens of requests at their first admission."""
+    prompt_tokens_hit: int = 0
+    """Of these, tokens whose KV was reused."""
+    steps: int = 0
+    failed_steps: int = 0
+    prefill_tokens: int = 0
+    """Tokens computed by prefill chunks, repeated ones included."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished_stop: int = 0
+    finished_length: int = 0
+    aborted: int = 0
+    failed: int = 0
+    """Requests dropped by a failed step."""

@@ -1,0 +1,163 @@
+"""Learns what a step costs from the steps that ran."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from engine.contract.load import StepCost
+from engine.sched.plan import StepPlan
+
+_FEATURES = 5
+_FORGET = 0.99
+"""Weight of a step after one newer step of its kind: the last hundred or so count."""
+_MIN_PREFILL_STEPS = 8
+_MIN_TOLERANCE = 0.25
+_REFIT_EVERY = 32
+
+
+def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
+    """What the five coefficients of `StepCost` multiply, in the order of its fields."""
+    tokens = attention = context = sequences = 0.0
+    for chunk in plan.chunks:
+        count = len(chunk.tokens)
+        if chunk.decodes:
+            context += chunk.start + count
+            sequences += 1
+        else:
+            tokens += count
+            attention += count * (chunk.start + count / 2)
+    return 1.0, tokens, attention, context, sequences
+
+
+class StepCostFit:
+    """Non-negative least squares of relative error, forgetting exponentially.
+
+    Steps with a prefill and pure decode steps are summed apart and forgotten apart: thousands of decode steps in a row
+    leave what is known of prefill as it was. A time far from its prediction counts as the edge of what is usual, and
+    what is usual widens while such times persist: one hiccup changes little, a slower device is followed.
+    """
+
+    def __init__(self) -> None:
+        self._prefill = _Moments()
+        self._decode = _Moments()
+        self._prefill_steps = 0
+        self._deviation = 0.0
+        self._coefficients = [0.0] * _FEATURES
+        self._since_fit = 0
+
+    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step took so long; times that are not positive are ignored."""
+        if elapsed_s <= 0:
+            return
+        features = step_features(plan)
+        predicted_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+        reference_s = predicted_s or elapsed_s
+        ratio = elapsed_s / reference_s
+        tolerance = 1 + _MIN_TOLERANCE + 2 * self._deviation
+        clipped_s = reference_s * min(max(ratio, 1 / tolerance), tolerance)
+        self._deviation += 0.1 * (min(abs(ratio - 1), 2.0) - self._deviation)
+        has_prefill = features[1] > 0
+        (self._prefill if has_prefill else self._decode).add(features, clipped_s, 1 / reference_s**2)
+        self._prefill_steps += has_prefill
+        self._since_fit += 1
+        if self._prefill_steps >= _MIN_PREFILL_STEPS and (self._since_fit >= _REFIT_EVERY or not predicted_s):
+            self._fit()
+
+    def cost(self) -> StepCost:
+        """The fitted coefficients; all zero until a few prefill steps were seen."""
+        return StepCost(*self._coefficients)
+
+    def _fit(self) -> None:
+        self._since_fit = 0
+        matrix = [
+            [a + b for a, b in zip(row, other, strict=True)]
+            for row, other in zip(self._prefill.matrix, self._decode.matrix, strict=True)
+        ]
+        vector = [a + b for a, b in zip(self._prefill.vector, self._decode.vector, strict=True)]
+        self._coefficients = _non_negative_least_squares(matrix, vector)
+
+
+class _Moments:
+    """Exponentially forgotten sums of w x xT and w x y."""
+
+    def __init__(self) -> None:
+        self.matrix = [[0.0] * _FEATURES for _ in range(_FEATURES)]
+        self.vector = [0.0] * _FEATURES
+
+    def add(self, x: tuple[float, ...], y: float, weight: float) -> None:
+        for i, row in enumerate(self.matrix):
+            for j in range(_FEATURES):
+                row[j] = _FORGET * row[j] + weight * x[i] * x[j]
+            self.vector[i] = _FORGET * self.vector[i] + weight * x[i] * y
+
+
+def _non_negative_least_squares(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Minimiser of wT A w - 2 bT w over w >= 0. Coefficients that never showed stay zero."""
+    present = tuple(i for i in range(_FEATURES) if matrix[i][i] > 0)
+    return _drop_negatives(matrix, vector, present) or _try_every_set(matrix, vector, present)
+
+
+def _drop_negatives(matrix: list[list[float]], vector: list[float], chosen: tuple[int, ...]) -> list[float] | None:
+    """Solve without sign, drop the most negative coefficient, repeat; None unless the end is provably the minimum."""
+    while chosen:
+        solution = _solve(matrix, vector, chosen)
+        if min(solution) >= 0:
+            full = _spread(chosen, solution)
+            slopes = [vector[i] - sum(a * w for a, w in zip(matrix[i], full, strict=True)) for i in range(_FEATURES)]
+            return full if all(slopes[i] <= 1e-6 * abs(vector[i]) for i in range(_FEATURES)) else None
+        worst = solution.index(min(solution))
+        chosen = chosen[:worst] + chosen[worst + 1 :]
+    return None
+
+
+def _try_every_set(matrix: list[list[float]], vector: list[float], present: tuple[int, ...]) -> list[float]:
+    """The best of all sets of positive coefficients (31 at most): exact, and slow.
+
+    The best feasible solution of an unconstrained subproblem is the constrained optimum; at such a solution the
+    objective is -bT w.
+    """
+    best, best_gain = [0.0] * _FEATURES, 0.0
+    for size in range(1, len(present) + 1):
+        for chosen in combinations(present, size):
+            solution = _solve(matrix, vector, chosen)
+            if min(solution) < 0:
+                continue
+            gain = sum(vector[i] * w for i, w in zip(chosen, solution, strict=True))
+            if gain > best_gain * (1 + 1e-9):
+                best, best_gain = _spread(chosen, solution), gain
+    return best
+
+
+def _spread(chosen: tuple[int, ...], solution: list[float]) -> list[float]:
+    full = [0.0] * _FEATURES
+    for i, w in zip(chosen, solution, strict=True):
+        full[i] = w
+    return full
+
+
+def _solve(matrix: list[list[float]], vector: list[float], chosen: tuple[int, ...]) -> list[float]:
+    """Solution of the chosen rows and columns by Gaussian elimination.
+
+    A feature that depends on those before it (a batch that never changes looks like the base) gets zero.
+    """
+    scale = [matrix[i][i] ** -0.5 for i in chosen]
+    rows = [
+        [matrix[i][j] * scale[a] * scale[b] for b, j in enumerate(chosen)] + [vector[i] * scale[a]]
+        for a, i in enumerate(chosen)
+    ]
+    size = len(chosen)
+    # The matrix is positive semi-definite with a unit diagonal: elimination needs no exchange of rows.
+    independent = []
+    for k in range(size):
+        if rows[k][k] < 1e-9:
+            continue
+        independent.append(k)
+        for row in rows[k + 1 :]:
+            factor = row[k] / rows[k][k]
+            for j in range(k, size + 1):
+                row[j] -= factor * rows[k][j]
+    solution = [0.0] * size
+    for k in reversed(independent):
+        rest = sum(rows[k][j] * solution[j] for j in independent if j > k)
+        solution[k] = (rows[k][size] - rest) / rows[k][k]
+    return [w * s for w, s in zip(solution, scale, strict=True)]

@@ -1,0 +1,216 @@
+"""Bodies and stream events of the two generating endpoints, as the OpenAI API defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import orjson
+
+from engine.contract.sse import sse_event
+from engine.sched.plan import SampledToken
+from engine.server.choices import Delta
+from engine.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def json(self) -> Json:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Written:
+    """All that one choice has said, for an answer that is not streamed."""
+
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append."""
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.finish = delta.finish
+
+
+class Answer(Protocol):
+    """How an endpoint words what was generated."""
+
+    def start(self, choice: int) -> bytes:
+        """Events that open a choice."""
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """Events for a delta; empty where there is nothing to say yet."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event with no choices, for stream_options.include_usage."""
+
+    def body(self, written: Sequence[Written], usage: Usage) -> bytes:
+        """The whole answer, not streamed."""
+
+
+class _Base:
+    def __init__(self, head: Json, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        # Where usage is asked for, every other event says that it has none.
+        self._tail: Json = {"usage": None} if include_usage else {}
+
+    def _event(self, choice: Json) -> bytes:
+        return sse_event(orjson.dumps({**self._head, "choices": [choice], **self._tail}))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """See Answer."""
+        return sse_event(orjson.dumps({**self._head, "choices": [], "usage": usage.json()}))
+
+    def _token_text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+
+class ChatAnswer(_Base):
+    """`/v1/chat/completions`."""
+
+    def __init__(
+        self, answer_id: str, model: str, created_s: int, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool
+    ) -> None:
+        self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
+        super().__init__(
+            {**self._whole, "object": "chat.completion.chunk"},
+            tokenizer,
+            logprobs=logprobs,
+            include_usage=include_usage,
+        )
+
+    def start(self, choice: int) -> bytes:
+        """See Answer."""
+        return self._event(_chat_choice(choice, {"role": "assistant", "content": ""}, None, None))
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """See Answer."""
+        events = b""
+        if delta.text or delta.tokens:
+            logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
+            events += self._event(_chat_choice(choice, {"content": delta.text}, logprobs, None))
+        if delta.finish is not None:
+            events += self._event(_chat_choice(choice, {}, None, delta.finish))
+        return events
+
+    def body(self, written: Sequence[Written], usage: Usage) -> bytes:
+        """See Answer."""
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
+                "finish_reason": choice.finish,
+            }
+            for i, choice in enumerate(written)
+        ]
+        return orjson.dumps({**self._whole, "choices": choices, "usage": usage.json()})
+
+    def _token_logprobs(self, tokens: Sequence[SampledToken]) -> Json:
+        return {
+            "content": [
+                {
+                    **self._token_logprob(token.token, token.logprob),
+                    "top_logprobs": [self._token_logprob(other, logprob) for other, logprob in token.top],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _token_logprob(self, token: int, logprob: float | None) -> Json:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class CompletionAnswer(_Base):
+    """`/v1/completions`. `echoed`: for each choice the prompt's text to begin with, empty where not asked for."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        created_s: int,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        echoed: Mapping[int, str],
+    ) -> None:
+        head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
+        super().__init__(head, tokenizer, logprobs=logprobs, include_usage=include_usage)
+        self._echoed = echoed
+        self._offsets: dict[int, int] = {}
+
+    def start(self, choice: int) -> bytes:
+        """See Answer."""
+        echoed = self._echoed.get(choice, "")
+        return self._event(_text_choice(choice, echoed, None, None)) if echoed else b""
+
+    def events(self, choice: int, delta: Delta) -> bytes:
+        """See Answer."""
+        events = b""
+        if delta.text or delta.tokens:
+            logprobs = self._token_logprobs(choice, delta.tokens) if self._logprobs else None
+            events += self._event(_text_choice(choice, delta.text, logprobs, None))
+        if delta.finish is not None:
+            events += self._event(_text_choice(choice, "", None, delta.finish))
+        return events
+
+    def body(self, written: Sequence[Written], usage: Usage) -> bytes:
+        """See Answer."""
+        choices = [
+            _text_choice(
+                i,
+                self._echoed.get(i, "") + choice.text,
+                self._token_logprobs(i, choice.tokens) if self._logprobs else None,
+                choice.finish,
+            )
+            for i, choice in enumerate(written)
+        ]
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage.json()})
+
+    def _token_logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> Json:
+        texts = [self._token_text(token.token) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(choice, 0))
+            self._offsets[choice] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [{self._token_text(t): _finite(p) for t, p in token.top} or None for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _chat_choice(index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _text_choice(index: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no -infinity; the API uses -9999 for tokens too improbable to say."""
+    return None if logprob is None else max(logprob, -9999.0)

@@ -1,0 +1,61 @@
+"""One sequence's tokens to the text, log-probabilities and finish reason that the client sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.sched.plan import SampledToken
+from engine.sched.request import FinishReason
+from engine.sched.scheduler import TokenOutput
+from engine.text.detokenize import Detokenizer
+from engine.text.stops import StopStrings
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token adds. `finish` is the API's finish_reason, None while the sequence goes on."""
+
+    text: str
+    tokens: tuple[SampledToken, ...]
+    """Tokens whose log-probabilities were asked for and not sent yet."""
+    finish: str | None
+
+
+class Choice:
+    """State of one sequence of a request. Stop tokens and stop strings never appear in its text."""
+
+    def __init__(
+        self, index: int, prompt: int, tokenizer: Tokenizer, stops: tuple[str, ...], *, logprobs: bool
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        """Which of the request's prompts it continues."""
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.finish: str | None = None
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._logprobs = logprobs
+        self._unsent: list[SampledToken] = []
+
+    def push(self, output: TokenOutput) -> Delta:
+        """What `output` adds. A finish the output does not have itself is a stop string: end the request then."""
+        self.cached_tokens = output.cached_tokens
+        text, stopped = "", False
+        if output.token is not None:
+            self.completion_tokens += 1
+            if self._logprobs:
+                self._unsent.append(output.token)
+            if output.finish is not FinishReason.STOP:
+                text, stopped = self._stops.push(self._detokenizer.push(output.token.token))
+        if output.finish is not None and not stopped:
+            rest, stopped = self._stops.push(self._detokenizer.finish())
+            text += rest if stopped else rest + self._stops.finish()
+        finish = FinishReason.STOP if stopped else output.finish
+        self.finish = None if finish is None else finish.value
+        sends = bool(text) or self.finish is not None
+        tokens = tuple(self._unsent) if sends else ()
+        if sends:
+            self._unsent.clear()
+        return Delta(text, tokens, self.finish)

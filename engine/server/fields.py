@@ -1,0 +1,141 @@
+"""The body of a generating request, field by field: honoured, harmless, or refused by name.
+
+Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
+ignore_eos, cache_salt and chat_template_kwargs are vLLM's extensions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from engine.contract.errors import BadRequest
+
+MAX_N = 16
+MAX_TOP_LOGPROBS = 20
+
+F = TypeVar("F", bound="GenerationFields")
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Anything = Any
+
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class GenerationFields(BaseModel):
+    """What the two endpoints share. None: not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: list[_StopString] = Field([], max_length=16)
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    # Harmless: they ask nothing of the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return [] if value is None else [value] if isinstance(value, str) else value
+
+
+class ChatFields(GenerationFields):
+    """Body of `/v1/chat/completions`; `messages` and `tools` are checked by `engine.server.messages`."""
+
+    messages: list[_Anything] = Field(min_length=1)
+    tools: list[_Anything] | None = None
+    tool_choice: _Anything = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionFields(GenerationFields):
+    """Body of `/v1/completions`; the shape of `prompt` is checked by `engine.server.requests`."""
+
+    prompt: _Anything
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+def parse_fields(kind: type[F], body: Mapping[str, Any]) -> F:
+    """`body` as `kind`. Raises BadRequest naming the first field at fault."""
+    fields = {name: value for name, value in body.items() if not _asks_nothing(name, value, kind)}
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explain(error, kind) from None
+
+
+def _asks_nothing(name: str, value: object, kind: type[GenerationFields]) -> bool:
+    if name in kind.model_fields or name not in _REFUSED:
+        return False
+    # `1 == True` in Python, and {"store": 0} is not a boolean either.
+    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in _REFUSED[name]):
+        return True
+    raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+
+
+def _explain(error: ValidationError, kind: type[GenerationFields]) -> BadRequest:
+    first = error.errors(include_url=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(param, kind.model_fields, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        return BadRequest(f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        return BadRequest(f"{param} is required", param=param, code="missing_required_parameter")
+    given = repr(first["input"])
+    given = given if len(given) <= 80 else given[:77] + "..."
+    return BadRequest(f"{param}: {first['msg']}; got {given}", param=param, code="invalid_value")

@@ -1,0 +1,201 @@
+"""The two generating routes: one request from its bytes to its last token."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from engine.contract import headers
+from engine.contract.errors import ApiError, BadRequest, TooManyRequests
+from engine.contract.requests import Endpoint
+from engine.contract.sse import DONE, sse_event
+from engine.loop import RequestRefused, StepFailed, TokenStream
+from engine.sched.request import FinishReason
+from engine.sched.scheduler import QueueFull, TokenOutput
+from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
+from engine.server.choices import Choice, Delta
+from engine.server.requests import GenerationJob, prepare
+from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
+
+BODY_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 120.0
+"""A client that reads nothing for so long is gone."""
+
+
+@dataclass(slots=True)
+class _Generation:
+    """One request under way."""
+
+    service: EngineService
+    job: GenerationJob
+    choices: Mapping[int, Choice]
+    stream: TokenStream
+    arrived_s: float
+    """`time.perf_counter` when the request came in: uvloop's own clock counts whole milliseconds."""
+    last_token_s: dict[int, float] = field(default_factory=dict)
+
+    async def next(self) -> tuple[Choice, Delta] | None:
+        """The next delta, None after the last. Raises StepFailed."""
+        try:
+            output = await anext(self.stream)
+        except StopAsyncIteration:
+            return None
+        if output.finish is FinishReason.ABORT:
+            raise StepFailed("the engine aborted the request")
+        choice = self.choices[output.request_id]
+        delta = choice.push(output)
+        self._observe(choice, output)
+        if delta.finish is not None and output.finish is None:
+            self.stream.abort(output.request_id)
+        return choice, delta
+
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, whatever n is, and its cached tokens are those of its first choice."""
+        first = [choice for choice in self.choices.values() if choice.index % self.job.n == 0]
+        return Usage(
+            prompt_tokens=sum(len(prompt.tokens) for prompt in self.job.prompts),
+            completion_tokens=sum(choice.completion_tokens for choice in self.choices.values()),
+            cached_tokens=sum(choice.cached_tokens for choice in first),
+        )
+
+    def response_headers(self, cached_tokens: int) -> dict[str, str]:
+        """Headers that tell a gateway what it got."""
+        return {
+            headers.POD: self.service.pod_id,
+            headers.CACHED: str(cached_tokens),
+            headers.PROMPT_TOKENS: str(sum(len(prompt.tokens) for prompt in self.job.prompts)),
+        }
+
+    def _observe(self, choice: Choice, output: TokenOutput) -> None:
+        now = time.perf_counter()
+        metrics = self.service.metrics
+        last = self.last_token_s.get(output.request_id)
+        self.last_token_s[output.request_id] = now
+        if last is not None:
+            metrics.inter_token.observe(now - last)
+        else:
+            metrics.observe_first_token(
+                elapsed_s=now - self.arrived_s,
+                prompt_tokens=len(self.job.prompts[choice.prompt].tokens),
+                cached_tokens=output.cached_tokens,
+            )
+        if choice.finish is not None:
+            metrics.observe_finish(elapsed_s=now - self.arrived_s, reason=choice.finish)
+
+
+async def generate(request: web.Request, state: ServerState) -> web.StreamResponse:
+    """Answer a request to one of `Endpoint`. Nothing is sent before the first token, so a gateway can retry till then.
+
+    Raises ApiError. Cancelled when the client goes, which frees what the request holds.
+    """
+    arrived_s = time.perf_counter()
+    service = state.serving()
+    with state.answering():
+        endpoint = Endpoint(request.path)
+        body = await _read(request)
+        job = await service.workers.run(prepare, service.model, endpoint, body)
+        service.metrics.prepare.observe(time.perf_counter() - arrived_s)
+        requests, choices = service.sequences(job)
+        try:
+            async with service.loop.submit(requests) as stream:
+                generation = _Generation(service, job, choices, stream, arrived_s)
+                answer = _answer(endpoint, service, job, choices)
+                respond = _stream if job.stream else _whole
+                return await respond(request, generation, answer)
+        except QueueFull as error:
+            raise TooManyRequests(str(error), retry_after_s=RETRY_AFTER_S) from None
+        except RequestRefused as error:
+            raise BadRequest(str(error)) from None
+        except StepFailed as error:
+            raise ApiError(str(error)) from None
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise BadRequest(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+
+
+def _answer(
+    endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, Choice]
+) -> ChatAnswer | CompletionAnswer:
+    name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
+    logprobs = job.sampling.logprobs is not None
+    if endpoint is Endpoint.CHAT:
+        return ChatAnswer(
+            f"chatcmpl-{secrets.token_hex(12)}",
+            name,
+            created_s,
+            tokenizer,
+            logprobs=logprobs,
+            include_usage=job.include_usage,
+        )
+    echoed = {}
+    if job.echo:
+        for choice in choices.values():
+            prompt = job.prompts[choice.prompt]
+            echoed[choice.index] = prompt.text if prompt.text is not None else tokenizer.decode(prompt.tokens)
+    return CompletionAnswer(
+        f"cmpl-{secrets.token_hex(12)}",
+        name,
+        created_s,
+        tokenizer,
+        logprobs=logprobs,
+        include_usage=job.include_usage,
+        echoed=echoed,
+    )
+
+
+async def _whole(request: web.Request, generation: _Generation, answer: Answer) -> web.Response:
+    written = [Written() for _ in generation.choices]
+    while (item := await generation.next()) is not None:
+        choice, delta = item
+        written[choice.index].add(delta)
+    usage = generation.usage()
+    return web.Response(
+        body=answer.body(written, usage),
+        content_type="application/json",
+        headers=generation.response_headers(usage.cached_tokens),
+    )
+
+
+async def _stream(request: web.Request, generation: _Generation, answer: Answer) -> web.StreamResponse:
+    started: set[int] = set()
+    item = await generation.next()
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            **generation.response_headers(item[0].cached_tokens if item else 0),
+        }
+    )
+    await response.prepare(request)
+    try:
+        while item is not None:
+            choice, delta = item
+            events = b"" if choice.index in started else answer.start(choice.index)
+            started.add(choice.index)
+            await _write(response, events + answer.events(choice.index, delta))
+            item = await generation.next()
+        closing = answer.usage_event(generation.usage()) if generation.job.include_usage else b""
+        await _write(response, closing + DONE)
+    except StepFailed as error:
+        # The status is sent already: the error travels in the stream, which then ends without [DONE].
+        await _write(response, sse_event(ApiError(str(error)).body()))
+        response.force_close()
+    await response.write_eof()
+    return response
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    if data:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write(data)

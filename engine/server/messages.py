@@ -1,0 +1,103 @@
+"""Messages and tools of a chat request: checked, and in the form that chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from engine.contract.errors import BadRequest
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "reasoning", "parsed")
+"""Fields that clients send back with an earlier answer: passed over while empty."""
+
+
+def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages with text parts joined and tool-call arguments parsed. Raises BadRequest naming what is wrong."""
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
+    """Raises BadRequest where a tool is not a named function, or a call is demanded: the engine forces none."""
+    for i, tool in enumerate(tools or ()):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise _bad(where, "must be an object with type 'function'")
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise _bad(f"{where}.function.name", "must be a string")
+    if tool_choice not in (None, "none", "auto"):
+        raise BadRequest(
+            "tool_choice: only 'none' and 'auto' are supported", param="tool_choice", code="unsupported_parameter"
+        )
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _bad(where, "must be an object")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise _bad(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+    out: dict[str, Any] = {"role": role, "content": _content(message, role, where)}
+    for name, value in message.items():
+        if name not in _FIELDS and not (name in _EMPTY_ONLY and not value):
+            raise _bad(f"{where}.{name}", "is not supported by this engine", "unsupported_parameter")
+        if value is None or name in ("role", "content") or name not in _FIELDS:
+            continue
+        if name == "tool_calls":
+            if value:
+                out[name] = _tool_calls(value, f"{where}.{name}")
+        elif isinstance(value, str):
+            out[name] = value
+        else:
+            raise _bad(f"{where}.{name}", "must be a string")
+    return out
+
+
+def _content(message: Mapping[str, Any], role: str, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise _bad(f"{where}.content", "must be a string or a list of text parts")
+    texts = []
+    for j, part in enumerate(content):
+        part_where = f"{where}.content[{j}]"
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _bad(part_where, "must be an object with a 'type'")
+        if part["type"] != "text":
+            raise _bad(f"{part_where}.type", f"{part['type'][:40]!r} is not supported: this engine reads text only")
+        if not isinstance(part.get("text"), str):
+            raise _bad(f"{part_where}.text", "must be a string")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Calls with their arguments as an object: the API sends them as JSON text, templates render them as JSON."""
+    if not isinstance(calls, list):
+        raise _bad(where, "must be a list")
+    out = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad(f"{where}[{i}].function.name", "must be a string")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = orjson.loads(arguments or "{}")
+            except orjson.JSONDecodeError:
+                raise _bad(f"{where}[{i}].function.arguments", "must be JSON text") from None
+        if not isinstance(arguments, dict):
+            raise _bad(f"{where}[{i}].function.arguments", "must be the JSON text of an object")
+        out.append({**call, "function": {**function, "arguments": arguments}})
+    return out
+
+
+def _bad(param: str, message: str, code: str = "invalid_value") -> BadRequest:
+    return BadRequest(f"{param} {message}", param=param, code=code)

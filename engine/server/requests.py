@@ -1,0 +1,269 @@
+"""From the bytes of a request to sequences the scheduler can run. Pure work for a thread: nothing here waits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.contract.errors import BadRequest, ModelNotFound
+from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
+from engine.contract.requests import Endpoint, parse_body, prompt_bytes
+from engine.sched.request import KeySpan
+from engine.sched.sampling import SamplingParams
+from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
+from engine.server.messages import check_tools, template_messages
+from engine.text.chat import ChatTemplate
+from engine.text.key_spans import chat_spans, text_spans, token_spans
+from engine.text.tokenizer import Tokenizer
+
+MAX_CHOICES = 64
+"""Prompts times n of one request."""
+COMPLETION_MAX_TOKENS = 16
+"""The API's default for `/v1/completions`."""
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What turning requests into tokens needs to know of the served model."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    vocab_size: int
+    """Ids the model can embed."""
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    eos_token_ids: frozenset[int]
+    stride: int
+    """Bytes per prefix key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request."""
+
+    tokens: list[int]
+    spans: tuple[KeySpan, ...]
+    max_tokens: int
+    text: str | None
+    """The prompt as the client wrote it, None for token ids and chats."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """A valid request: `n` sequences for each prompt."""
+
+    prompts: tuple[Prompt, ...]
+    n: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    salt: str
+    stream: bool
+    include_usage: bool
+    echo: bool = False
+
+    def choice_sampling(self, choice: int) -> SamplingParams:
+        """Sampling of one of the sequences: each its own seed, the first that of the request."""
+        own_seed = (self.sampling.seed + choice * _GOLDEN_RATIO_64) % 2**63
+        return SamplingParams(
+            **{name: getattr(self.sampling, name) for name in SamplingParams.__slots__ if name != "seed"}, seed=own_seed
+        )
+
+
+def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
+    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
+    raw = parse_body(body)
+    if endpoint is Endpoint.CHAT:
+        chat = parse_fields(ChatFields, raw)
+        check_model(model, chat.model)
+        return _job(model, chat, (_chat_prompt(model, chat),), _chat_logprobs(chat))
+    completion = parse_fields(CompletionFields, raw)
+    check_model(model, completion.model)
+    if completion.echo and completion.logprobs is not None:
+        raise BadRequest(
+            "echo together with logprobs is not supported: the engine keeps no log-probabilities of prompt tokens",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in list_prompts(completion.prompt))
+    return _job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
+
+
+def check_model(model: ModelText, name: str | None) -> None:
+    """Raises ModelNotFound unless `name` is the served model or not given."""
+    if name is not None and name != model.name:
+        raise ModelNotFound(
+            f"the model {name[:200]!r} does not exist; this engine serves {model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def render_chat(
+    model: ModelText, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any] | None = None
+) -> str:
+    """The prompt's text. Raises BadRequest."""
+    if model.template is None:
+        raise BadRequest(
+            f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
+            "chat_template.jinja",
+            param="messages",
+        )
+    return model.template.render(template_messages(messages), tools, variables)
+
+
+def list_prompts(prompt: object) -> list[str | list[int]]:
+    """The prompts in the field `prompt`: one or several, texts or token ids. Raises BadRequest."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if all(isinstance(item, list) and _is_ids(item) for item in prompt):
+            return list(prompt)
+        if _is_ids(prompt):
+            return [prompt]
+    raise BadRequest(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty",
+        param="prompt",
+        code="invalid_value",
+    )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises BadRequest for an id the model does not have."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"{param}: token id {token} is out of range; the model has {vocab_size} tokens",
+                param=param,
+                code="invalid_value",
+            )
+
+
+def _is_ids(items: Sequence[object]) -> bool:
+    return bool(items) and all(type(item) is int for item in items)
+
+
+def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
+    check_tools(fields.tools, fields.tool_choice)
+    text = render_chat(model, fields.messages, fields.tools, fields.chat_template_kwargs)
+    encoded = model.tokenizer.encode(text, add_special_tokens=False)
+    keys = _keys(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
+    spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
+    given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
+        raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+    room = _room(model, len(encoded.ids), given, "messages")
+    return Prompt(encoded.ids, spans, room if given is None else given, None)
+
+
+def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
+    keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
+    if isinstance(prompt, str):
+        encoded = model.tokenizer.encode(prompt, add_special_tokens=True)
+        tokens, spans = encoded.ids, text_spans(keys, model.stride, prompt, encoded.ends)
+    else:
+        check_ids(prompt, model.vocab_size, "prompt")
+        tokens, spans = prompt, token_spans(keys, model.stride)
+    room = _room(model, len(tokens), fields.max_tokens, "prompt")
+    max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+    return Prompt(tokens, spans, max_tokens, prompt if isinstance(prompt, str) else None)
+
+
+def _keys(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
+    return prefix_keys(canonical, key_seed(model.name, "", salt or ""), model.stride)
+
+
+def _room(model: ModelText, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
+    """Tokens the context has left for the answer, at least 1 and at least `max_tokens`. Raises BadRequest."""
+    limit = model.max_model_len
+    if prompt_tokens == 0:
+        raise BadRequest("the prompt is empty: it has no tokens", param=param)
+    if prompt_tokens >= limit:
+        raise BadRequest(
+            f"the prompt has {prompt_tokens} tokens; the model's context of {limit} holds prompt and answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if prompt_tokens + (max_tokens or 0) > limit:
+        raise BadRequest(
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the model's "
+            f"context of {limit} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return limit - prompt_tokens
+
+
+def _chat_logprobs(fields: ChatFields) -> int | None:
+    if fields.top_logprobs and not fields.logprobs:
+        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (fields.top_logprobs or 0) if fields.logprobs else None
+
+
+def _job(
+    model: ModelText,
+    fields: GenerationFields,
+    prompts: tuple[Prompt, ...],
+    logprobs: int | None,
+    *,
+    echo: bool = False,
+) -> GenerationJob:
+    n = fields.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} sequences", param="n")
+    if fields.stream_options is not None and not fields.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    stop_ids = fields.stop_token_ids or []
+    check_ids(stop_ids, model.vocab_size, "stop_token_ids")
+    return GenerationJob(
+        prompts=prompts,
+        n=n,
+        sampling=_sampling(model, fields, logprobs),
+        stop=tuple(fields.stop),
+        stop_token_ids=frozenset(stop_ids) | (frozenset() if fields.ignore_eos else model.eos_token_ids),
+        salt=fields.cache_salt or "",
+        stream=bool(fields.stream),
+        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        echo=echo,
+    )
+
+
+def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) -> SamplingParams:
+    default = SamplingParams()
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        if (value := getattr(fields, name)) is not None
+    }
+    top_k = max(0, given.pop("top_k", default.top_k))  # -1, too, is "all" in vLLM
+    return SamplingParams(
+        **given,
+        top_k=0 if top_k >= model.vocab_size else top_k,
+        logit_bias=_logit_bias(fields.logit_bias or {}, model.vocab_size),
+        seed=random.getrandbits(63) if fields.seed is None else fields.seed % 2**63,
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise BadRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    check_ids(list(bias), vocab_size, "logit_bias")
+    return bias

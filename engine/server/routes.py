@@ -1,0 +1,177 @@
+"""All routes of an engine and how errors leave it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from engine.contract import headers
+from engine.contract.errors import ApiError, BadRequest
+from engine.contract.events import Tier
+from engine.contract.requests import Endpoint, parse_body
+from engine.metrics import EngineMetrics
+from engine.server.generate import generate
+from engine.server.requests import ModelText, check_ids, check_model, render_chat
+from engine.server.service import ServerState
+
+log = logging.getLogger(__name__)
+
+STATE = web.AppKey("state", ServerState)
+METRICS = web.AppKey("metrics", EngineMetrics)
+MAX_BODY_BYTES = 64 * 2**20
+
+
+def make_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
+    """The engine's HTTP application. /health and /metrics answer before a service is there."""
+    app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)
+    app[STATE] = state
+    app[METRICS] = metrics
+    app.add_routes(
+        [
+            web.post(Endpoint.CHAT, _generate),
+            web.post(Endpoint.COMPLETIONS, _generate),
+            web.get("/v1/models", _models),
+            web.post("/tokenize", _tokenize),
+            web.post("/detokenize", _detokenize),
+            web.get("/health", _health),
+            web.get("/metrics", _metrics),
+            web.post("/reset_prefix_cache", _reset_prefix_cache),
+            web.get("/debug/held_keys", _held_keys),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves in the API's shape; the outermost guard of a request."""
+    try:
+        response = await handler(request)
+    except ApiError as error:
+        response = _error_response(error, error.status)
+    except web.HTTPException as error:
+        response = _error_response(BadRequest(f"{request.method} {request.path}: {error.reason}"), error.status)
+    except ConnectionError:
+        raise  # the client has gone: nobody to answer
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        response = _error_response(ApiError("internal error; the engine's log has the details"), 500)
+    request_id = request.headers.get(headers.REQUEST_ID)
+    if request_id and not response.prepared:
+        response.headers[headers.REQUEST_ID] = request_id
+    resource = request.match_info.route.resource
+    request.app[METRICS].observe_response(resource.canonical if resource else "unknown", response.status)
+    return response
+
+
+def _error_response(error: ApiError, status: int) -> web.Response:
+    response = web.Response(body=error.body(), status=status, content_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return response
+
+
+async def _generate(request: web.Request) -> web.StreamResponse:
+    return await generate(request, request.app[STATE])
+
+
+async def _models(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    card = {
+        "id": service.model.name,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "warmroute",
+        "root": service.model.name,
+        "parent": None,
+        "max_model_len": service.model.max_model_len,
+    }
+    response = _json({"object": "list", "data": [card]})
+    response.headers[headers.POD] = service.pod_id
+    response.headers[headers.EPOCH] = str(service.epoch)
+    return response
+
+
+async def _tokenize(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    return _json(await service.workers.run(_tokens_of, service.model, await request.read()))
+
+
+async def _detokenize(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    return _json(await service.workers.run(_text_of, service.model, await request.read()))
+
+
+async def _health(request: web.Request) -> web.Response:
+    status = request.app[STATE].status
+    return _json({"status": status}, 200 if status == "ok" else 503)
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    service = request.app[STATE].service
+    metrics = request.app[METRICS]
+    if service is not None:
+        metrics.update(service.scheduler.load(), service.scheduler.stats().preemptions)
+    return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
+
+
+async def _reset_prefix_cache(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    return _json({"freed_blocks": service.loop.reset_cache()})
+
+
+async def _held_keys(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    held = service.scheduler.held_keys()
+    keys = {tier.name.lower(): [f"{key:016x}" for key in held[tier]] for tier in Tier}
+    return _json({"epoch": service.epoch, "stride": service.model.stride, "keys": keys})
+
+
+def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:
+    """`/tokenize`, in vLLM's shape: a `prompt`, or `messages` and `tools`."""
+    fields = _known(body, ("model", "prompt", "messages", "tools", "add_special_tokens", "return_token_strs"), model)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise BadRequest("give either prompt or messages", param="prompt")
+    if "prompt" in fields:
+        text = _typed(fields, "prompt", str, "")
+    else:
+        messages = _typed(fields, "messages", list, [])
+        text = render_chat(model, messages, _typed(fields, "tools", list, []))
+    special = _typed(fields, "add_special_tokens", bool, "prompt" in fields)
+    ids = model.tokenizer.encode(text, add_special_tokens=special).ids
+    strings = [model.tokenizer.token_text(i) for i in ids] if _typed(fields, "return_token_strs", bool, False) else None
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+
+
+def _text_of(model: ModelText, body: bytes) -> dict[str, Any]:
+    """`/detokenize`, in vLLM's shape."""
+    tokens = _typed(_known(body, ("model", "tokens"), model), "tokens", list, None)
+    if not all(type(token) is int for token in tokens):
+        raise BadRequest("tokens must be a list of token ids", param="tokens")
+    check_ids(tokens, model.vocab_size, "tokens")
+    return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
+
+
+def _known(body: bytes, names: tuple[str, ...], model: ModelText) -> dict[str, Any]:
+    fields = parse_body(body)
+    for name in fields:
+        if name not in names:
+            raise BadRequest(f"{name} is not a field of this endpoint; allowed: {', '.join(names)}", param=name)
+    check_model(model, _typed(fields, "model", str, model.name))
+    return fields
+
+
+def _typed(fields: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, kind):
+        raise BadRequest(f"{name} must be a {kind.__name__}", param=name)
+    return value
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -1,0 +1,128 @@
+"""What the HTTP routes serve: a loaded model, its step loop, and the state that /health reports."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from engine.contract.errors import TooManyRequests, Unavailable
+from engine.loop import EngineLoop
+from engine.metrics import EngineMetrics
+from engine.sched.request import Request
+from engine.sched.scheduler import Scheduler
+from engine.server.choices import Choice
+from engine.server.requests import GenerationJob, ModelText
+
+P = ParamSpec("P")
+T = TypeVar("T")
+RETRY_AFTER_S = 1.0
+
+
+class TextWorkers:
+    """A bounded pool of threads for what costs time with the length of a prompt: parsing, rendering, tokenizing."""
+
+    def __init__(self, threads: int, max_pending: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._max_pending = max_pending
+        self._pending = 0
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result. Raises TooManyRequests when too many calls wait already, and what the call raises."""
+        if self._pending >= self._max_pending:
+            raise TooManyRequests("too many requests wait to be tokenized", retry_after_s=RETRY_AFTER_S)
+        self._pending += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+        # Counted until the thread is done with it, also when the client has gone before.
+        future.add_done_callback(self._done)
+        return await future
+
+    def close(self) -> None:
+        """Start nothing more; threads end after their present call."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, future: asyncio.Future[T]) -> None:
+        self._pending -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineService:
+    """One engine that can serve."""
+
+    model: ModelText
+    loop: EngineLoop
+    scheduler: Scheduler
+    workers: TextWorkers
+    metrics: EngineMetrics
+    pod_id: str
+    epoch: int
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, Choice]]:
+        """The job's requests for the scheduler, and the choice that each of them (by id) becomes."""
+        requests: list[Request] = []
+        choices: dict[int, Choice] = {}
+        for i, prompt in enumerate(job.prompts):
+            for j in range(job.n):
+                request = Request(
+                    id=next(self._ids),
+                    prompt_tokens=prompt.tokens,
+                    max_tokens=prompt.max_tokens,
+                    sampling=job.choice_sampling(j),
+                    stop_token_ids=job.stop_token_ids,
+                    key_spans=prompt.spans,
+                    salt=job.salt,
+                )
+                requests.append(request)
+                choices[request.id] = Choice(
+                    len(choices), i, self.model.tokenizer, job.stop, logprobs=job.sampling.logprobs is not None
+                )
+        return requests, choices
+
+
+class ServerState:
+    """Where the engine is in its life: loading, serving, draining. Also counts the requests being answered."""
+
+    def __init__(self) -> None:
+        self.service: EngineService | None = None
+        self.is_draining = False
+        self._active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def status(self) -> str:
+        """`ok`, or why the engine cannot take requests."""
+        if self.is_draining:
+            return "draining"
+        if self.service is None:
+            return "loading"
+        return "ok" if self.service.loop.is_alive else "failed"
+
+    def serving(self) -> EngineService:
+        """The service, where it takes requests. Raises Unavailable with the reason."""
+        if self.status != "ok" or self.service is None:
+            raise Unavailable(f"the engine cannot take requests: {self.status}", retry_after_s=RETRY_AFTER_S)
+        return self.service
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request from its arrival to the end of its answer."""
+        self._active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is being answered."""
+        await self._idle.wait()

@@ -1,0 +1,64 @@
+"""Incremental decoding: each token's text as soon as it is certain, and not before."""
+
+from __future__ import annotations
+
+from engine.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4
+"""Tokens of one byte that a UTF-8 character may need; more of them pending are not a character."""
+_WINDOW = 32
+"""Tokens decoded at once where text stays uncertain, so that a token costs a constant time."""
+
+
+class Detokenizer:
+    """Joined, the returned pieces are what decoding all tokens at once gives.
+
+    Exact for byte-level tokenizers. With sentencepiece's byte fallback it is exact for valid UTF-8 only: there one bad
+    byte later makes the whole run of bytes undecodable, which is known after its first characters have been sent.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        """The tokens of the last piece, whose text the decoder needs as context, and those with text yet to come."""
+        self._context = 0
+        """Tokens of the last piece in `_window`."""
+        self._sent = 0
+        """Characters of the decoded window that have been returned."""
+
+    def push(self, token: int) -> str:
+        """The text that `token` makes certain, often empty within a character."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        certain = len(text.rstrip(_REPLACEMENT))
+        if len(self._window) - self._context > _LONGEST_CHARACTER:
+            certain = max(certain, len(text) - 1)
+        piece = text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        if certain == len(text) and piece:
+            self._shrink_to(self._context)
+        elif len(self._window) > _WINDOW:
+            self._split(text)
+        return piece
+
+    def finish(self) -> str:
+        """What is left, an incomplete character as U+FFFD. Nothing may be pushed afterwards."""
+        return self._tokenizer.decode(self._window)[self._sent :]
+
+    def _shrink_to(self, start: int) -> None:
+        rest = self._tokenizer.decode(self._window[start:])
+        if rest:  # tokens without text of their own are no context: a decoder may strip what comes first
+            self._window = self._window[start:]
+            self._context = len(self._window)
+            self._sent = len(rest)
+
+    def _split(self, text: str) -> None:
+        for start in range(len(self._window) - _LONGEST_CHARACTER, len(self._window)):
+            head = self._tokenizer.decode(self._window[:start])
+            tail = self._tokenizer.decode(self._window[start:])
+            if tail and head + tail == text:
+                self._window = self._window[start:]
+                self._context = 0
+                self._sent = max(0, self._sent - len(head))
+                return

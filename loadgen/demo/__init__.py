@@ -1,0 +1,1 @@
+"""The whole system on one machine: Redis, engines and gateway as child processes, compared and reported."""

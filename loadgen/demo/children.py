@@ -1,0 +1,179 @@
+"""Child processes that never outlive their parent, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+T = TypeVar("T")
+POLL_S = 0.05
+TAIL_LINES = 15
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ChildDied(Exception):
+    """A child ended, or did not get ready, when it should have run; the text has the end of its log."""
+
+
+class Child:
+    """One running process, its output in a log file."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.name = name
+        self._process = process
+        self._log = log
+
+    def __repr__(self) -> str:
+        return f"<Child {self.name} pid={self._process.pid} {'running' if self.is_running else 'ended'}>"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process.poll() is None
+
+    async def wait_line(self, pattern: re.Pattern[str], timeout_s: float) -> re.Match[str]:
+        """The first match in the child's output. Raises ChildDied where it ends first or the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            ended = not self.is_running  # asked before reading, so that a last line is not missed
+            if match := pattern.search(self._output()):
+                return match
+            if ended:
+                raise self.died()
+            if time.monotonic() > deadline_s:
+                raise ChildDied(f"{self.name} was not ready after {timeout_s:g} s\n{self._tail()}")
+            await asyncio.sleep(POLL_S)
+
+    async def wait_success(self, timeout_s: float) -> None:
+        """Wait until it ends with status 0. Raises ChildDied on another status or when the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_running:
+            if time.monotonic() > deadline_s:
+                raise ChildDied(f"{self.name} took more than {timeout_s:g} s\n{self._tail()}")
+            await asyncio.sleep(POLL_S)
+        if self._process.returncode:
+            raise self.died()
+
+    def died(self) -> ChildDied:
+        """The error that says how this child ended."""
+        code = self._process.poll()
+        how = f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
+        return ChildDied(f"{self.name} ended unexpectedly ({how})\n{self._tail()}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the child and everything it started, if it still runs."""
+        if self.is_running:  # not reaped yet, so its group id cannot belong to anybody else
+            os.killpg(self._process.pid, number)
+
+    def _output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def _tail(self) -> str:
+        lines = self._output().splitlines()[-TAIL_LINES:]
+        return "\n".join([f"last lines of {self._log}:", *(f"  {line}" for line in lines)])
+
+
+class Children:
+    """Starts processes, each in a session of its own, so that the terminal's Ctrl-C reaches the parent alone.
+
+    Leaving the context stops them all: TERM, then KILL after `grace_s`. That is synchronous on purpose: no further
+    cancellation can interrupt it. Where the parent is killed without a chance to clean up, Linux kills the children.
+    """
+
+    def __init__(self, logs: Path, grace_s: float = 5.0) -> None:
+        self._logs = logs
+        self._grace_s = grace_s
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        """Start a process that is to run until the end, its output in NAME.log. Raises ChildDied where it cannot."""
+        log = self._logs / f"{name}.log"
+        try:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()),
+                )
+        except OSError as error:
+            raise ChildDied(f"{name} could not be started: {error}") from None
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    async def run(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None, timeout_s: float) -> None:
+        """Run a process to its end. Raises ChildDied where it fails or takes longer."""
+        child = self.start(name, argv, env)
+        await child.wait_success(timeout_s)
+        self._children.remove(child)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when a child ends. Raises ChildDied then."""
+        task, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            watch.result()
+            raise AssertionError("unreachable: the watch ends only by raising")
+        finally:
+            task.cancel()
+            watch.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
+
+    async def _watch(self) -> NoReturn:
+        while True:
+            for child in self._children:
+                if not child.is_running:
+                    raise child.died()
+            await asyncio.sleep(POLL_S)
+
+    def _stop(self) -> None:
+        for child in reversed(self._children):
+            child.signal(signal.SIGTERM)
+        self._wait_ended(self._grace_s)
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+        self._wait_ended(self._grace_s)
+
+    def _wait_ended(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while any(child.is_running for child in self._children) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
+    """What a child does between fork and exec: ask the kernel to be killed when the thread that started it ends."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent:  # it ended before the request could take effect
+            os._exit(1)
+
+    return before_exec

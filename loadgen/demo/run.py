@@ -1,0 +1,125 @@
+"""`warmroute-loadgen demo`: start everything, measure what the machine bears, compare, stop everything."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+
+from engine.contract.settings import Settings
+from loadgen.calibrate import measure_tokens_per_word
+from loadgen.client import ChatClient
+from loadgen.compare import Comparison, compare
+from loadgen.config import CompareSettings, Policies
+from loadgen.demo.children import Children
+from loadgen.demo.sizing import Pace, measure_pace
+from loadgen.demo.stack import StackSpec, Steps, start_stack
+from loadgen.progress import Progress
+
+REPORT_S = 15.0
+"""Time kept back for the last answers' drain, stopping the children and drawing the plots."""
+DRAIN_S = 8.0
+"""An arm outlasts its arrivals by about this: two more turns with their pauses."""
+MIN_SESSIONS = 12
+
+
+class DemoSettings(Settings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo`."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
+    seed: int = Field(1, description="decides prompts and schedule")
+    policies: Policies = Field(
+        ["round_robin", "least_loaded", "affinity_groups", "predicted_ttft"],
+        description="routing policies to compare, comma-separated, one arm each, in this order",
+    )
+    pods: int = Field(4, ge=1, le=64, description="engine processes")
+    redis_url: str | None = Field(
+        None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
+    )
+    pool_tokens: int = Field(
+        9000,
+        ge=256,
+        description="KV pool of each engine in tokens; 9,000 hold about half of the 8 system prompts",
+    )
+    arm_s: float = Field(45.0, gt=0, description="seconds of arrivals in each arm; less where total_s demands it")
+    total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
+
+
+async def demo(settings: DemoSettings, folder: Path, screen: Console) -> tuple[Comparison, dict[str, str]]:
+    """The comparison, and what the report should say about the machine. Raises ChildDied, ServerUnusable."""
+    steps = Steps(screen)
+    steps.say(f"logs of the child processes: {folder / 'logs'}")
+    with tempfile.TemporaryDirectory(prefix="warmroute-demo-") as scratch, Children(folder / "logs") as children:
+        redis_url = settings.redis_url or os.environ.get("REDIS_URL") or None
+        spec = StackSpec(settings.pods, settings.pool_tokens, redis_url, Path(scratch))
+        url = await start_stack(spec, children, steps)
+        result = await children.guard(_measure(settings, url, steps, screen))
+        steps.say("stopping the children")
+    return result
+
+
+async def _measure(
+    settings: DemoSettings, url: str, steps: Steps, screen: Console
+) -> tuple[Comparison, dict[str, str]]:
+    plan = CompareSettings.model_validate({"url": url, "policies": settings.policies, "seed": settings.seed})
+    async with ChatClient(url, extra={"ignore_eos": True}) as client:
+        await client.model_id()
+        tokens_per_word = await measure_tokens_per_word(client, settings.seed)
+        words = round((plan.system_tokens_min + plan.system_tokens_max) / 2 / tokens_per_word)
+        pace = await measure_pace(client, settings.pods, words, plan.output_tokens)
+    steps.say(
+        f"this machine: {pace.alone_s:.2f} s for an uncached system prompt on an idle pod, {pace.cold_s:.2f} s each"
+        f" when all pods work, {pace.answer_s:.2f} s for an answer"
+    )
+    plan = _sized(plan, pace, settings, steps.elapsed_s, tokens_per_word)
+    with Progress(screen, len(settings.policies)) as progress:
+        comparison = await compare(plan, progress)
+    return comparison, _facts(settings, pace)
+
+
+def _sized(
+    plan: CompareSettings, pace: Pace, settings: DemoSettings, elapsed_s: float, tokens_per_word: float
+) -> CompareSettings:
+    """The plan with the rate the machine bears, and as many sessions as the remaining time allows."""
+    share_s = (settings.total_s - elapsed_s - REPORT_S) / len(settings.policies)
+    window_s = max(5.0, min(settings.arm_s, share_s - DRAIN_S))
+    rate = round(pace.session_rate((plan.turns_min + plan.turns_max) / 2), 3)
+    return plan.model_copy(
+        update={
+            "session_rate": rate,
+            "sessions": max(MIN_SESSIONS, round(rate * window_s)),
+            "time_limit_s": round(max(window_s + DRAIN_S, 1.3 * share_s), 1),
+            "tokens_per_word": tokens_per_word,
+        }
+    )
+
+
+def _facts(settings: DemoSettings, pace: Pace) -> dict[str, str]:
+    return {
+        "pods": f"{settings.pods} engines on CPU, 1 thread and {settings.pool_tokens:,} tokens of KV pool each",
+        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "uncached system prompt": f"{pace.alone_s:.2f} s on an idle pod, {pace.cold_s:.2f} s each when all pods work",
+        "load": "session rate derived from these times so that round robin keeps the machine about three quarters busy",
+    }
+
+
+@contextmanager
+def claim_folder(wanted: Path) -> Iterator[Path]:
+    """The output folder, made where missing and ours until the end; a sibling of it where another demo writes there."""
+    for folder in (wanted, wanted.with_name(f"{wanted.name}-{os.getpid()}")):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield folder
+            return
+    raise AssertionError("unreachable: a folder of this process's own number is never locked")

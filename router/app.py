@@ -1,0 +1,253 @@
+"""The gateway put together: the one place that names concrete classes, and the order of starting and stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from engine.contract.requests import Endpoint
+from router.config import GatewaySettings
+from router.fleet.discovery import Discovery, StaticDiscovery
+from router.fleet.fleet import Fleet, FleetChange
+from router.fleet.probe import HttpProbe
+from router.gateway.admin import Admin
+from router.gateway.admission import Admission
+from router.gateway.chooser import Chooser
+from router.gateway.errors import errors
+from router.gateway.estimates import Estimates
+from router.gateway.generate import Generate
+from router.gateway.inbound import Reader
+from router.gateway.proxy import Limits, Proxy
+from router.gateway.registry import NoRegistry
+from router.gateway.status import Status
+from router.registry.index import PrefixIndex
+from router.registry.reader import RegistryReader
+from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
+from router.telemetry.log import RequestLog
+from router.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POOLED_IDLE_S = 3.0
+"""Idle connections to engines are given up before the engine does so (uvicorn: 5 s), lest a request meets the end."""
+SWEEP_EVERY_S = 0.05
+SWEEP_KEYS = 2_000
+"""Keys of dropped pods looked at in one go: well under a millisecond."""
+FORCED_STOP_S = 2.0
+
+SETTINGS = web.AppKey("settings", GatewaySettings)
+METRICS = web.AppKey("metrics", Metrics)
+INDEX = web.AppKey("index", PrefixIndex)
+ADMISSION = web.AppKey("admission", Admission)
+SESSION = web.AppKey("session", aiohttp.ClientSession)
+FLEET = web.AppKey("fleet", Fleet)
+REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+STATUS = web.AppKey("status", Status)
+GENERATE = web.AppKey("generate", Generate)
+ADMIN = web.AppKey("admin", Admin)
+
+
+def build_app(settings: GatewaySettings) -> web.Application:
+    """The application, not started. What needs a running loop is made by the contexts, in this order."""
+    app = web.Application(middlewares=[errors], client_max_size=settings.max_body_bytes)
+    app[SETTINGS] = settings
+    app[METRICS] = Metrics()
+    app[INDEX] = PrefixIndex()
+    app[ADMISSION] = Admission(settings.max_in_flight)
+    app.cleanup_ctx.extend((_session, _fleet, _registry, _handlers, _background))
+    for endpoint in Endpoint:
+        app.router.add_post(endpoint, _to(GENERATE, Generate.handle))
+    app.router.add_get("/v1/models", _to(STATUS, Status.models))
+    app.router.add_get("/v1/pods", _to(STATUS, Status.pods))
+    app.router.add_get("/health", _to(STATUS, Status.health))
+    app.router.add_get("/ready", _to(STATUS, Status.ready))
+    app.router.add_get("/metrics", _to(STATUS, Status.metrics))
+    app.router.add_post("/v1/route/explain", _to(ADMIN, Admin.explain))
+    app.router.add_post("/reset_prefix_cache", _to(ADMIN, Admin.reset_prefix_cache))
+    return app
+
+
+def _to(
+    key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.StreamResponse]]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """A handler that calls a method of an object of the application, which exists once the application has started."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await method(request.app[key], request)
+
+    return handle
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them. Raises OSError."""
+    stop, force = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: force.set() if stop.is_set() else stop.set())
+    app = build_app(settings)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        await stop.wait()
+        await _drain(app, site, force)
+    finally:
+        await runner.cleanup()
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """A runner whose handlers are cancelled when their client leaves, so that the engine hears of it at once."""
+    return web.AppRunner(
+        app, handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=FORCED_STOP_S
+    )
+
+
+async def _drain(app: web.Application, site: web.TCPSite, force: asyncio.Event) -> None:
+    settings, admission = app[SETTINGS], app[ADMISSION]
+    admission.is_draining = True
+    log.info("stopping: %d requests in flight; a second signal ends them", admission.in_flight)
+
+    async def finish() -> None:
+        await asyncio.sleep(settings.drain_delay_s)
+        await site.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_timeout_s):
+                await admission.wait_idle()
+
+    async with _running(finish()) as finishing, _running(force.wait()) as forced:
+        await asyncio.wait((finishing, forced), return_when=asyncio.FIRST_COMPLETED)
+    if admission.in_flight:
+        log.warning("stopping with %d requests in flight", admission.in_flight)
+
+
+# -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
+
+
+async def _session(app: web.Application) -> AsyncIterator[None]:
+    """Connections to the engines. Their number is bounded by the requests in flight; nothing queues for one."""
+    settings = app[SETTINGS]
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=POOLED_IDLE_S)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        auto_decompress=False,
+    ) as app[SESSION]:
+        yield
+
+
+async def _fleet(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    discovery: Discovery = StaticDiscovery(settings.engines)
+    app[FLEET] = Fleet(
+        discovery,
+        HttpProbe(app[SESSION], settings.probe_timeout_s),
+        interval_s=settings.probe_interval_s,
+        eject_after=settings.eject_after,
+    )
+    yield
+
+
+async def _registry(app: web.Application) -> AsyncIterator[None]:
+    settings, fleet = app[SETTINGS], app[FLEET]
+    app[REGISTRY] = NoRegistry()
+    if settings.redis_url is not None:
+        app[REGISTRY] = reader = RegistryReader(
+            settings.redis_url, app[INDEX], fleet.report, stride=settings.stride, lease_s=settings.lease_s
+        )
+        fleet.listen(lambda change: reader.set_pods(change.pods))
+    yield
+
+
+async def _handlers(app: web.Application) -> AsyncIterator[None]:
+    settings, fleet, metrics, index, registry = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX], app[REGISTRY]
+    estimates = Estimates()
+    options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
+    reader = Reader(
+        fleet,
+        estimates,
+        stride=settings.stride,
+        default_policy=settings.policy,
+        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
+    )
+    chooser = Chooser(
+        fleet,
+        index,
+        registry,
+        lambda: {name: make_policy(name, options) for name in POLICY_NAMES},
+        estimates,
+        metrics,
+        stride=settings.stride,
+        speculation_ttl_s=settings.speculation_ttl_s,
+        foreign_ttl_s=settings.foreign_ttl_s,
+    )
+    limits = Limits(
+        first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s, retries=settings.retries
+    )
+    proxy = Proxy(app[SESSION], fleet, chooser, metrics, limits)
+    app[GENERATE] = Generate(
+        app[ADMISSION], reader, chooser, proxy, metrics, RequestLog(), total_timeout_s=settings.total_timeout_s
+    )
+    app[STATUS] = Status(fleet, registry, app[ADMISSION], metrics)
+    app[ADMIN] = Admin(app[SESSION], fleet, reader, chooser, index, registry, is_enabled=settings.enable_admin)
+    yield
+
+
+async def _background(app: web.Application) -> AsyncIterator[None]:
+    """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
+    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
+
+    def forget(change: FleetChange) -> None:
+        metrics.keep_pods(change.pods)
+        for pod in change.ended:
+            if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
+                index.drop(pod)
+
+    async def sweep() -> None:
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            index.sweep(SWEEP_KEYS)
+
+    async def warm_up() -> None:
+        await app[FLEET].wait_probed()
+        if isinstance(registry, RegistryReader) and not await registry.wait_warm(app[SETTINGS].warm_timeout_s):
+            log.warning("registry: not loaded within %g s; going on without it", app[SETTINGS].warm_timeout_s)
+        app[STATUS].is_warm = True
+
+    app[FLEET].listen(forget)
+    async with contextlib.AsyncExitStack() as running:
+        if isinstance(registry, RegistryReader):
+            await running.enter_async_context(_running(registry.run()))
+        await running.enter_async_context(_running(app[FLEET].run()))
+        await running.enter_async_context(_running(sweep()))
+        await running.enter_async_context(_running(warm_up()))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """`work` as a task while the block lasts. It should not fail; if it does, the log says so at once."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_log_crash)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def _log_crash(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("a background task died", exc_info=task.exception())

@@ -1,0 +1,90 @@
+"""For operators: why a request would go where it goes, and emptying the caches."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+import aiohttp
+from aiohttp import web
+
+from router.fleet.fleet import Fleet
+from router.fleet.pod import Pod
+from router.gateway.chooser import Chooser
+from router.gateway.errors import Forbidden
+from router.gateway.inbound import Reader
+from router.gateway.registry import RegistryView
+from router.gateway.status import json_response
+from router.registry.index import PrefixIndex
+
+RESET_TIMEOUT_S = 10.0
+
+
+class Admin:
+    """Handlers of the operator's endpoints."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        fleet: Fleet,
+        reader: Reader,
+        chooser: Chooser,
+        index: PrefixIndex,
+        registry: RegistryView,
+        *,
+        is_enabled: bool,
+    ) -> None:
+        self._session = session
+        self._fleet = fleet
+        self._reader = reader
+        self._chooser = chooser
+        self._index = index
+        self._registry = registry
+        self._is_enabled = is_enabled
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """Every pod's score for the request in the body, which is not sent anywhere. Raises ApiError."""
+        inbound = self._reader.read(None, await request.read(), request.headers)
+        choice, pods, views = self._chooser.explain(inbound)
+        scores = {score.pod_id: asdict(score) for score in choice.decision.scores}
+        return json_response(
+            {
+                "model": inbound.model,
+                "policy": choice.policy,
+                "pod": choice.pod.pod_id,
+                "prompt_tokens_estimated": inbound.prompt_tokens,
+                "prefix_keys": len(inbound.keys),
+                "cached_tokens_predicted": choice.cached_tokens,
+                "ttft_predicted_s": choice.decision.predicted_ttft_s,
+                "pods": [
+                    {"pod": pod.pod_id, "url": pod.url, "view": asdict(view), "score": scores.get(pod.pod_id)}
+                    for pod, view in zip(pods, views, strict=True)
+                ],
+            }
+        )
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Empty the prefix cache of every engine: 200 when all did, 502 with each one's answer otherwise."""
+        if not self._is_enabled:
+            raise Forbidden("POST /reset_prefix_cache is switched off: start the gateway with --enable-admin")
+        pods = self._fleet.admitted()
+        answers = await asyncio.gather(*(self._reset(pod) for pod in pods))
+        failed = {pod.pod_id: answer for pod, answer in zip(pods, answers, strict=True) if answer != "ok"}
+        body = {"pods": {pod.pod_id: failed.get(pod.pod_id, "ok") for pod in pods}}
+        return json_response(body, status=502 if failed else 200)
+
+    async def _reset(self, pod: Pod) -> str:
+        try:
+            async with (
+                asyncio.timeout(RESET_TIMEOUT_S),
+                self._session.post(f"{pod.url}/reset_prefix_cache") as response,
+            ):
+                if response.status >= 300:
+                    return f"answered {response.status}"
+        except TimeoutError:
+            return f"no answer within {RESET_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return str(error) or type(error).__name__
+        if not self._registry.reports(pod.pod_id):
+            self._index.drop(pod.pod_id)
+        return "ok"

@@ -1,0 +1,183 @@
+"""Choose a pod: match the keys, look at the pods, ask the policy, remember the choice, learn from the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.contract.errors import Unavailable
+from router.fleet.fleet import Fleet
+from router.fleet.pod import Pod
+from router.gateway.estimates import Estimates
+from router.gateway.inbound import RETRY_AFTER_S, Inbound
+from router.gateway.registry import RegistryView
+from router.gateway.usage import Usage
+from router.registry.index import Match, PrefixIndex
+from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
+from router.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+FALLBACK_POLICY = "bounded_hash"
+INDEX_POLICIES = frozenset(("cache_aware", "predicted_ttft"))
+"""Policies that choose by what the index says, and so by nothing once the registry has expired."""
+EXPIRY_CHECK_S = 0.25
+TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
+"""Ratios outside come from prompts that are not text (images), and teach nothing about text."""
+NO_MATCH = Match(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes. `strides`: leading prefix keys the pod was believed to hold."""
+
+    pod: Pod
+    policy: str
+    decision: Decision
+    strides: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens expected to be reused."""
+        return self.decision.predicted_cached_tokens
+
+
+class Chooser:
+    """The decision of a request. Nothing in it waits, so what it reads and what it records belong together."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        registry: RegistryView,
+        make_policies: Callable[[], Mapping[str, Policy]],
+        estimates: Estimates,
+        metrics: Metrics,
+        *,
+        stride: int,
+        speculation_ttl_s: float,
+        foreign_ttl_s: float,
+    ) -> None:
+        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys."""
+        self._fleet = fleet
+        self._index = index
+        self._registry = registry
+        self._make_policies = make_policies
+        self._policies: dict[str, Mapping[str, Policy]] = {}
+        self._estimates = estimates
+        self._metrics = metrics
+        self._stride = stride
+        self._speculation_ttl_s = speculation_ttl_s
+        self._foreign_ttl_s = foreign_ttl_s
+        self._is_expired = False
+        self._check_at_s = -math.inf
+
+    def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
+        """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
+        started_s = time.perf_counter()
+        now_s = asyncio.get_running_loop().time()
+        pods = self._pods(inbound, excluded)
+        policy = self._policy(inbound, now_s)
+        if policy.name != inbound.policy:
+            self._metrics.fell_back()
+        matches = self._index.match(inbound.keys, now_s)
+        decision = policy.choose(_info(inbound, now_s), self._views(inbound, pods, matches, now_s))
+        pod = pods[decision.pod]
+        self._remember(pod.pod_id, inbound, now_s)
+        self._metrics.decided(time.perf_counter() - started_s)
+        return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides)
+
+    def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
+        """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
+        now_s = asyncio.get_running_loop().time()
+        pods = self._pods(inbound, ())
+        policy = self._policy(inbound, now_s)
+        matches = self._index.match(inbound.keys, now_s)
+        views = self._views(inbound, pods, matches, now_s)
+        decision = policy.choose(_info(inbound, now_s), views, explain=True)
+        pod = pods[decision.pod]
+        return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
+
+    def undo(self, inbound: Inbound, choice: Choice) -> None:
+        """The request did not run on the chosen pod."""
+        self._index.retract(choice.pod.pod_id, inbound.keys)
+
+    def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
+        """What the answer said of its tokens: ratios of the model, and whether the pod held what was believed."""
+        estimate = self._estimates.of(inbound.model)
+        if usage.completion_tokens:
+            estimate.saw_output(usage.completion_tokens)
+        if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
+            low, high = TOKENS_PER_BYTE_RANGE
+            if low < usage.prompt_tokens / inbound.prompt_bytes < high:
+                estimate.saw_prompt(inbound.prompt_bytes, usage.prompt_tokens)
+        if usage.cached_tokens is not None:
+            self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
+            self._metrics.cached(
+                choice.policy,
+                prompt_tokens=usage.prompt_tokens or inbound.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                predicted_tokens=choice.cached_tokens,
+            )
+
+    def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
+        """Refute what the pod turned out not to hold.
+
+        The slack covers that cached tokens come in blocks and that bytes do not map to tokens evenly.
+        """
+        held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
+        slack = 2 + choice.strides // 8
+        if held + slack < choice.strides:
+            now_s = asyncio.get_running_loop().time()
+            self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
+            self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
+
+    def _remember(self, pod: PodId, inbound: Inbound, now_s: float) -> None:
+        ttl_s = self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
+        self._index.speculate(pod, inbound.keys, now_s, ttl_s)
+
+    def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
+        pods: Sequence[Pod] = self._fleet.pods(inbound.model)
+        if excluded:
+            pods = [pod for pod in pods if pod.pod_id not in excluded]
+        if not pods:
+            raise Unavailable(f"no engine serving {inbound.model!r} is up", retry_after_s=RETRY_AFTER_S)
+        return pods
+
+    def _policy(self, inbound: Inbound, now_s: float) -> Policy:
+        policies = self._policies.get(inbound.model)
+        if policies is None:
+            policies = self._policies[inbound.model] = self._make_policies()
+        if now_s >= self._check_at_s:
+            self._check_at_s = now_s + EXPIRY_CHECK_S
+            expired = self._registry.expired
+            if expired != self._is_expired:
+                log.warning("registry: %s", "expired, routing by bounded_hash" if expired else "back in use")
+            self._is_expired = expired
+        return policies[FALLBACK_POLICY if self._is_expired and inbound.policy in INDEX_POLICIES else inbound.policy]
+
+    def _views(
+        self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
+    ) -> list[PodView]:
+        per_stride = inbound.tokens_per_stride
+        views = []
+        for pod in pods:
+            match = matches.get(pod.pod_id, NO_MATCH)
+            views.append(
+                pod.state.view(
+                    pod.pod_id,
+                    now_s=now_s,
+                    matched_tokens=min(int(match.strides * per_stride), inbound.prompt_tokens),
+                    host_tokens=int(match.host_strides * per_stride),
+                    disk_tokens=int(match.disk_strides * per_stride),
+                )
+            )
+        return views
+
+
+def _info(inbound: Inbound, now_s: float) -> RequestInfo:
+    return RequestInfo(inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens)

@@ -1,0 +1,72 @@
+"""Every error a client sees has the OpenAI shape; this is where exceptions become responses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from engine.contract import headers
+from engine.contract.errors import ApiError, BadRequest
+
+log = logging.getLogger(__name__)
+
+
+class TooLarge(BadRequest):
+    """413: the body is over the bound."""
+
+    status = 413
+
+
+class Forbidden(BadRequest):
+    """403: switched off by configuration; the message names the flag."""
+
+    status = 403
+
+
+class BadGateway(ApiError):
+    """502: no pod gave a whole answer."""
+
+    status = 502
+    type = "upstream_error"
+
+
+class DeadlineExceeded(ApiError):
+    """504: no pod answered in time."""
+
+    status = 504
+    type = "timeout_error"
+
+
+def error_response(error: ApiError, request_id: str | None = None, status: int | None = None) -> web.Response:
+    """`error` as a response, with the request's id and Retry-After where there are such."""
+    response = web.Response(status=status or error.status, body=error.body(), content_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if request_id is not None:
+        response.headers[headers.REQUEST_ID] = request_id
+    return response
+
+
+@web.middleware
+async def errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Exceptions of a handler as error responses. A response that has begun never gets here with an exception."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        kind = TooLarge if error.status == TooLarge.status else BadRequest
+        response = error_response(kind(f"{request.method} {request.path}: {error.text}"), status=error.status)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except Exception:  # outermost: the request gets an answer, the log the traceback
+        log.exception("%s %s", request.method, request.path)
+        return error_response(ApiError("internal error of the gateway"))

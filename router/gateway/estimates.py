@@ -1,0 +1,51 @@
+"""What the gateway learns of each model from its answers, to speak of tokens without a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRIOR_TOKENS_PER_BYTE = 0.25
+"""About four bytes of English a token, for common byte-level BPE vocabularies."""
+PRIOR_WEIGHT_BYTES = 512.0
+PRIOR_OUTPUT_TOKENS = 128.0
+MEMORY = 0.99
+"""Weight of the past against one more answer: a memory of about a hundred answers."""
+OUTPUT_WEIGHT = 0.05
+
+
+@dataclass(slots=True)
+class ModelEstimate:
+    """Ratios of one model. `prompt_bytes` and `prompt_tokens` are decayed sums, so long prompts weigh more."""
+
+    prompt_bytes: float = PRIOR_WEIGHT_BYTES
+    prompt_tokens: float = PRIOR_WEIGHT_BYTES * PRIOR_TOKENS_PER_BYTE
+    output_tokens: float = PRIOR_OUTPUT_TOKENS
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Prompt tokens per canonical byte of text."""
+        return self.prompt_tokens / self.prompt_bytes
+
+    def saw_prompt(self, canonical_bytes: int, tokens: int) -> None:
+        """An answer told the tokens of a text prompt."""
+        if canonical_bytes > 0 and tokens > 0:
+            self.prompt_bytes = MEMORY * self.prompt_bytes + canonical_bytes
+            self.prompt_tokens = MEMORY * self.prompt_tokens + tokens
+
+    def saw_output(self, tokens: int) -> None:
+        """An answer ended after `tokens`."""
+        self.output_tokens += OUTPUT_WEIGHT * (tokens - self.output_tokens)
+
+
+class Estimates:
+    """The estimates by model; only models of the fleet enter, so their number is bounded by it."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelEstimate] = {}
+
+    def of(self, model: str) -> ModelEstimate:
+        """The model's estimate, a prior at first."""
+        estimate = self._models.get(model)
+        if estimate is None:
+            estimate = self._models[model] = ModelEstimate()
+        return estimate

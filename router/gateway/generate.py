@@ -1,0 +1,101 @@
+"""The generating endpoints: one request from its bytes to its record."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from engine.contract.errors import ApiError
+from engine.contract.requests import Endpoint
+from router.gateway.admission import Admission
+from router.gateway.chooser import Chooser
+from router.gateway.errors import DeadlineExceeded, TooLarge, error_response
+from router.gateway.exchange import CLIENT_GONE, Exchange
+from router.gateway.headers import request_id
+from router.gateway.inbound import Reader
+from router.gateway.proxy import Proxy
+from router.telemetry.log import RequestLog, RequestRecord
+from router.telemetry.metrics import Metrics
+
+
+class Generate:
+    """Handles `/v1/chat/completions` and `/v1/completions`."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        reader: Reader,
+        chooser: Chooser,
+        proxy: Proxy,
+        metrics: Metrics,
+        request_log: RequestLog,
+        *,
+        total_timeout_s: float,
+    ) -> None:
+        self._admission = admission
+        self._reader = reader
+        self._chooser = chooser
+        self._proxy = proxy
+        self._metrics = metrics
+        self._request_log = request_log
+        self._total_timeout_s = total_timeout_s
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The answer to a request."""
+        now_s = asyncio.get_running_loop().time()
+        exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s)
+        try:
+            with self._admission:
+                response = await self._answer(request, exchange)
+            exchange.status = exchange.status or response.status
+            return response
+        except ApiError as error:
+            exchange.status, exchange.error = error.status, error.message
+            return error_response(error, exchange.request_id)
+        except asyncio.CancelledError:
+            exchange.status, exchange.error = CLIENT_GONE, "client gone"
+            raise
+        finally:
+            self._record(request, exchange)
+
+    async def _answer(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout_at(exchange.deadline_s):
+                body = await request.read()
+        except TimeoutError:
+            raise DeadlineExceeded("the request's body did not arrive in time") from None
+        except web.HTTPRequestEntityTooLarge as error:
+            raise TooLarge(f"the request body is larger than {request.client_max_size} bytes") from error
+        exchange.inbound = self._reader.read(Endpoint(request.path), body, request.headers)
+        return await self._proxy.forward(request, exchange, exchange.inbound)
+
+    def _record(self, request: web.Request, exchange: Exchange) -> None:
+        choice, inbound, first_byte_s = exchange.choice, exchange.inbound, exchange.first_byte_s
+        policy = choice.policy if choice else ""
+        pod = choice.pod.pod_id if choice else ""
+        self._metrics.answered(policy, pod, exchange.status or 500)
+        if choice and inbound and first_byte_s is not None:
+            self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
+            if exchange.status == 200:
+                self._chooser.learn(inbound, choice, exchange.usage)
+        if not self._request_log.enabled:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._request_log.write(
+            RequestRecord(
+                request_id=exchange.request_id,
+                path=request.path,
+                model=inbound.model if inbound else "",
+                policy=policy,
+                pod=pod,
+                status=exchange.status or 500,
+                attempts=exchange.attempts,
+                prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
+                cached_tokens_predicted=choice.cached_tokens if choice else 0,
+                cached_tokens=exchange.usage.cached_tokens,
+                first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
+                total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
+                error=exchange.error,
+            )
+        )

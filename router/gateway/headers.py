@@ -1,0 +1,50 @@
+"""Which headers pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from multidict import CIMultiDict
+
+from engine.contract import headers
+
+MAX_REQUEST_ID_CHARS = 128
+
+_HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
+) | {"transfer-encoding", "upgrade"}
+# The body is sent with a length of its own, decoded (aiohttp undoes a request's compression) and already expected.
+_REQUEST_ONLY = _HOP_BY_HOP | {
+    "host",
+    "content-length",
+    "content-encoding",
+    "expect",
+    headers.POLICY,
+    headers.REQUEST_ID,
+}
+_RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", headers.POD, headers.REQUEST_ID}
+
+
+def request_id(incoming: Mapping[str, str]) -> str:
+    """The client's id for the request, or a new one."""
+    return incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS] or secrets.token_hex(16)
+
+
+def upstream_headers(incoming: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
+    """What the engine gets of the client's headers."""
+    passed = _copy(incoming, _REQUEST_ONLY)
+    passed[headers.REQUEST_ID] = request_id
+    return passed
+
+
+def answer_headers(upstream: Mapping[str, str]) -> CIMultiDict[str]:
+    """What the client gets of the engine's headers."""
+    return _copy(upstream, _RESPONSE_ONLY)
+
+
+def _copy(source: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    connection = source.get("Connection")
+    if connection and connection.lower() not in ("keep-alive", "close"):
+        dropped |= {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict([(name, value) for name, value in source.items() if name.lower() not in dropped])

@@ -1,0 +1,121 @@
+"""A generating request, read once: what choosing a pod needs, beside the bytes that are forwarded as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.contract import headers
+from engine.contract.errors import BadRequest, ModelNotFound, Unavailable
+from engine.contract.keys import PrefixKey, key_seed, prefix_keys
+from engine.contract.requests import Endpoint, parse_body, request_head
+from router.fleet.fleet import Fleet
+from router.gateway.estimates import Estimates
+
+TOKEN_ID_BYTES = 4
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """A request the gateway accepted. Bytes are canonical bytes (DESIGN "Prefix keys"), not the body's."""
+
+    endpoint: Endpoint
+    model: str
+    stream: bool
+    policy: str
+    keys: tuple[PrefixKey, ...]
+    prompt_bytes: int
+    prompt_tokens: int
+    """Estimated; exact for a prompt of token ids."""
+    tokens_per_stride: float
+    output_tokens: int
+    """Expected length of the answer."""
+    teaches_tokens: bool
+    """Whether the answer's token count tells how many tokens this model makes of a byte of text."""
+    body: bytes
+
+
+class Reader:
+    """Turns bodies into Inbound. Raises BadRequest, ModelNotFound or Unavailable, naming the field."""
+
+    def __init__(
+        self, fleet: Fleet, estimates: Estimates, *, stride: int, default_policy: str, policies: frozenset[str] | None
+    ) -> None:
+        """`policies`: names a request may choose from by header; None: it may not."""
+        self._fleet = fleet
+        self._estimates = estimates
+        self._stride = stride
+        self._default_policy = default_policy
+        self._policies = policies
+
+    def read(self, endpoint: Endpoint | None, body: bytes, incoming: Mapping[str, str]) -> Inbound:
+        """The request in `body`; without an endpoint, the one that the body's fields belong to."""
+        policy = self._policy(incoming.get(headers.POLICY))
+        fields = parse_body(body)
+        if endpoint is None:
+            endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
+        head = request_head(endpoint, fields)
+        model = self._model(head.model)
+        estimate = self._estimates.of(model)
+        is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
+        tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
+        size = len(head.canonical)
+        return Inbound(
+            endpoint=endpoint,
+            model=model,
+            stream=head.stream,
+            policy=policy,
+            keys=prefix_keys(head.canonical, key_seed(model, head.adapter, head.salt), self._stride),
+            prompt_bytes=size,
+            prompt_tokens=max(1, round(size * tokens_per_byte)),
+            tokens_per_stride=self._stride * tokens_per_byte,
+            output_tokens=_expected_output(fields, estimate.output_tokens),
+            teaches_tokens=endpoint is Endpoint.CHAT or isinstance(fields.get("prompt"), str),
+            body=body,
+        )
+
+    def _policy(self, asked: str | None) -> str:
+        if asked is None:
+            return self._default_policy
+        if self._policies is None:
+            raise BadRequest(
+                f"the header {headers.POLICY} is not allowed here: start the gateway with --allow-policy-header",
+                param=headers.POLICY,
+            )
+        if asked not in self._policies:
+            raise BadRequest(
+                f"{headers.POLICY}: unknown policy {asked!r}; known: {', '.join(sorted(self._policies))}",
+                param=headers.POLICY,
+            )
+        return asked
+
+    def _model(self, name: str | None) -> str:
+        known = self._fleet.models()
+        if name is not None and name in known:
+            return name
+        if not known:
+            raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+        if name is not None:
+            raise ModelNotFound(
+                f"model {name!r} does not exist; known: {', '.join(sorted(known))}",
+                param="model",
+                code="model_not_found",
+            )
+        if len(known) > 1:
+            raise BadRequest(f"model is required, one of: {', '.join(sorted(known))}", param="model")
+        return next(iter(known))
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+
+
+def _expected_output(fields: Mapping[str, Any], learnt_tokens: float) -> int:
+    limits = [
+        value
+        for value in (fields.get("max_completion_tokens"), fields.get("max_tokens"))
+        if isinstance(value, int) and value > 0
+    ]
+    return max(1, min([round(learnt_tokens), *limits]))

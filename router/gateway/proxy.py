@@ -1,0 +1,178 @@
+"""Forward a request to a pod and its answer to the client; try another pod while the client has seen nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from engine.contract import headers
+from engine.contract.errors import ApiError, Unavailable
+from router.fleet.fleet import Fleet
+from router.gateway.chooser import Choice, Chooser
+from router.gateway.errors import BadGateway
+from router.gateway.exchange import CLIENT_GONE, Exchange
+from router.gateway.headers import answer_headers, upstream_headers
+from router.gateway.inbound import Inbound
+from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke
+from router.gateway.upstream import Opened, PodFailed, open_answer
+from router.gateway.usage import TAIL_BYTES, header_usage, usage_in
+from router.routing.types import PodId
+from router.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Deadlines in seconds, and how many further pods to try."""
+
+    first_byte_s: float
+    idle_s: float
+    retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt of which the client has seen nothing. `answer`: the engine's own error, if it gave one."""
+
+    reason: str
+    error: ApiError
+    answer: web.Response | None = None
+
+
+class Proxy:
+    """The way of a request through the fleet."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, fleet: Fleet, chooser: Chooser, metrics: Metrics, limits: Limits
+    ) -> None:
+        self._session = session
+        self._fleet = fleet
+        self._chooser = chooser
+        self._metrics = metrics
+        self._limits = limits
+
+    async def forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
+        """The answer, already sent where it is a stream. Raises ApiError when there is none to pass on."""
+        excluded: set[PodId] = set()
+        answer: web.Response | None = None
+        failure: Failure | None = None
+        while exchange.attempts <= self._limits.retries:
+            try:
+                choice = self._chooser.choose(inbound, excluded)
+            except Unavailable:
+                if failure is None:
+                    raise
+                break
+            result = await self._attempt(request, exchange, inbound, choice)
+            if not isinstance(result, Failure):
+                return result
+            failure = result
+            answer = failure.answer or answer
+            exchange.error = failure.error.message
+            self._metrics.retried(failure.reason)
+            excluded.add(choice.pod.pod_id)
+            if asyncio.get_running_loop().time() >= exchange.deadline_s:
+                break
+        if answer is not None:
+            return answer
+        assert failure is not None
+        raise failure.error
+
+    async def _attempt(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice
+    ) -> web.StreamResponse | Failure:
+        """One attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index."""
+        exchange.choice = choice
+        exchange.attempts += 1
+        clock = asyncio.get_running_loop().time
+        opened: Opened | None = None
+        try:
+            with self._fleet.lease(
+                choice.pod,
+                prompt_tokens=inbound.prompt_tokens,
+                uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+                output_tokens=inbound.output_tokens,
+                streams=inbound.stream,
+            ) as lease:
+                opened = await self._open(request, exchange, inbound, choice)
+                if opened.is_retryable:
+                    error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
+                    return Failure("status", error, _whole_answer(opened, exchange, choice))
+                exchange.usage = header_usage(opened.response.headers)
+                exchange.first_byte_s = clock()
+                lease.first_token(exchange.usage.cached_tokens)
+                if opened.is_stream:
+                    return await self._stream(request, exchange, choice, opened)
+                exchange.usage = exchange.usage.or_else(usage_in(opened.first[-TAIL_BYTES:]))
+                return _whole_answer(opened, exchange, choice)
+        except PodFailed as failed:
+            if failed.is_down:
+                self._fleet.failed(choice.pod, str(failed))
+            return Failure(failed.reason, failed.error)
+        finally:
+            if opened is not None:
+                opened.response.close()
+            if exchange.first_byte_s is None:
+                self._chooser.undo(inbound, choice)
+
+    async def _open(self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice) -> Opened:
+        deadline_s = exchange.deadline_s
+        if inbound.stream:  # any other answer may begin only when it is complete
+            deadline_s = min(deadline_s, asyncio.get_running_loop().time() + self._limits.first_byte_s)
+        return await open_answer(
+            self._session,
+            choice.pod.targets[inbound.endpoint],
+            inbound.body,
+            upstream_headers(request.headers, exchange.request_id),
+            deadline_s,
+        )
+
+    async def _stream(
+        self, request: web.Request, exchange: Exchange, choice: Choice, opened: Opened
+    ) -> web.StreamResponse:
+        """Send the stream. From here on nothing is retried: the client sees the head."""
+        response = web.StreamResponse(
+            status=opened.response.status, headers=_headers(opened.response, exchange, choice)
+        )
+        relay = EventRelay(
+            opened.response.content, response, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s
+        )
+        try:
+            await response.prepare(request)
+            await relay.copy(opened.first)
+            await response.write_eof()
+        except UpstreamBroke as error:
+            exchange.error = str(error)
+            self._metrics.broke()
+            response.force_close()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await relay.send_error(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
+        except (ClientStalled, ConnectionError) as error:
+            exchange.error = f"client gone: {type(error).__name__}"
+            exchange.status = CLIENT_GONE
+            response.force_close()
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            exchange.usage = exchange.usage.or_else(relay.tail.usage())
+        return response
+
+
+def _whole_answer(opened: Opened, exchange: Exchange, choice: Choice) -> web.Response:
+    return web.Response(
+        status=opened.response.status, body=opened.first, headers=_headers(opened.response, exchange, choice)
+    )
+
+
+def _headers(upstream: aiohttp.ClientResponse, exchange: Exchange, choice: Choice) -> CIMultiDict[str]:
+    """The engine's headers, and why the request went there."""
+    passed = answer_headers(upstream.headers)
+    passed[headers.POD] = choice.pod.pod_id
+    passed[headers.POLICY] = choice.policy
+    passed[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
+    passed[headers.REQUEST_ID] = exchange.request_id
+    return passed

@@ -1,0 +1,95 @@
+"""Copy an event stream from an engine to a client, chunk for chunk, without reading what is in it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import ClientError, StreamReader, web
+
+from engine.contract.errors import ApiError
+from engine.contract.sse import sse_event
+from router.gateway.usage import Tail
+
+HELD_BYTES = 2**18
+"""An event may be this long before its first bytes go out ahead of its last."""
+LAST_WORD_S = 1.0
+"""How long a client may take to accept the error event that ends a broken stream."""
+REARM_SHARE = 0.25
+"""The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more."""
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+
+
+class UpstreamBroke(Exception):
+    """The engine's stream ended wrongly, or went silent, after its first byte."""
+
+
+class ClientStalled(Exception):
+    """The client took nothing for the idle timeout."""
+
+
+class EventRelay:
+    """One stream. Bytes after the last complete event wait for the rest of theirs.
+
+    A client cannot use half an event, and an engine that dies within one would leave it half before the error event.
+    """
+
+    def __init__(self, source: StreamReader, sink: web.StreamResponse, *, idle_s: float, deadline_s: float) -> None:
+        self._source = source
+        self._sink = sink
+        self._idle_s = idle_s
+        self._deadline_s = deadline_s
+        self._held = b""
+        self._is_mid_event = False
+        self.tail = Tail()
+
+    async def copy(self, chunk: bytes) -> None:
+        """Send `chunk` and all that follows. Raises UpstreamBroke, ClientStalled or ConnectionError (client gone)."""
+        clock = asyncio.get_running_loop().time
+        source, tail = self._source, self.tail
+        rearm_at_s = 0.0
+        is_reading = False
+        try:
+            async with asyncio.timeout(None) as limit:
+                while chunk:
+                    now_s = clock()
+                    if now_s >= rearm_at_s:
+                        limit.reschedule(min(now_s + self._idle_s, self._deadline_s))
+                        rearm_at_s = now_s + REARM_SHARE * self._idle_s
+                    tail.add(chunk)
+                    if self._held or not chunk.endswith(_EVENT_ENDS):
+                        chunk = self._complete(chunk)
+                    if chunk:
+                        await self._sink.write(chunk)
+                    is_reading = True
+                    try:
+                        chunk = await source.readany()
+                    except (ClientError, OSError) as error:
+                        raise UpstreamBroke(f"the engine's stream broke: {error or type(error).__name__}") from None
+                    is_reading = False
+                if self._held:
+                    await self._sink.write(self._held)
+        except TimeoutError:
+            if not is_reading:
+                raise ClientStalled from None
+            late = clock() >= self._deadline_s
+            raise UpstreamBroke("the request's deadline passed" if late else "the engine went silent") from None
+
+    def _complete(self, chunk: bytes) -> bytes:
+        """What may be sent of the held bytes and `chunk`: up to the end of the last complete event."""
+        data = self._held + chunk
+        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
+        if len(data) - end > HELD_BYTES:
+            self._held, self._is_mid_event = b"", True
+            return data
+        self._held = data[end:]
+        if end:
+            self._is_mid_event = False
+        return data[:end]
+
+    async def send_error(self, error: ApiError) -> None:
+        """End the stream with an error event. What is held of a broken event is left out."""
+        event = sse_event(error.body())
+        async with asyncio.timeout(LAST_WORD_S):
+            await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
+            await self._sink.write_eof()

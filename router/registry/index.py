@@ -1,0 +1,301 @@
+"""Which pods hold which prefix keys: in memory, fed by the pods' reports and by the gateway's own decisions.
+
+    shard[key >> 58][key] -> mask       four bits for each slot; a slot is one life of one pod
+    bit 0: reported   bit 1: and lies in host memory   bit 2: and lies on disk   bit 3: speculative
+
+Keys of one chain that the same pods hold share one mask object: that keeps a key small, and lets `match` skip equal
+masks by identity. A pod dropped or replaced gives its slot up at once; `sweep` clears its bits later, in pieces.
+The keys are spread over shards so that no dict is ever resized, listed or copied whole while a request waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.contract.events import Keys, Tier
+from engine.contract.keys import PrefixKey
+from router.registry.speculation import Speculation
+from router.routing.types import PodId
+
+_SHARD_SHIFT = 58
+"""Shards are chosen by the top bits: a dict places an integer by its low ones."""
+_SHARDS = 1 << (64 - _SHARD_SHIFT)
+_SLOT_BITS = 4
+_ALL = 0b1111
+_TIER_BITS = {Tier.GPU: 0b0001, Tier.HOST: 0b0011, Tier.DISK: 0b0101}
+_SPECULATIVE_SHIFT = 3
+_SWEEP_KEYS = 256
+_SETS_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a request a pod holds, in strides from the start."""
+
+    strides: int
+    """Leading keys held, in any tier, speculative ones included."""
+    host_strides: int = 0
+    """Of these, keys in host memory."""
+    disk_strides: int = 0
+    """Of these, keys on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatistics:
+    """Sizes of an index."""
+
+    keys: int
+    """Distinct keys in memory, those of dropped pods included until they are swept."""
+    pods: int
+    retired_slots: int
+    """Lives of pods whose memory `sweep` has yet to reclaim."""
+    speculative: int
+    """Speculative entries, one for each key and pod."""
+
+
+class PrefixIndex:
+    """Prefix key -> pods. Not thread-safe; every call but `held` and `sweep` takes time in the keys given alone.
+
+    Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod.
+    """
+
+    def __init__(self, speculative_limit: int = 32_768) -> None:
+        self._shards: list[dict[PrefixKey, int]] = [{} for _ in range(_SHARDS)]
+        self._slots: dict[PodId, int] = {}
+        self._pods: dict[int, PodId] = {}
+        """Bit 0 of a live slot -> its pod."""
+        self._sets: dict[int, tuple[PodId, ...]] = {}
+        self._live = 0
+        """Bit 0 of every live slot."""
+        self._free: list[int] = []
+        self._retired = 0
+        """All bits of slots that are neither live nor free."""
+        self._sweeper: Iterator[int] | None = None
+        self._speculative_limit = speculative_limit
+        self._speculations: dict[PodId, Speculation] = {}
+        self._next_expiry_s = float("inf")
+        """No speculative entry expires before this."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    def __repr__(self) -> str:
+        return f"PrefixIndex({self.statistics()})"
+
+    def statistics(self) -> IndexStatistics:
+        """Sizes at this moment."""
+        return IndexStatistics(
+            keys=len(self),
+            pods=len(self._slots),
+            retired_slots=self._retired.bit_count() // _SLOT_BITS,
+            speculative=sum(map(len, self._speculations.values())),
+        )
+
+    def match(self, keys: Sequence[PrefixKey], now_s: float) -> dict[PodId, Match]:
+        """What each pod holds of `keys`, for the pods that hold at least the first."""
+        if now_s >= self._next_expiry_s:
+            self._expire(now_s)
+        shards, alive = self._shards, self._live
+        previous = -1
+        strides = in_host = on_disk = 0
+        ends: list[tuple[int, int]] = []
+        host: Counter[int] = Counter()
+        disk: Counter[int] = Counter()
+        for key in keys:
+            mask = shards[key >> _SHARD_SHIFT].get(key, 0)
+            if mask is not previous:
+                still = (mask | mask >> _SPECULATIVE_SHIFT) & alive
+                if still != alive:
+                    if strides:
+                        ends.append((alive ^ still, strides))
+                    alive = still
+                    if not alive:
+                        break
+                previous, in_host, on_disk = mask, mask >> 1 & alive, mask >> 2 & alive
+            strides += 1
+            if in_host:
+                host[in_host] += 1
+            if on_disk:
+                disk[on_disk] += 1
+        if alive and strides:
+            ends.append((alive, strides))
+        matches: dict[PodId, Match] = {}
+        for slots, held in ends:
+            matches |= dict.fromkeys(self._pods_in(slots), Match(held))
+        if host or disk:
+            self._add_tiers(matches, host, disk)
+        return matches
+
+    def _add_tiers(self, matches: dict[PodId, Match], host: Counter[int], disk: Counter[int]) -> None:
+        in_host: Counter[PodId] = Counter()
+        on_disk: Counter[PodId] = Counter()
+        for masks, per_pod in ((host, in_host), (disk, on_disk)):
+            for slots, strides in masks.items():
+                for pod in self._pods_in(slots):
+                    per_pod[pod] += strides
+        shared: dict[tuple[int, int, int], Match] = {}
+        for pod in in_host.keys() | on_disk.keys():
+            parts = (matches[pod].strides, in_host[pod], on_disk[pod])
+            matches[pod] = shared.get(parts) or shared.setdefault(parts, Match(*parts))
+
+    def _pods_in(self, slots: int) -> tuple[PodId, ...]:
+        """The pods of the live slots in a mask; remembered, because few sets of pods recur often."""
+        pods = self._sets.get(slots)
+        if pods is None:
+            if len(self._sets) >= _SETS_REMEMBERED:
+                self._sets.clear()
+            pods = self._sets[slots] = tuple(self._pods[bit] for bit in _bits(slots))
+        return pods
+
+    def apply(self, pod: PodId, removed: Keys, stored: tuple[Keys, Keys, Keys]) -> None:
+        """Enter a pod's report: first `removed`, then `stored[tier]`. A report about a key ends its speculation."""
+        slot = self._slot(pod)
+        self._change(removed, slot, 0)
+        for tier, bits in _TIER_BITS.items():
+            self._change(stored[tier], slot, bits)
+        if speculation := self._speculations.get(pod):
+            for reported in (removed, *stored):
+                speculation.discard(reported)
+
+    def replace(self, pod: PodId, stored: tuple[Keys, Keys, Keys]) -> None:
+        """Enter a pod's snapshot: nothing else is believed of the pod, speculation included.
+
+        A snapshot too large for one go may be entered in pieces: `replace` with the first, `apply` with the others.
+        """
+        self.drop(pod)
+        self.apply(pod, (), stored)
+
+    def drop(self, pod: PodId) -> None:
+        """Forget a pod, in constant time; `sweep` frees its memory. Unknown pods are no error."""
+        slot = self._slots.pop(pod, None)
+        self._speculations.pop(pod, None)
+        if slot is not None:
+            bit = 1 << slot
+            del self._pods[bit]
+            self._live ^= bit
+            self._retired |= bit * _ALL
+            self._sets.clear()
+
+    def speculate(self, pod: PodId, keys: Sequence[PrefixKey], now_s: float, ttl_s: float) -> None:
+        """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys it reported are left alone.
+
+        Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
+        """
+        slot = self._slot(pod)
+        shards, reported = self._shards, 1 << slot
+        new = [key for key in keys if not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
+        if not new:
+            return
+        speculation = self._speculations.get(pod)
+        if speculation is None:
+            speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+        dropped = speculation.use(new, now_s, ttl_s)
+        self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
+        self._change(dropped, slot, 0)
+        self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+
+    def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> None:
+        """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay."""
+        if speculation := self._speculations.get(pod):
+            self._change(speculation.retract(keys), self._slots[pod], 0)
+
+    def refute(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, now_s: float) -> None:
+        """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.
+
+        What was last used before the first missing key had been is forgotten too: an LRU cache evicted it earlier.
+        The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again afterwards.
+        """
+        if speculation := self._speculations.get(pod):
+            speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
+            self._change(speculated, self._slots[pod], 0)
+
+    def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
+        """The keys the pod has reported, by tier. Scans the whole index: for tests and debugging."""
+        tiers: dict[Tier, set[PrefixKey]] = {tier: set() for tier in Tier}
+        slot = self._slots.get(pod)
+        if slot is not None:
+            by_bits = {bits: tiers[tier] for tier, bits in _TIER_BITS.items()}
+            for shard in self._shards:
+                for key, mask in shard.items():
+                    if bits := mask >> slot & 0b0111:
+                        by_bits[bits].add(key)
+        return tiers
+
+    def sweep(self, budget: int) -> int:
+        """Reclaim memory of dropped pods: look at about `budget` keys, and return how many were looked at.
+
+        0 says that there is nothing to reclaim. The work continues where the call before left off.
+        """
+        looked = 0
+        while looked < budget:
+            if self._sweeper is None:
+                if not self._retired:
+                    break
+                self._sweeper = self._sweep_all(self._retired)
+            step = next(self._sweeper, None)
+            if step is None:
+                self._sweeper = None
+            else:
+                looked += step
+        return looked
+
+    def _sweep_all(self, dead: int) -> Iterator[int]:
+        """Clear the bits `dead` everywhere, then free their slots; yields how many keys each piece had."""
+        for i, shard in enumerate(self._shards):
+            keys = list(shard)
+            for start in range(0, len(keys), _SWEEP_KEYS):
+                piece = keys[start : start + _SWEEP_KEYS]
+                for key in piece:
+                    mask = shard.get(key, 0)
+                    if mask & dead:
+                        left = (mask | dead) ^ dead
+                        if left:
+                            shard[key] = left
+                        else:
+                            del shard[key]
+                yield len(piece)
+            if 2 * len(shard) < len(keys):
+                self._shards[i] = dict(shard)  # a dict gives memory back only when copied
+        self._retired ^= dead
+        self._free += [slot for slot in range(0, dead.bit_length(), _SLOT_BITS) if dead >> slot & 1]
+
+    def _slot(self, pod: PodId) -> int:
+        """The shift of the pod's bits, taken up on first mention of the pod."""
+        slot = self._slots.get(pod)
+        if slot is None:
+            in_use = len(self._slots) * _SLOT_BITS + self._retired.bit_count()
+            slot = self._slots[pod] = self._free.pop() if self._free else in_use
+            self._pods[1 << slot] = pod
+            self._live |= 1 << slot
+        return slot
+
+    def _change(self, keys: Iterable[PrefixKey], slot: int, bits: int) -> None:
+        """Make `bits` the pod's bits for each of the keys."""
+        shards, mine, bits = self._shards, _ALL << slot, bits << slot
+        flip = mine ^ bits
+        old = new = -1
+        for key in keys:
+            shard = shards[key >> _SHARD_SHIFT]
+            mask = shard.get(key, 0)
+            if mask is not old:
+                old, new = mask, (mask | mine) ^ flip if mask else bits
+            if new:
+                shard[key] = new
+            elif mask:
+                del shard[key]
+
+    def _expire(self, now_s: float) -> None:
+        for pod, speculation in self._speculations.items():
+            if speculation.next_expiry_s <= now_s:
+                self._change(speculation.expire(now_s), self._slots[pod], 0)
+        self._next_expiry_s = min((s.next_expiry_s for s in self._speculations.values()), default=float("inf"))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The powers of two that make up the mask, lowest first."""
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

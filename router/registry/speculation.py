@@ -1,0 +1,101 @@
+"""What a gateway believes a pod holds because it sent a request there: entries in the order of their last use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from engine.contract.keys import PrefixKey
+
+SETTLED_S = 5.0
+"""A use older than this has been computed (or lost) for good; a younger one may still be in the pod's queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of consecutive keys; shared by them, so that an entry costs one pointer."""
+
+    used_at_s: float
+    expires_at_s: float
+    settled_at_s: float | None
+    """The last use before this one that had settled: the pod was believed to hold the key since then."""
+    is_first: bool
+    """Whether nothing was believed of the key before this use."""
+
+
+class Speculation:
+    """The speculative entries of one pod, at most `limit` of them: the longest unused goes first.
+
+    Expiry follows the order of use: an entry lives at least as long as those used before it. Within one use the
+    deepest key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
+    """
+
+    __slots__ = ("_limit", "_newest_expiry_s", "_uses")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._uses: dict[PrefixKey, _Use] = {}
+        self._newest_expiry_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._uses
+
+    @property
+    def next_expiry_s(self) -> float:
+        """When the first entry expires; infinity without one."""
+        for use in self._uses.values():
+            return use.expires_at_s
+        return float("inf")
+
+    def use(self, keys: Sequence[PrefixKey], now_s: float, ttl_s: float) -> list[PrefixKey]:
+        """Enter `keys`, shortest prefix first, as just used; the entries that had to make room for them."""
+        expires_at_s = self._newest_expiry_s = max(now_s + ttl_s, self._newest_expiry_s)
+        first = latest = _Use(now_s, expires_at_s, None, True)
+        before: _Use | None = None
+        for key in reversed(keys):
+            old = self._uses.pop(key, None)
+            if old is None:
+                self._uses[key] = first
+                continue
+            if old is not before:
+                before = old
+                settled_at_s = old.used_at_s if now_s - old.used_at_s >= SETTLED_S else old.settled_at_s
+                latest = _Use(now_s, expires_at_s, settled_at_s, False)
+            self._uses[key] = latest
+        return self.discard(list(islice(self._uses, max(0, len(self._uses) - self._limit))))
+
+    def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
+        """Drop those of `keys` that one use alone vouches for; the dropped."""
+        return self.discard([key for key in keys if (use := self._uses.get(key)) is not None and use.is_first])
+
+    def refute(self, keys: Sequence[PrefixKey], strides: int) -> list[PrefixKey]:
+        """Drop `keys[strides:]`, and all that was last used before `keys[strides]` had been (LRU evicts it earlier)."""
+        refuted = self._uses.get(keys[strides]) if strides < len(keys) else None
+        dropped = self.discard(keys[strides:])
+        if refuted is not None and refuted.settled_at_s is not None:
+            horizon_s = refuted.settled_at_s
+            older = []
+            for key, use in self._uses.items():
+                if use.used_at_s > horizon_s:
+                    break
+                older.append(key)
+            dropped += self.discard(older)
+        return dropped
+
+    def discard(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
+        """Drop whichever of `keys` have an entry; the dropped."""
+        pop = self._uses.pop
+        return [key for key in keys if pop(key, None) is not None]
+
+    def expire(self, now_s: float) -> list[PrefixKey]:
+        """Drop the entries whose time is up; the dropped."""
+        expired = []
+        for key, use in self._uses.items():
+            if use.expires_at_s > now_s:
+                break
+            expired.append(key)
+        return self.discard(expired)

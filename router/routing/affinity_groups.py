@@ -1,0 +1,129 @@
+"""`affinity_groups`: each popular prefix owns as many pods as its share of the load needs; rare ones share the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.contract.keys import PrefixKey
+from router.routing.pick import decide, load, lowest
+from router.routing.ring import Rings
+from router.routing.shares import Popularity, TrafficShares
+from router.routing.types import Decision, PodId, PodView, RequestInfo
+
+_ELSEWHERE = 1e9
+"""Tokens; above any load."""
+_FULL = 1.25
+"""Pods' worth of load past which a pod gets no further group while another is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Who serves what, until the next look at the shares."""
+
+    made_at_s: float = float("-inf")
+    pods: frozenset[PodId] = frozenset()
+    popular: frozenset[PrefixKey] = frozenset()
+    owned: dict[PrefixKey, tuple[PodId, ...]] = field(default_factory=dict)
+    rest: frozenset[PodId] = frozenset()
+
+
+class AffinityGroups:
+    """Least loaded within the group of the deepest popular prefix of the request that has one.
+
+    A prefix whose own traffic is worth `min_pods` of a pod owns a group: k successive pods of the ring, k following
+    its share and changing only when that is `hysteresis` pods away. A key below the popular ones that recurs (a
+    conversation, a rare system prompt) stays on one pod of its group while that is within `bound` times the mean load.
+    """
+
+    name = "affinity_groups"
+
+    def __init__(
+        self, shares: TrafficShares, *, min_pods: float, hysteresis: float, refresh_s: float, bound: float
+    ) -> None:
+        self.shares = shares
+        self._min_pods = min_pods
+        self._hysteresis = hysteresis
+        self._refresh_s = refresh_s
+        self._bound = bound
+        self._rings = Rings()
+        self._groups = _Groups()
+
+    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+        """See `Policy.choose`; scores are loads in tokens, those of pods outside the group behind all others."""
+        groups = self._current(pods, request.now_s)
+        group, anchor = self._group(groups, request)
+        members = [i for i, pod in enumerate(pods) if pod.pod_id in group] or list(range(len(pods)))
+        scores = [load(pod) + _ELSEWHERE for pod in pods]
+        for i in members:
+            scores[i] = load(pods[i])
+        if anchor is not None and (home := self._home(anchor, pods, members)) is not None:
+            scores[home] = -1.0
+        chosen = lowest(request, pods, scores)
+        if explain:
+            return decide(self.name, pods, chosen, scores)
+        self._groups = groups
+        uncached = max(0, request.prompt_tokens - pods[chosen].matched_tokens)
+        self.shares.record(request.keys, uncached + request.output_tokens, request.now_s)
+        return decide(self.name, pods, chosen)
+
+    def _group(
+        self, groups: _Groups, request: RequestInfo
+    ) -> tuple[Sequence[PodId] | frozenset[PodId], PrefixKey | None]:
+        """The pods for the request, and the first key below the popular ones if it has been seen lately."""
+        group: Sequence[PodId] | frozenset[PodId] = groups.rest
+        for key in request.keys:
+            if key not in groups.popular:
+                return group, key if self.shares.recurs(key) else None
+            group = groups.owned.get(key, group)
+        return group, None
+
+    def _home(self, anchor: PrefixKey, pods: Sequence[PodView], members: Sequence[int]) -> int | None:
+        """The first member in ring order from the anchor, if it is not past the bound."""
+        limit = self._bound * (sum(pods[i].in_flight for i in members) + 1) / len(members)
+        index = {pods[i].pod_id: i for i in members}
+        for pod_id in self._rings.successors(anchor, pods):
+            i = index.get(pod_id)
+            if i is not None and pods[i].in_flight <= limit:
+                return i
+        return None
+
+    def _current(self, pods: Sequence[PodView], now_s: float) -> _Groups:
+        """The groups in force, made anew when old or when a pod is new; a pod left out for one retry is no reason."""
+        ids = frozenset(pod.pod_id for pod in pods)
+        groups = self._groups
+        if now_s - groups.made_at_s < self._refresh_s and ids <= groups.pods:
+            return groups
+        popular = self.shares.popular(self._min_pods / len(pods), now_s)
+        owned: dict[PrefixKey, tuple[PodId, ...]] = {}
+        worth: defaultdict[PodId, float] = defaultdict(float)
+        wanted = self._sizes(popular, len(pods))
+        for key in sorted(wanted, key=lambda key: (-wanted[key], key)):
+            own_pods = popular[key].own * len(pods)
+            owned[key] = self._place(key, pods, wanted[key], worth, own_pods / wanted[key])
+        unowned = 1 - sum(popular[key].own for key in owned)
+        count = max(1, round(unowned * len(pods)))
+        rest = frozenset(sorted(ids, key=lambda pod_id: (worth[pod_id], pod_id))[:count])
+        return _Groups(now_s, ids, frozenset(popular), owned, rest)
+
+    def _sizes(self, popular: dict[PrefixKey, Popularity], pods: int) -> dict[PrefixKey, int]:
+        """Pods for each prefix with enough traffic of its own."""
+        sizes = {}
+        for key, popularity in popular.items():
+            exact = popularity.own * pods
+            if exact >= self._min_pods:
+                now = len(self._groups.owned.get(key, ()))
+                keeps = now and abs(exact - now) <= self._hysteresis
+                sizes[key] = min(pods, now if keeps else max(1, round(exact)))
+        return sizes
+
+    def _place(
+        self, key: PrefixKey, pods: Sequence[PodView], count: int, worth: defaultdict[PodId, float], each: float
+    ) -> tuple[PodId, ...]:
+        """`count` pods in ring order from the key, those with room for `each` pods' worth of load first."""
+        ring = list(self._rings.successors(key, pods))
+        group = sorted(ring, key=lambda pod_id: worth[pod_id] + each > _FULL)[:count]
+        for pod_id in group:
+            worth[pod_id] += each
+        return tuple(group)

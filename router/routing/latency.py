@@ -1,0 +1,68 @@
+"""How long a pod takes: the formulas of a step's cost, and its constants fitted to observed times to first token."""
+
+from __future__ import annotations
+
+from engine.contract.load import StepCost
+
+PRIOR = StepCost(base_s=0.01, token_s=1e-4)
+"""Believed of a pod until something is known: 10,000 prefill tokens/s, 10 ms a step."""
+
+_FORGET = 0.98
+"""Weight an observation keeps at each later one: about the last 50 count."""
+_PRIOR_WEIGHT = 0.5
+_PRIOR_TOKENS = (0.0, 2000.0)
+_OUTLIER = 10.0
+"""A time this many times the expected one counts as that: one stall must not spoil the fit, a slow pod still shows."""
+_FASTEST_TOKEN_S = 1e-7
+
+
+def prefill_s(cost: StepCost, uncached_tokens: float, prompt_tokens: float) -> float:
+    """Seconds of prefill that a request brings: `u/rate + c*u*(prompt - u/2)` of DESIGN.md 5, the second part being
+    the attention of the u uncached tokens over everything before them."""
+    return uncached_tokens * (cost.token_s + cost.attention_s * (prompt_tokens - uncached_tokens / 2))
+
+
+def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
+    """Seconds of one step apart from its prefill: its fixed part and its decoding sequences."""
+    return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
+
+
+class LatencyFit:
+    """`seconds = base_s + token_s * uncached tokens`, by least squares over recent requests and a weak prior."""
+
+    __slots__ = ("_cost", "_t", "_tt", "_ty", "_w", "_y")
+
+    def __init__(self) -> None:
+        self._w = self._t = self._tt = self._y = self._ty = 0.0
+        self._cost = PRIOR
+
+    @property
+    def cost(self) -> StepCost:
+        """The constants fitted so far; those a time to first token does not show are zero."""
+        return self._cost
+
+    def observe(self, uncached_tokens: int, service_s: float) -> None:
+        """A request's prefill of `uncached_tokens` took `service_s`, waiting for others not counted."""
+        expected_s = self._cost.base_s + self._cost.token_s * uncached_tokens
+        seconds = min(max(service_s, 0.0), _OUTLIER * expected_s)
+        self._w = _FORGET * self._w + 1
+        self._t = _FORGET * self._t + uncached_tokens
+        self._tt = _FORGET * self._tt + uncached_tokens**2
+        self._y = _FORGET * self._y + seconds
+        self._ty = _FORGET * self._ty + uncached_tokens * seconds
+        self._cost = self._solve()
+
+    def _solve(self) -> StepCost:
+        w, t, tt, y, ty = self._w, self._t, self._tt, self._y, self._ty
+        for tokens in _PRIOR_TOKENS:
+            seconds = PRIOR.base_s + PRIOR.token_s * tokens
+            w += _PRIOR_WEIGHT
+            t += _PRIOR_WEIGHT * tokens
+            tt += _PRIOR_WEIGHT * tokens**2
+            y += _PRIOR_WEIGHT * seconds
+            ty += _PRIOR_WEIGHT * tokens * seconds
+        token_s = max((w * ty - t * y) / (w * tt - t * t), _FASTEST_TOKEN_S)
+        base_s = (y - token_s * t) / w
+        if base_s < 0:
+            base_s, token_s = 0.0, ty / tt
+        return StepCost(base_s=base_s, token_s=token_s)

@@ -1,0 +1,43 @@
+"""From scores to a decision: what every policy shares."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from router.routing.types import Decision, PodScore, PodView, RequestInfo
+
+Parts = Sequence[Mapping[str, float]]
+
+
+def load(pod: PodView) -> float:
+    """A pod's load: prompt tokens still to be prefilled, and among equals the number of requests."""
+    return pod.in_flight_uncached_tokens + pod.in_flight * 1e-6
+
+
+def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float]) -> int:
+    """Index of the lowest score. Ties go by rendezvous hash: one pod for equal prompts, spread over unlike ones."""
+    best = min(scores)
+    tied = [i for i, score in enumerate(scores) if score == best]
+    if len(tied) == 1:
+        return tied[0]
+    seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
+    return max(tied, key=lambda i: (xxh3_64_intdigest(pods[i].pod_id.encode(), seed), pods[i].pod_id))
+
+
+def decide(
+    policy: str,
+    pods: Sequence[PodView],
+    pod: int,
+    scores: Sequence[float] = (),
+    parts: Parts = (),
+    predicted_ttft_s: float | None = None,
+) -> Decision:
+    """The decision for `pods[pod]`; give `scores` (and the parts they are made of) only where they were asked for."""
+    explained = tuple(
+        PodScore(view.pod_id, score, dict(parts[i]) if parts else {})
+        for i, (view, score) in enumerate(zip(pods, scores, strict=False))
+    )
+    return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained)

@@ -1,0 +1,26 @@
+"""`round_robin`: each pod in turn, by pod id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.routing.pick import decide
+from router.routing.types import Decision, PodView, RequestInfo
+
+
+class RoundRobin:
+    """The pod whose id follows the one chosen last. The place in the order survives changes of the set of pods."""
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+        """See `Policy.choose`; scores are places in the coming order."""
+        order = sorted(range(len(pods)), key=lambda i: (pods[i].pod_id <= self._last, pods[i].pod_id))
+        if not explain:
+            self._last = pods[order[0]].pod_id
+            return decide(self.name, pods, order[0])
+        scores = [float(order.index(i)) for i in range(len(pods))]
+        return decide(self.name, pods, order[0], scores)

@@ -1,0 +1,1 @@
+"""What the gateway says of itself: Prometheus metrics and log lines."""

@@ -1,0 +1,244 @@
+"""Random operations on the cache, each checked against `Model`."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.cache import integrity, prefix_cache, sequence
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.keys import PrefixKey, prefix_keys
+from engine.sched.request import KeySpan
+from tests.engine.cache.model import Model, User
+
+SETTINGS = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+PROMPTS = st.lists(st.sampled_from([(7, 7, 7, 7), (7, 8, 9), (1,), (2,), (7, 7)]), min_size=1, max_size=5).map(
+    lambda parts: [token for part in parts for token in part]
+)
+SALTS = st.sampled_from(["", "", "", "tenant"])
+
+
+def spans_of(salt: str, tokens: list[int], shortfall: int) -> tuple[KeySpan, ...]:
+    """Keys over strides of three tokens, each covering a little less than its stride, as tokenizers cause."""
+    keys = prefix_keys(bytes(tokens), seed=len(salt), stride=3)
+    return tuple(KeySpan(key, max(0, 3 * (i + 1) - shortfall)) for i, key in enumerate(keys))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    keys_are_exact = True
+
+    @initialize(
+        blocks=st.integers(3, 14),
+        block_size=st.integers(1, 4),
+        enabled=st.sampled_from([True, True, True, True, False]),
+        shortfall=st.integers(0, 2),
+    )
+    def start(self, blocks, block_size, enabled, shortfall):
+        self.cache = PrefixCache(blocks, block_size, enabled=enabled)
+        self.model = Model(self.cache)
+        self.shortfall = shortfall
+        self.parents: dict[PrefixKey, PrefixKey] = {}
+        self.reported: set[PrefixKey] = set()
+        self.most_anchors = 0
+
+    def pick(self, data) -> User:
+        return data.draw(st.sampled_from(self.model.users))
+
+    @rule(tokens=PROMPTS, salt=SALTS, copies=st.integers(1, 2), reserve=st.integers(0, 2))
+    def admit(self, tokens, salt, copies, reserve):
+        spans = spans_of(salt, tokens, self.shortfall)
+        self.parents.update((child.key, parent.key) for parent, child in pairwise(spans))
+        for _ in range(copies):
+            user = User(salt, list(tokens), spans, self.cache.open(tokens, salt, spans))
+            self.most_anchors = max(self.most_anchors, len(user.sequence.anchors))
+            hits = self.model.expected_hits(user)
+            assert self.cache.count_hits(user.sequence, len(tokens)) == hits
+            idle_hits = sum(self.model.prefix(user, i) in self.model.idle_since for i in range(hits))
+            needed = self.cache.blocks_for(len(tokens)) - hits + idle_hits + reserve
+            free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
+            cached = self.cache.admit(user.sequence, len(tokens), reserve)
+            assert (cached is None) == (needed > available)
+            if cached is not None:
+                self.model.admitted(user, cached, free)
+            assert self.cache.pool.available == available - (0 if cached is None else needed - reserve)
+
+    @precondition(lambda self: self.model.users)
+    @rule(data=st.data(), share=st.floats(0.1, 1), abort=st.booleans())
+    def step(self, data, share, abort):
+        """A batch of chunks; one of its requests may be aborted while it runs."""
+        batch = data.draw(st.lists(st.sampled_from(self.model.users), min_size=1, unique=True))
+        self.cache.begin_step()
+        for user in batch:
+            left = len(user.tokens) - user.computed
+            self.model.write(user, user.computed + round(left * share))
+        gone = batch[0] if abort else None
+        if gone:
+            available = self.cache.pool.available
+            self.cache.release(gone.sequence)
+            assert self.cache.pool.available == available, "blocks came free during a step"
+        self.cache.end_step()
+        if gone:
+            self.model.released(gone)
+        for user in batch:
+            if user is not gone:
+                self.cache.commit(user.sequence, user.computed)
+                self.model.committed(user)
+
+    @precondition(lambda self: self.model.users)
+    @rule(data=st.data(), token=st.integers(1, 2))
+    def grow(self, data, token):
+        user = self.pick(data)
+        user.tokens.append(token)
+        self.cache.append(user.sequence, (token,))
+        before = list(user.sequence.blocks)
+        free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
+        if self.cache.extend(user.sequence, len(user.tokens)):
+            assert user.sequence.blocks[: len(before)] == before
+            self.model.taken(user.sequence.blocks[len(before) :], free)
+        else:
+            assert available == 0
+            assert user.sequence.blocks == before
+            self.finish_user(user)
+
+    @precondition(lambda self: self.model.users)
+    @rule(data=st.data())
+    def finish(self, data):
+        self.finish_user(self.pick(data))
+
+    @precondition(lambda self: self.model.users)
+    @rule(data=st.data(), reserve=st.integers(0, 1))
+    def preempt_and_come_back(self, data, reserve):
+        user = self.pick(data)
+        self.finish_user(user)
+        free = len(self.cache.pool.free_blocks())
+        cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
+        if cached is not None:
+            self.model.admitted(user, cached, free)
+
+    def finish_user(self, user):
+        self.cache.release(user.sequence)
+        self.model.released(user)
+
+    @rule()
+    def reset(self):
+        assert self.cache.reset() == self.model.was_reset()
+
+    @rule()
+    def report(self):
+        """Each single change leaves the reader's set prefix-closed; together they lead to what is held."""
+        changes = self.cache.take_changes()
+        for key in changes.removed:
+            self.reported.remove(key)
+            self.check_closed(self.reported)
+        for key, _ in changes.stored:
+            assert key not in self.reported
+            self.reported.add(key)
+            self.check_closed(self.reported)
+        assert self.reported == set(self.cache.held_keys()[0])
+
+    def check_closed(self, held):
+        assert all(self.parents[key] in held for key in held if key in self.parents)
+
+    @invariant()
+    def agrees_with_model(self):
+        self.model.check()
+        held = self.cache.held_keys()[0]
+        assert len(held) == len(set(held))
+        for i, key in enumerate(held):
+            assert key not in self.parents or self.parents[key] in held[:i], "parents come first"
+        if self.keys_are_exact:
+            assert set(held) == set().union(*self.model.keys_at.values())
+
+
+class CrowdedMachine(CacheMachine):
+    """With room for two keys in a block most keys are anchored deeper than they would be."""
+
+    keys_are_exact = False
+
+    @invariant()
+    def is_bounded(self):
+        most = prefix_cache.MAX_KEYS_PER_BLOCK - 1 + self.most_anchors
+        assert all(len(node.keys) <= most for node in self.cache._index.values())
+
+
+def test_cache_equals_model():
+    run_state_machine_as_test(CacheMachine, settings=SETTINGS)
+
+
+def test_keys_stay_prefix_closed_when_blocks_take_few_keys():
+    with patch.object(prefix_cache, "MAX_KEYS_PER_BLOCK", 2):
+        run_state_machine_as_test(CrowdedMachine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("bits", [0, 3])
+def test_colliding_hashes_never_serve_wrong_blocks(bits):
+    """With a hash of 0 or 3 bits nearly everything collides: hits may be lost, content may not."""
+
+    def weak(parent, tokens):
+        return bytes([hashlib.sha256(parent + tokens).digest()[0] % 2**bits])
+
+    class Colliding(CacheMachine):
+        keys_are_exact = False
+
+        @rule(tokens=PROMPTS, salt=SALTS, copies=st.integers(1, 2), reserve=st.just(0))
+        def admit(self, tokens, salt, copies, reserve):
+            for _ in range(copies):
+                user = User(salt, list(tokens), (), self.cache.open(tokens, salt))
+                cached = self.cache.admit(user.sequence, len(tokens), reserve)
+                if cached is not None:
+                    self.adopt(user, cached)
+
+        def adopt(self, user, cached):
+            user.computed = cached
+            self.model.users.append(user)
+            for i, block in enumerate(user.sequence.blocks[: cached // self.cache.block_size]):
+                assert self.model.content[block] == self.model.prefix(user, i)
+
+        @precondition(lambda self: self.model.users)
+        @rule(data=st.data(), token=st.integers(1, 2))
+        def grow(self, data, token):
+            user = self.pick(data)
+            user.tokens.append(token)
+            self.cache.append(user.sequence, (token,))
+            if not self.cache.extend(user.sequence, len(user.tokens)):
+                self.finish_user(user)
+
+        @precondition(lambda self: self.model.users)
+        @rule(data=st.data(), reserve=st.just(0))
+        def preempt_and_come_back(self, data, reserve):
+            user = self.pick(data)
+            self.finish_user(user)
+            cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
+            if cached is not None:
+                self.adopt(user, cached)
+
+        @rule()
+        def reset(self):
+            self.cache.reset()
+
+        @invariant()
+        def agrees_with_model(self):
+            self.cache.check_integrity()
+            self.model.cached.clear()
+            in_use = {node.block for user in self.model.users for node in user.sequence.nodes}
+            in_use |= {block for user in self.model.users for block in user.sequence.blocks}
+            assert self.cache.pool.available == self.cache.pool.total - len(in_use)
+
+    with patch.object(sequence, "chain_digest", weak), patch.object(integrity, "chain_digest", weak):
+        run_state_machine_as_test(Colliding, settings=SETTINGS)

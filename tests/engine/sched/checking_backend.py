@@ -1,0 +1,119 @@
+"""A backend that distrusts the scheduler: it models the pool token by token and checks all that it is told to do.
+
+Its "model" chooses the next token from a hash of the whole context, as read back from the pool, so KV of a wrong token,
+position or chain gives another answer than `oracle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.keys import canonical_tokens
+from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
+from engine.sched.request import Request
+
+VOCAB = 5
+"""Few tokens, so that outputs of different requests coincide and meet in the cache."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """KV of one token: it depends on all tokens before it, and on the salt."""
+
+    token: int
+    position: int
+    chain: int
+
+
+def chain_hash(salt: str, tokens: Sequence[int]) -> int:
+    return xxh3_64_intdigest(salt.encode() + b"|" + canonical_tokens(tokens))
+
+
+def next_token(context: Sequence[int], seed: int) -> int:
+    return xxh3_64_intdigest(canonical_tokens(context), seed) % VOCAB
+
+
+def oracle(request: Request) -> list[int]:
+    """The output of the request alone, without a cache."""
+    tokens = list(request.prompt_tokens)
+    output: list[int] = []
+    while len(output) < request.max_tokens and not (output and output[-1] in request.stop_token_ids):
+        output.append(next_token(tokens + output, request.sampling.seed))
+    return output
+
+
+class CheckingBackend:
+    """Slots of every block; a block that is taken or freed loses what it held."""
+
+    def __init__(self, cache: PrefixCache, max_step_tokens: int) -> None:
+        self.size = cache.block_size
+        self.max_step_tokens = max_step_tokens
+        self.slots: dict[int, list[Slot | None]] = {}
+        self._poison_with(cache)
+        for block in range(cache.pool.total):
+            self.poison(block)
+
+    def poison(self, block: int) -> None:
+        self.slots[block] = [None] * self.size
+
+    def _poison_with(self, cache: PrefixCache) -> None:
+        pool, take, drop = cache.pool, cache.pool.take, cache.pool.drop_reference
+
+        def poisoning_take() -> tuple[int, bool]:
+            block, was_idle = take()
+            self.poison(block)
+            return block, was_idle
+
+        def poisoning_drop(block: int, *, keep: bool) -> None:
+            drop(block, keep=keep)
+            if pool.references(block) == 0 and not keep:
+                self.poison(block)
+
+        pool.take = poisoning_take  # type: ignore[method-assign]
+        pool.drop_reference = poisoning_drop  # type: ignore[method-assign]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Check the plan, write, read, choose."""
+        assert plan.chunks
+        assert len({chunk.request.id for chunk in plan.chunks}) == len(plan.chunks)
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= self.max_step_tokens
+        for chunk in plan.chunks:
+            self.check_context(chunk, chunk.start)
+        for chunk in plan.chunks:
+            self.write(chunk)
+        for chunk in plan.chunks:
+            self.check_context(chunk, chunk.start + len(chunk.tokens))
+        return StepResult({c.request.id: self.sample(c) for c in plan.chunks if c.samples}, elapsed_s=0.01)
+
+    def check_context(self, chunk: SequenceChunk, end: int) -> None:
+        """The slots of positions before `end` hold the KV of this request's tokens."""
+        tokens = [*chunk.request.prompt_tokens, *chunk.request.output_tokens]
+        assert 0 <= end <= len(tokens)
+        for position in range(end):
+            slot = self.slots[chunk.blocks[position // self.size]][position % self.size]
+            chain = chain_hash(chunk.request.salt, tokens[: position + 1])
+            assert slot == Slot(tokens[position], position, chain), f"request {chunk.request.id}, position {position}"
+
+    def write(self, chunk: SequenceChunk) -> None:
+        tokens = [*chunk.request.prompt_tokens, *chunk.request.output_tokens]
+        end = chunk.start + len(chunk.tokens)
+        assert list(chunk.tokens) == tokens[chunk.start : end] != []
+        assert len(chunk.blocks) == -(-end // self.size)
+        assert chunk.samples == (end == len(tokens))
+        assert not chunk.decodes or (chunk.start >= len(chunk.request.prompt_tokens) and len(chunk.tokens) == 1)
+        for position in range(chunk.start, end):
+            slots = self.slots[chunk.blocks[position // self.size]]
+            assert slots[position % self.size] is None, "KV was written twice"
+            chain = chain_hash(chunk.request.salt, tokens[: position + 1])
+            slots[position % self.size] = Slot(tokens[position], position, chain)
+
+    def sample(self, chunk: SequenceChunk) -> SampledToken:
+        """From what the pool holds, not from what the request says."""
+        end = chunk.start + len(chunk.tokens)
+        context = [self.slots[chunk.blocks[p // self.size]][p % self.size] for p in range(end)]
+        assert all(slot is not None for slot in context)
+        return SampledToken(next_token([slot.token for slot in context if slot], chunk.request.sampling.seed))

@@ -1,0 +1,189 @@
+"""Random traffic against a backend that checks every step; outputs equal those of each request alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.sched.request import FinishReason, Request
+from engine.sched.sampling import SamplingParams
+from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
+from tests.engine.sched.checking_backend import CheckingBackend, oracle
+
+SETTINGS = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+PROMPTS = st.lists(st.sampled_from([(1, 2, 3, 4), (1, 2), (3,), (4, 4, 4, 4, 4)]), min_size=1, max_size=4).map(
+    lambda parts: [token for part in parts for token in part]
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(4, 24),
+        block_size=st.integers(1, 4),
+        step_tokens=st.integers(3, 20),
+        running=st.integers(1, 6),
+        overtakes=st.integers(0, 3),
+        enabled=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, blocks, block_size, step_tokens, running, overtakes, enabled):
+        self.cache = PrefixCache(blocks, block_size, enabled=enabled)
+        config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=overtakes)
+        self.scheduler = Scheduler(self.cache, config)
+        self.backend = CheckingBackend(self.cache, step_tokens)
+        self.requests: dict[int, Request] = {}
+        self.next_id = 0
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 1})]),
+        seed=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "tenant"]),
+        copies=st.integers(1, 3),
+    )
+    def add(self, prompt, max_tokens, stop, seed, salt, copies):
+        for _ in range(copies):
+            request = Request(self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, salt=salt)
+            self.next_id += 1
+            never_fits = self.cache.blocks_for(len(prompt) + max_tokens - 1) > self.cache.pool.total
+            is_full = self.scheduler.load().waiting >= 8
+            if is_full or never_fits:
+                with pytest.raises(QueueFull if is_full else ValueError):
+                    self.scheduler.add(request)
+            else:
+                self.scheduler.add(request)
+                self.requests[request.id] = request
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            self.one_step(aborted=[])
+
+    @rule(data=st.data(), reset=st.booleans())
+    def step_with_aborts(self, data, reset):
+        self.one_step(self.draw_requests(data), reset=reset)
+
+    @rule(data=st.data())
+    def abort(self, data):
+        for request_id in self.draw_requests(data):
+            self.abort_one(request_id)
+
+    @rule(data=st.data())
+    def failing_step(self, data):
+        """The backend raises after it has written; some requests were aborted meanwhile."""
+        plan = self.schedule()
+        if plan is None:
+            return
+        self.backend.run(plan)
+        for request_id in self.draw_requests(data):
+            self.abort_one(request_id)
+        planned = [chunk.request.id for chunk in plan.chunks if chunk.request.id in self.requests]
+        assert self.scheduler.fail_step() == planned
+        for request_id in planned:
+            del self.requests[request_id]
+
+    @rule()
+    def reset(self):
+        self.scheduler.reset_cache()
+
+    def draw_requests(self, data) -> list[int]:
+        if not self.requests:
+            return []
+        return data.draw(st.lists(st.sampled_from(sorted(self.requests)), max_size=2, unique=True))
+
+    def abort_one(self, request_id):
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        del self.requests[request_id]
+
+    def schedule(self):
+        plan = self.scheduler.schedule()
+        assert (plan is not None) == bool(self.requests), "work waits, but nothing runs"
+        return plan
+
+    def one_step(self, aborted, *, reset=False):
+        plan = self.schedule()
+        if plan is None:
+            return
+        result = self.backend.run(plan)
+        available = self.cache.pool.available
+        for request_id in aborted:
+            self.abort_one(request_id)
+        if reset:
+            self.scheduler.reset_cache()
+        assert self.cache.pool.available == available, "blocks of a step in progress came free"
+        outputs = self.scheduler.complete(result)
+        expected = [c.request.id for c in plan.chunks if c.samples and c.request.id in self.requests]
+        assert [output.request_id for output in outputs] == expected
+        for output in outputs:
+            self.check_output(output)
+
+    def check_output(self, output):
+        request = self.requests[output.request_id]
+        assert output.token is not None
+        assert request.output_tokens[-1] == output.token.token
+        expected = oracle(request)
+        assert request.output_tokens == expected[: len(request.output_tokens)]
+        assert 0 <= output.cached_tokens < len(request.prompt_tokens)
+        if len(request.output_tokens) == len(expected):
+            is_stop = expected[-1] in request.stop_token_ids
+            assert output.finish is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            del self.requests[request.id]
+        else:
+            assert output.finish is None
+
+    @invariant()
+    def is_sound(self):
+        self.cache.check_integrity()
+        assert self.scheduler.has_work == bool(self.requests)
+        load = self.scheduler.load()
+        assert load.running + load.waiting == len(self.requests)
+        assert load.running <= 6
+        assert load.blocks_free == load.blocks_total - len({*self.blocks_in_use()})
+        assert load.uncached_tokens == self.brute_force_uncached()
+
+    def blocks_in_use(self):
+        for entry in self.scheduler._running:
+            yield from entry.sequence.blocks
+            yield from (node.block for node in entry.sequence.nodes)
+
+    def brute_force_uncached(self) -> int:
+        """Every request matched anew."""
+        total = 0
+        for entry in self.scheduler._entries.values():
+            if entry.request.id in self.scheduler._waiting:
+                tokens = [*entry.request.prompt_tokens, *entry.request.output_tokens]
+                fresh = self.cache.open(tokens, entry.request.salt)
+                total += len(tokens) - self.cache.count_hits(fresh, len(tokens)) * self.cache.block_size
+            else:
+                total += max(entry.prefill_end - entry.computed_tokens, 0)
+        return total
+
+    def teardown(self):
+        """Everything still there ends, and all blocks come back."""
+        if not hasattr(self, "cache"):
+            return
+        bound = sum(4 * (len(r.prompt_tokens) + r.max_tokens) for r in self.requests.values())
+        for _ in range(bound):
+            if not self.requests:
+                break
+            self.one_step(aborted=[])
+        assert not self.requests, f"not finished after {bound} steps"
+        assert self.cache.pool.available == self.cache.pool.total
+        self.cache.check_integrity()
+
+
+def test_outputs_equal_the_oracle_under_any_traffic():
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)

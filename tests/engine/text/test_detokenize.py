@@ -1,0 +1,53 @@
+"""Incremental decoding against decoding all at once."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.text.detokenize import Detokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.push, ids), detokenizer.finish()]
+
+
+@given(ids=st.lists(st.integers(0, 399), max_size=120))
+def test_byte_level_equals_decoding_at_once_for_any_ids(byte_level: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces_of(byte_level, ids)) == byte_level.decode(ids)
+
+
+@given(data=st.binary(max_size=120))
+def test_byte_level_equals_decoding_at_once_for_broken_utf8(byte_level: Tokenizer, data: bytes) -> None:
+    """One token per byte: characters, parts of characters and garbage in any order."""
+    of_byte = {byte_level.token_bytes(i): i for i in range(400) if len(byte_level.token_bytes(i)) == 1}
+    ids = [of_byte[bytes([byte])] for byte in data]
+    assert "".join(pieces_of(byte_level, ids)) == data.decode(errors="replace")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=60))
+def test_text_comes_back_whole(byte_level: Tokenizer, metaspace: Tokenizer, text: str) -> None:
+    for tokenizer in (byte_level, metaspace):
+        assert "".join(pieces_of(tokenizer, tokenizer.encode(text, add_special_tokens=False).ids)) == text
+
+
+@given(ids=st.lists(st.integers(259, 500), max_size=80))
+def test_metaspace_equals_decoding_at_once_for_tokens_of_whole_characters(metaspace: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces_of(metaspace, ids)) == metaspace.decode(ids)
+
+
+def test_garbage_for_ever_is_passed_on_and_costs_constant_time(byte_level: Tokenizer) -> None:
+    bad = next(i for i in range(400) if byte_level.token_bytes(i) == b"\xff")
+    detokenizer = Detokenizer(byte_level)
+    pieces = [detokenizer.push(bad) for _ in range(3000)]
+    assert sum(map(len, pieces)) >= 2990
+    assert len(detokenizer._window) <= 64
+    assert "".join(pieces) + detokenizer.finish() == "\ufffd" * 3000
+
+
+def test_a_character_is_held_back_until_its_last_byte(byte_level: Tokenizer) -> None:
+    of_byte = {byte_level.token_bytes(i): i for i in range(400)}
+    detokenizer = Detokenizer(byte_level)
+    assert [detokenizer.push(of_byte[bytes([byte])]) for byte in "世".encode()] == ["", "", "世"]

@@ -1,0 +1,246 @@
+"""Scripted engines on loopback and a gateway in the test's own process, spoken to over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from engine.contract import headers
+from router.app import ADMISSION, FLEET, build_app, make_runner
+from router.config import GatewaySettings
+
+Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as the engine got it."""
+
+    path: str
+    headers: Any
+    body: bytes
+
+
+class ScriptedEngine:
+    """Answers `/v1/models` as `pod` and plays `script` for every generating request."""
+
+    def __init__(self, pod: str | None, script: Script, *, epoch: int = 1, models: Iterable[str] = ("m",)) -> None:
+        self.pod = pod
+        self.script = script
+        self.epoch = epoch
+        self.models = list(models)
+        self.received: list[Received] = []
+        self.open = 0
+        self.resets = 0
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_post("/{path:.*}", self._generate)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _models(self, request: web.Request) -> web.Response:
+        about = {} if self.pod is None else {headers.POD: self.pod, headers.EPOCH: str(self.epoch)}
+        data = [{"id": model, "object": "model", "owned_by": "test"} for model in self.models]
+        return web.json_response({"object": "list", "data": data}, headers=about)
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        self.resets += 1
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.received.append(Received(request.path, request.headers.copy(), await request.read()))
+        self.open += 1
+        try:
+            return await self.script(request)
+        finally:
+            self.open -= 1
+
+
+def event(text: str) -> bytes:
+    """One SSE event of a completion."""
+    return b"data: " + orjson.dumps({"choices": [{"index": 0, "text": text}]}) + b"\n\n"
+
+
+def usage_event(prompt: int, completion: int, cached: int) -> bytes:
+    """The last event of a stream with include_usage."""
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    return b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"
+
+
+def streams(chunks: Iterable[bytes], *, gap_s: float = 0.0, **extra: str) -> Script:
+    """A stream of these chunks."""
+
+    async def play(request: web.Request) -> web.StreamResponse:
+        response = await _begin(request, extra)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(gap_s)
+        return response
+
+    return play
+
+
+def dies_after(chunks: Iterable[bytes]) -> Script:
+    """A stream whose connection is cut after these chunks."""
+
+    async def play(request: web.Request) -> web.StreamResponse:
+        response = await _begin(request, {})
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0.02)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    return play
+
+
+def stalls_after(chunks: Iterable[bytes] = (), *, begin: bool = True) -> Script:
+    """A stream that says nothing more after these chunks; with `begin=False` not even a head."""
+
+    async def play(request: web.Request) -> web.StreamResponse:
+        if begin:
+            response = await _begin(request, {})
+            for chunk in chunks:
+                await response.write(chunk)
+        await asyncio.sleep(60)
+        raise AssertionError("nobody cancelled a stalled request")
+
+    return play
+
+
+def answers(status: int, body: bytes = b"{}", content_type: str = "application/json", **extra: str) -> Script:
+    """A whole answer."""
+
+    async def play(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, body=body, content_type=content_type, headers=extra)
+
+    return play
+
+
+async def drops(request: web.Request) -> web.StreamResponse:
+    """The connection is cut before any answer."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def cuts_body(request: web.Request) -> web.StreamResponse:
+    """A JSON answer that ends in the middle."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "100"})
+    await response.prepare(request)
+    await response.write(b'{"choices": [')
+    await asyncio.sleep(0.02)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def _begin(request: web.Request, extra: dict[str, str]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **extra})
+    await response.prepare(request)
+    return response
+
+
+class Gateway:
+    """A running gateway and a client session for it."""
+
+    def __init__(self, app: web.Application, url: str, session: aiohttp.ClientSession) -> None:
+        self.app = app
+        self.url = url
+        self.session = session
+
+    @property
+    def in_flight(self) -> int:
+        """Requests inside, as the gateway and each pod count them; 0 when every count is."""
+        pods = [member.pod for member in self.app[FLEET].members() if member.pod]
+        decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
+        return self.app[ADMISSION].in_flight + sum(pod.in_flight for pod in pods) + decided
+
+    async def post(self, fields: object, *, path: str = "/v1/completions", **sent: str) -> Answer:
+        """A request with a JSON body, read to its end."""
+        body = fields if isinstance(fields, bytes) else orjson.dumps(fields)
+        async with self.session.post(self.url + path, data=body, headers=sent) as response:
+            return Answer(response.status, response.headers.copy(), await response.read())
+
+    async def get(self, path: str) -> Answer:
+        """A GET, read to its end."""
+        async with self.session.get(self.url + path) as response:
+            return Answer(response.status, response.headers.copy(), await response.read())
+
+    async def wait_pods(self, count: int, model: str = "m") -> None:
+        """Until so many pods take requests for the model."""
+        await eventually(lambda: len(self.app[FLEET].pods(model)) == count)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response read to its end."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def pod(self) -> str:
+        return str(self.headers[headers.POD])
+
+
+@contextlib.asynccontextmanager
+async def running(*engines: ScriptedEngine, wait: int | None = None, **settings: Any) -> AsyncIterator[Gateway]:
+    """Engines and a gateway in front of them, started and stopped; ready when every engine (or `wait`) is admitted."""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            if not engine.url:
+                await engine.start()
+            stack.push_async_callback(engine.stop)
+        values: dict[str, Any] = {"policy": "round_robin", "probe_interval_s": 0.1, "probe_timeout_s": 1.0, **settings}
+        app = build_app(GatewaySettings(engines=[engine.url for engine in engines], **values))
+        runner = make_runner(app)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        gateway = Gateway(app, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        await eventually(lambda: len(app[FLEET].admitted()) == (len(engines) if wait is None else wait))
+        yield gateway
+        await eventually(lambda: gateway.in_flight == 0)
+
+
+async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Until `condition` holds; fails when it does not in time."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition did not come true in time"
+        await asyncio.sleep(0.005)

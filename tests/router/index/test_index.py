@@ -1,0 +1,123 @@
+"""What the model test does not reach: long-lived speculation, bounds, memory."""
+
+from __future__ import annotations
+
+from engine.contract.events import Keys, Tier
+from engine.contract.keys import PrefixKey, prefix_keys
+from router.registry.index import Match, PrefixIndex
+from router.routing.types import PodId
+
+POD, OTHER = PodId("pod-0"), PodId("pod-1")
+HOUR_S = 3600.0
+
+
+def chain(name: str, strides: int) -> Keys:
+    return prefix_keys(name.encode().ljust(16) * strides, 0, 16)
+
+
+def test_refuting_forgets_what_an_lru_cache_evicted_earlier() -> None:
+    index = PrefixIndex()
+    for at_s, name in enumerate(("oldest", "refuted", "newest")):
+        index.speculate(POD, chain(name, 4), 100.0 * at_s, HOUR_S)
+    index.speculate(POD, chain("refuted", 6), 300.0, HOUR_S)
+    index.refute(POD, chain("refuted", 6), 1, 301.0)
+    assert index.match(chain("oldest", 4), 302.0) == {}
+    assert index.match(chain("refuted", 6), 302.0) == {POD: Match(1)}
+    assert index.match(chain("newest", 4), 302.0) == {POD: Match(4)}
+
+
+def test_refuting_one_of_a_burst_forgets_nothing_else() -> None:
+    """The first requests with a new prefix run side by side, so their misses say nothing about evictions."""
+    index = PrefixIndex()
+    index.speculate(POD, chain("settled", 4), 0.0, HOUR_S)
+    for i in range(3):
+        index.speculate(POD, chain("burst", 4), 100.0 + i, HOUR_S)
+    index.refute(POD, chain("burst", 4), 0, 103.5)
+    assert index.match(chain("settled", 4), 104.0) == {POD: Match(4)}
+    assert index.match(chain("burst", 4), 104.0) == {}
+
+
+def test_refuting_what_was_confirmed_meanwhile_changes_nothing() -> None:
+    index = PrefixIndex()
+    index.speculate(POD, chain("a", 3), 0.0, 5.0)
+    index.apply(POD, (), (chain("a", 3), (), ()))
+    index.refute(POD, chain("a", 3), 0, 1.0)
+    assert index.match(chain("a", 3), 1.0) == {POD: Match(3)}
+
+
+def test_retracting_leaves_what_other_requests_vouch_for() -> None:
+    index = PrefixIndex()
+    index.speculate(POD, chain("a", 2), 0.0, HOUR_S)
+    index.speculate(POD, chain("a", 5), 1.0, HOUR_S)
+    index.retract(POD, chain("a", 5))
+    assert index.match(chain("a", 5), 2.0) == {POD: Match(2)}
+
+
+def test_speculation_is_bounded_and_drops_the_longest_unused_tail_first() -> None:
+    index = PrefixIndex(speculative_limit=10)
+    for at_s, name in enumerate("abc"):
+        index.speculate(POD, chain(name, 4), float(at_s), HOUR_S)
+    assert index.statistics().speculative == 10
+    assert [index.match(chain(name, 4), 3.0)[POD].strides for name in "abc"] == [2, 4, 4]
+    index.speculate(POD, chain("long", 30), 3.0, HOUR_S)
+    assert index.match(chain("long", 30), 3.0) == {POD: Match(10)}
+
+
+def test_tiers_are_counted_within_the_match_alone() -> None:
+    index = PrefixIndex()
+    keys = chain("a", 6)
+    index.apply(POD, (), (keys[:2], keys[2:3], keys[3:4] + keys[5:]))
+    index.apply(OTHER, (), ((), keys[:1], ()))
+    assert index.match(keys, 0.0) == {POD: Match(4, 1, 1), OTHER: Match(1, 1, 0)}
+    index.apply(POD, (), (keys[2:3], (), ()))
+    assert index.match(keys, 0.0)[POD] == Match(4, 0, 1)
+    assert index.held(POD)[Tier.DISK] == {keys[3], keys[5]}
+
+
+def test_a_dropped_pod_is_gone_at_once_and_its_memory_after_sweeping() -> None:
+    index = PrefixIndex()
+    keys = chain("a", 3000)
+    for pod in (POD, OTHER):
+        index.apply(pod, (), (keys, (), ()))
+    index.apply(POD, (), (chain("own", 3000), (), ()))
+    index.drop(POD)
+    assert index.match(keys, 0.0) == {OTHER: Match(3000)}
+    assert len(index) == 6000
+    pieces = 0
+    while looked := index.sweep(500):
+        assert looked < 1000
+        pieces += 1
+    assert pieces > 5
+    assert len(index) == 3000
+    assert index.match(keys, 0.0) == {OTHER: Match(3000)}
+
+
+def test_slots_are_used_again_after_sweeping() -> None:
+    """Without that every snapshot would widen every mask for good."""
+    index = PrefixIndex()
+    for _ in range(100):
+        index.replace(POD, (chain("a", 50), (), ()))
+        index.sweep(1000)
+    widest = max(mask.bit_length() for shard in index._shards for mask in shard.values())
+    assert widest <= 12
+    assert index.match(chain("a", 50), 0.0) == {POD: Match(50)}
+
+
+def test_a_pod_that_returns_while_its_last_life_is_swept_keeps_its_new_keys() -> None:
+    index = PrefixIndex()
+    index.apply(POD, (), (chain("old", 2000), (), ()))
+    index.drop(POD)
+    index.sweep(300)
+    index.apply(POD, (), (chain("old", 100), (), ()))
+    index.drop(OTHER)
+    while index.sweep(300):
+        pass
+    assert index.match(chain("old", 2000), 0.0) == {POD: Match(100)}
+    assert len(index) == 100
+
+
+def test_keys_at_the_ends_of_their_range_have_a_place() -> None:
+    keys = (PrefixKey(0), PrefixKey(2**64 - 1))
+    index = PrefixIndex()
+    index.apply(POD, (), (keys, (), ()))
+    assert index.match(keys, 0.0) == {POD: Match(2)}
