@@ -45,7 +45,7 @@ async def compare(settings: CompareSettings, progress: Progress) -> Comparison:
     """Run every arm. Raises ServerUnusable before the first where the gateway cannot be compared."""
     extra = {"ignore_eos": True} if settings.ignore_eos else {}
     async with ChatClient(
-        settings.url, model=settings.model, timeout_s=settings.request_timeout_s, extra=extra
+        settings.url, model=settings.model or "", timeout_s=settings.request_timeout_s, extra=extra
     ) as client:
         model = await client.model_id()
         await client.warm_connections(settings.warmup_requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -12,8 +12,8 @@ from loadgen.workload import Range, WorkloadSpec
 
 
 def _check_policies(policies: list[str]) -> list[str]:
-    if not policies:
-        raise ValueError("at least one policy is needed")
+    if not policies or not all(policies):
+        raise ValueError("must name at least one policy, and no empty one")
     twice = sorted({name for name in policies if policies.count(name) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)} is listed twice")
@@ -52,7 +52,9 @@ class TrafficSettings(Settings):
         description="tokens per word of the model's tokenizer; 0: measured at start",
     )
 
-    arrival: ArrivalKind = Field(ArrivalKind.POISSON, description="how sessions arrive")
+    arrival: Literal["poisson", "constant", "burst", "closed"] = Field(
+        "poisson", description="how sessions arrive; closed: as many at a time as --concurrency says"
+    )
     session_rate: float = Field(1.0, gt=0, description="sessions per second (not for closed)")
     burst_size: int = Field(10, ge=1, description="sessions at the same instant (burst only)")
     concurrency: int = Field(8, ge=1, description="sessions at a time (closed only)")
@@ -87,7 +89,7 @@ class TrafficSettings(Settings):
 
     def arrivals(self) -> ArrivalSpec:
         """When sessions begin."""
-        return ArrivalSpec(self.arrival, self.session_rate, self.burst_size, self.concurrency)
+        return ArrivalSpec(ArrivalKind(self.arrival), self.session_rate, self.burst_size, self.concurrency)
 
 
 class CompareSettings(TrafficSettings):
@@ -100,7 +102,7 @@ class CompareSettings(TrafficSettings):
         ["round_robin", "least_loaded", "affinity_groups", "predicted_ttft"],
         description="routing policies to compare, comma-separated, one arm each, in this order",
     )
-    model: str = Field("", description="model to name in requests; default: the first of /v1/models")
+    model: str | None = Field(None, description="model to name in requests; none: the first of /v1/models")
     out: str = Field("out/compare", description="folder for result.json and report.html")
 
     @field_validator("url")

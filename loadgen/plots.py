@@ -115,7 +115,7 @@ def _ttft_bars(axes: Axes, comparison: Comparison) -> None:
     ):
         tints = [palette[arm.name] for arm in comparison.arms]
         bars = axes.barh(rows + shift, values, 0.38, color=tints, alpha=alpha)
-        axes.bar_label(bars, [_milliseconds(value, 0) for value in values], padding=3, color="#333333")
+        axes.bar_label(bars, [_milliseconds(value) for value in values], padding=3, color="#333333")
     _label_rows(axes, comparison)
     axes.margins(x=0.2)
     axes.xaxis.set_major_formatter(FuncFormatter(_milliseconds))
@@ -195,11 +195,5 @@ def _ttfts_ms(arm: ArmResult) -> Sequence[float]:
     return [ttft_s(record) * 1000 for record in completed(arm.run.records)]
 
 
-def _milliseconds(value: float, _: float | None) -> str:
-    return (
-        f"{value / 1000:g} s"
-        if value >= 1000 and value % 1000 == 0
-        else f"{value:,.0f} ms"
-        if value >= 1
-        else f"{value:g} ms"
-    )
+def _milliseconds(value: float, _: float | None = None) -> str:
+    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"

@@ -19,7 +19,7 @@ from loadgen.plots import colours, draw_plots
 from loadgen.verdict import METHOD, contrasts, verdict
 
 SCHEMA_VERSION = 1
-_COLUMNS = ("cached", "TTFT mean", "p50", "p90", "p99", "req/s", "imbalance", "failed")
+_COLUMNS = ("cached", "TTFT mean", "p50", "p90", "p99", "E2E mean", "req/s", "imbalance", "failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def result_json(comparison: Comparison, facts: dict[str, str]) -> dict[str, Any]
 
 
 def table(comparison: Comparison) -> Table:
-    """The comparison for a terminal; TTFT in milliseconds."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="TTFT in milliseconds", title_style="dim")
+    """The comparison for a terminal; times in milliseconds."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="times in milliseconds", title_style="dim")
     out.add_column("policy", no_wrap=True)
     for name in _COLUMNS:
         out.add_column(name, justify="right", no_wrap=True)
@@ -109,7 +109,7 @@ def _html_table(comparison: Comparison) -> str:
     palette = colours(comparison)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("policy", *_COLUMNS))
     rows = "".join(_html_row(arm, palette[arm.name]) for arm in comparison.arms)
-    return f"<table><caption>TTFT in milliseconds</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<table><caption>times in milliseconds</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _html_row(arm: ArmResult, colour: str) -> str:
@@ -133,7 +133,7 @@ def _cells(m: ArmMetrics) -> tuple[str, ...]:
     failed = f"{m.failed}" if not m.not_sent else f"{m.failed} (+{m.not_sent} unsent)"
     return (
         f"{m.cached_token_rate:.1%}",
-        *(f"{value:,.0f}" for value in (m.ttft.mean_ms, m.ttft.median_ms, m.ttft.p90_ms, m.ttft.p99_ms)),
+        *(f"{value:,.0f}" for value in (m.ttft.mean_ms, m.ttft.median_ms, m.ttft.p90_ms, m.ttft.p99_ms, m.e2e.mean_ms)),
         f"{m.request_throughput:.2f}",
         f"{m.imbalance:.2f}",
         failed,

@@ -141,8 +141,14 @@ def _why_not(arms: Mapping[str, ArmResult], base: ArmResult) -> str:
 
 def _caveats(comparison: Comparison) -> list[str]:
     lines = []
+    base = comparison.baseline.metrics
     for arm in comparison.arms:
         m = arm.metrics
+        if m.e2e.mean_ms > SMALL_EFFECT * base.e2e.mean_ms and m.ttft.mean_ms < base.ttft.mean_ms:
+            lines.append(
+                f"Caution: {arm.name} begins its answers sooner but ends them later: mean E2E {m.e2e.mean_ms:,.0f} ms"
+                f" against {base.e2e.mean_ms:,.0f} ms with {comparison.baseline.name}."
+            )
         if m.failed or m.not_sent:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(m.failures.items()))
             lines.append(

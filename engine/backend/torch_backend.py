@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.backend.sampler import sample
+from engine.backend.torch_decode import supports_sparse_decode
 from engine.backend.torch_kv import KvPool, PagedAttention
 from engine.model.decoder import Decoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
@@ -35,6 +36,7 @@ class TorchBackend:
             raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")
         self.model = model
         self.pool = KvPool(model.config, block_count, block_size, dtype=model.dtype, device=model.device)
+        self._sparse = supports_sparse_decode(model.dtype, model.device)
         set_up = partial(torch.set_num_threads, threads) if threads else None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-step", initializer=set_up)
 
@@ -54,7 +56,7 @@ class TorchBackend:
         positions = torch.cat([torch.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks])
         ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
         rows = ends[torch.tensor([chunk.samples for chunk in chunks])]
-        attention = PagedAttention(self.pool, self.model.config, chunks)
+        attention = PagedAttention(self.pool, self.model.config, chunks, sparse=self._sparse)
         hidden = self.model.hidden(tokens.to(device), positions.to(device), attention, rows.to(device))
         return self.model.logits(hidden).float()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.backend.torch_decode import SparseDecode
 from engine.model.config import ModelConfig
 from engine.sched.plan import SequenceChunk
 
@@ -38,6 +39,9 @@ class KvPool:
         self.data = torch.empty(shape, dtype=dtype, device=device)
         self._pages = self.data.view(block_count * config.layers * 2, -1)
         self._slots = self.data.view(block_count * config.layers * 2 * block_size, -1)
+        self._heads = self.data.view(-1, config.head_dim)
+        self._page_heads = block_size * config.kv_heads
+        self.head_rows = len(self._heads) - (2 * self.layers - 1) * self._page_heads
 
     def page_rows(self, blocks: Sequence[int]) -> Tensor:
         """Rows of layer 0 in `layer_pages`: all key pages, then all value pages, [2 * blocks]."""
@@ -48,12 +52,18 @@ class KvPool:
         """The pool as rows of one page [slot * kv_head * dim], shifted so that layer 0's row numbers mean `layer`."""
         return self._pages[2 * layer :]
 
-    def slot_rows(self, chunk: SequenceChunk) -> Tensor:
-        """Rows of layer 0's key slots where the chunk's tokens go, [tokens] on the CPU."""
-        positions = torch.arange(chunk.start, chunk.start + len(chunk.tokens))
-        blocks = torch.tensor(chunk.blocks, dtype=torch.int64)
-        rows: Tensor = blocks[positions // self.block_size] * (self.layers * 2 * self.block_size)
-        return rows + positions % self.block_size
+    def slot_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """Rows of layer 0's key slots of positions start .. end - 1 of a sequence with these blocks, on the CPU."""
+        positions = torch.arange(start, end)
+        first = torch.tensor(blocks, dtype=torch.int64) * (self.layers * 2 * self.block_size)
+        rows: Tensor = first[positions // self.block_size] + positions % self.block_size
+        return rows
+
+    def layer_heads(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as rows [dim], `head_rows` of them: row slot * kv_heads + head, with layer 0's slot rows."""
+        start = 2 * layer * self._page_heads
+        keys = self._heads[start : start + self.head_rows]
+        return keys, self._heads[start + self._page_heads :][: self.head_rows]
 
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, kv_heads, dim] in the slots that `slot_rows` named."""
@@ -66,8 +76,10 @@ class KvPool:
 class _View:
     """What one chunk reads of the pool in layers of one window."""
 
-    rows: Tensor
-    """Pages that hold a token the chunk can see, as `KvPool.page_rows`."""
+    step_rows: slice
+    """The chunk's tokens among the step's."""
+    pages: Tensor | None
+    """Pages that hold a token the chunk sees, as `KvPool.page_rows`; None: the chunk sees itself alone, causally."""
     tokens: slice
     """The tokens of those pages that are written and not before the window of all."""
     mask: Tensor | None
@@ -75,22 +87,31 @@ class _View:
 
 
 class PagedAttention:
-    """Attention of one step: SDPA per chunk over its pages, gathered into a scratch buffer that stays in the CPU cache.
+    """Attention of one step. Each sequence is computed apart from the others, so none depends on what else is in the
+    step, no padding is computed, and nothing unwritten is read.
 
-    Per sequence rather than over a padded batch: no padding is computed, nothing unwritten is read, and a sequence's
-    result does not depend on what else is in the step.
+    Prefill chunks: SDPA over their pages, gathered into a scratch buffer that stays in the CPU's cache.
+    Decode tokens: so too, or all at once by `SparseDecode` where `sparse` says that torch has it.
     """
 
-    def __init__(self, pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk]) -> None:
+    def __init__(self, pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], *, sparse: bool) -> None:
         self._pool = pool
         self._windows = config.windows
         self._group = config.heads // config.kv_heads
-        self._lengths = [len(chunk.tokens) for chunk in chunks]
-        self._cold = [chunk.start == 0 for chunk in chunks]
         device = pool.data.device
-        self._slots = torch.cat([pool.slot_rows(chunk) for chunk in chunks]).to(device)
-        self._views = {w: [self._view(chunk, w) for chunk in chunks] for w in set(config.windows)}
-        pages = max((len(view.rows) for views in self._views.values() for view in views), default=0)
+        ends = [c.start + len(c.tokens) for c in chunks]
+        slots = [pool.slot_rows(c.blocks, c.start, end) for c, end in zip(chunks, ends, strict=True)]
+        self._slots = torch.cat(slots).to(device)
+        apart: list[tuple[SequenceChunk, int]] = []
+        single: list[tuple[SequenceChunk, int]] = []
+        row = 0
+        for chunk in chunks:
+            (single if sparse and len(chunk.tokens) == 1 else apart).append((chunk, row))
+            row += len(chunk.tokens)
+        self._views = {w: [_view(pool, chunk, row, w) for chunk, row in apart] for w in set(config.windows)}
+        self._single_rows = torch.tensor([row for _, row in single], dtype=torch.int64)
+        self._sparse = {w: _sparse(pool, config, [c for c, _ in single], w) for w in set(config.windows) if single}
+        pages = max((len(v.pages) for views in self._views.values() for v in views if v.pages is not None), default=0)
         self._scratch = torch.empty((pages, pool.layer_pages(0).shape[1]), dtype=pool.data.dtype, device=device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -98,40 +119,53 @@ class PagedAttention:
         self._pool.write(layer, self._slots, k, v)
         window = self._windows[layer]
         out = torch.empty_like(q)
-        start = 0
-        for length, cold, view in zip(self._lengths, self._cold, self._views[window], strict=True):
-            end = start + length
-            if cold and (window is None or length <= window):
-                _causal(q[start:end], k[start:end], v[start:end], out[start:end])
+        for view in self._views[window]:
+            rows = view.step_rows
+            if view.pages is None:
+                _causal(q[rows], k[rows], v[rows], out[rows])
             else:
-                self._attend(layer, view, q[start:end], out[start:end])
-            start = end
+                self._attend(layer, view, view.pages, q[rows], out[rows])
+        if sparse := self._sparse.get(window):
+            out[self._single_rows] = sparse.attend(q[self._single_rows], *self._pool.layer_heads(layer))
         return out.flatten(1)
 
-    def _attend(self, layer: int, view: _View, q: Tensor, out: Tensor) -> None:
-        """q [n, heads, dim] over the chunk's pages. The heads that share keys are one head with group * n queries."""
+    def _attend(self, layer: int, view: _View, rows: Tensor, q: Tensor, out: Tensor) -> None:
+        """q [n, heads, dim] over the chunk's pages; for one query, heads that share keys are one product."""
         n, heads, dim = q.shape
-        pages = self._scratch[: len(view.rows)]
-        torch.index_select(self._pool.layer_pages(layer), 0, view.rows, out=pages)
+        pages = self._scratch[: len(rows)]
+        torch.index_select(self._pool.layer_pages(layer), 0, rows, out=pages)
         kv = pages.view(2, -1, heads // self._group, dim)[:, view.tokens].transpose(1, 2)
-        if view.mask is None and n == 1:
+        if n == 1:
             grouped = q.view(1, heads // self._group, self._group, dim)
-            attended = scaled_dot_product_attention(grouped, kv[:1], kv[1:])
-            out.copy_(attended.view(1, heads, dim))
-            return
-        attended = scaled_dot_product_attention(
-            q.transpose(0, 1)[None], kv[:1], kv[1:], attn_mask=view.mask, enable_gqa=self._group > 1
-        )
-        out.copy_(attended[0].transpose(0, 1))
+            out.copy_(scaled_dot_product_attention(grouped, kv[:1], kv[1:]).view(1, heads, dim))
+        else:
+            queries, gqa = q.transpose(0, 1)[None], self._group > 1
+            attended = scaled_dot_product_attention(queries, kv[:1], kv[1:], attn_mask=view.mask, enable_gqa=gqa)
+            out.copy_(attended[0].transpose(0, 1))
 
-    def _view(self, chunk: SequenceChunk, window: int | None) -> _View:
-        pool, size = self._pool, self._pool.block_size
-        end = chunk.start + len(chunk.tokens)
-        first = max(0, chunk.start + 1 - window) if window else 0
-        skipped = first // size
-        rows = pool.page_rows(chunk.blocks[skipped : -(-end // size)])
-        tokens = slice(first - skipped * size, end - skipped * size)
-        return _View(rows, tokens, _mask(chunk.start, end, first, window, pool.data))
+
+def _view(pool: KvPool, chunk: SequenceChunk, row: int, window: int | None) -> _View:
+    length = len(chunk.tokens)
+    end = chunk.start + length
+    step_rows = slice(row, row + length)
+    if chunk.start == 0 and (window is None or length <= window):
+        return _View(step_rows, None, slice(0), None)
+    first = _first_seen(chunk, window)
+    skipped = first // pool.block_size
+    pages = pool.page_rows(chunk.blocks[skipped : -(-end // pool.block_size)])
+    tokens = slice(first - skipped * pool.block_size, end - skipped * pool.block_size)
+    return _View(step_rows, pages, tokens, _mask(chunk.start, end, first, window, pool.data))
+
+
+def _sparse(pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], window: int | None) -> SparseDecode:
+    slots = [pool.slot_rows(c.blocks, _first_seen(c, window), c.start + 1) for c in chunks]
+    heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+    return SparseDecode(slots, heads=heads, kv_heads=kv_heads, dim=dim, rows=pool.head_rows)
+
+
+def _first_seen(chunk: SequenceChunk, window: int | None) -> int:
+    """Position of the first token that the chunk's first token sees."""
+    return max(0, chunk.start + 1 - window) if window else 0
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:

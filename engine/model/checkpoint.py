@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         about = {"choices": DTYPES} if field.name == "dtype" else {"type": int}
         unit = "tokens, " if field.name in ("vocab_size", "max_position") else ""
         flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(flag, default=field.default, help=f"{unit}default {field.default}", **about)  # type: ignore[arg-type]
+        parser.add_argument(flag, default=field.default, help=f"{unit}default {field.default}", **about)
     arguments = vars(parser.parse_args(argv))
     out = arguments.pop("out")
     try:

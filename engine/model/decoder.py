@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, silu
 
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -51,17 +51,17 @@ class Decoder:
             attended = attention(i, *self._qkv(layer, x, cos, sin))
             if i == len(layers) - 1:
                 x, attended = x[rows], attended[rows]
-            x = x + linear(attended, layer.output, layer.output_bias)
+            x = x + layer.output(attended)
             x += self._mlp(layer, x)
         return rms_norm(x, self.weights.norm, config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden_size] -> [R, vocab_size]."""
-        return linear(hidden, self.weights.head)
+        return self.weights.head(hidden)
 
     def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        fused = linear(rms_norm(x, layer.input_norm, config.rms_norm_eps), layer.qkv, layer.qkv_bias)
+        fused = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
         heads = fused.view(x.shape[0], -1, config.head_dim)
         qk, v = heads[:, : -config.kv_heads], heads[:, -config.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -72,8 +72,8 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
-        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(silu(gate).mul_(up), layer.down, layer.down_bias)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return layer.down(silu(gate).mul_(up))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

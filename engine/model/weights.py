@@ -6,7 +6,7 @@ Peak memory is the model once, plus one tensor: parts of a fused matrix are copi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.model.config import DTYPES, ModelConfig
 from engine.model.errors import ModelError
+from engine.model.projection import Projection
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES_SHOWN = 5
@@ -24,32 +25,29 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [out, in], biases [out]; None where the architecture has no such part."""
+    """One layer; None where the architecture has no such part."""
 
     input_norm: Tensor
-    qkv: Tensor
-    """Query, key and value heads, in this order, along the rows."""
-    qkv_bias: Tensor | None
+    qkv: Projection
+    """To query, key and value heads, in this order."""
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: Projection
     mlp_norm: Tensor
-    gate_up: Tensor
-    """Gate, then up, along the rows."""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    """To gate, then up."""
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole decoder; `head` is `embedding` itself where they are tied."""
+    """A whole decoder."""
 
     embedding: Tensor
+    """[vocab_size, hidden_size]"""
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Projection
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -198,35 +196,31 @@ class _Loader:
         assert tensor is not None, names
         return tensor
 
+    def projection(self, *modules: str) -> Projection:
+        """The modules' weights as one matrix, with their biases where they have any."""
+        weight = self.required(*(f"{module}.weight" for module in modules))
+        return Projection(weight, self.fused([f"{module}.bias" for module in modules]))
+
 
 def _assemble(load: _Loader, config: ModelConfig) -> ModelWeights:
     embedding = load.required("model.embed_tokens.weight")
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(load, f"model.layers.{i}.") for i in range(config.layers)),
+        layers=tuple(_layer(load, f"model.layers.{i}") for i in range(config.layers)),
         norm=load.required("model.norm.weight"),
-        head=embedding if config.tied else load.required("lm_head.weight"),
+        head=Projection(embedding, shared=True) if config.tied else load.projection("lm_head"),
     )
 
 
 def _layer(load: _Loader, prefix: str) -> LayerWeights:
-    def named(kind: str) -> Callable[..., list[str]]:
-        return lambda *modules: [f"{prefix}{module}.{kind}" for module in modules]
-
-    weight, bias = named("weight"), named("bias")
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LayerWeights(
-        input_norm=load.required(*weight("input_layernorm")),
-        qkv=load.required(*weight(*qkv)),
-        qkv_bias=load.fused(bias(*qkv)),
-        q_norm=load.fused(weight("self_attn.q_norm")),
-        k_norm=load.fused(weight("self_attn.k_norm")),
-        output=load.required(*weight("self_attn.o_proj")),
-        output_bias=load.fused(bias("self_attn.o_proj")),
-        mlp_norm=load.required(*weight("post_attention_layernorm")),
-        gate_up=load.required(*weight(*gate_up)),
-        gate_up_bias=load.fused(bias(*gate_up)),
-        down=load.required(*weight("mlp.down_proj")),
-        down_bias=load.fused(bias("mlp.down_proj")),
+        input_norm=load.required(f"{prefix}.input_layernorm.weight"),
+        qkv=load.projection(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+        q_norm=load.fused([f"{attention}.q_norm.weight"]),
+        k_norm=load.fused([f"{attention}.k_norm.weight"]),
+        output=load.projection(f"{attention}.o_proj"),
+        mlp_norm=load.required(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=load.projection(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+        down=load.projection(f"{mlp}.down_proj"),
     )

@@ -278,7 +278,6 @@ class Scheduler:
         self._running.remove(entry)
         self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
         self._cache.release(entry.sequence)
-        entry.computed_tokens = entry.prefill_end = 0
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.request.id]

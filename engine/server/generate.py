@@ -190,7 +190,6 @@ async def _stream(request: web.Request, generation: _Generation, answer: Answer)
     except StepFailed as error:
         # The status is sent already: the error travels in the stream, which then ends without [DONE].
         await _write(response, sse_event(ApiError(str(error)).body()))
-        response.force_close()
     await response.write_eof()
     return response
 

@@ -30,6 +30,7 @@ def make_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
     app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)
     app[STATE] = state
     app[METRICS] = metrics
+    app.on_response_prepare.append(_return_request_id)
     app.add_routes(
         [
             web.post(Endpoint.CHAT, _generate),
@@ -60,12 +61,15 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = _error_response(ApiError("internal error; the engine's log has the details"), 500)
-    request_id = request.headers.get(headers.REQUEST_ID)
-    if request_id and not response.prepared:
-        response.headers[headers.REQUEST_ID] = request_id
     resource = request.match_info.route.resource
     request.app[METRICS].observe_response(resource.canonical if resource else "unknown", response.status)
     return response
+
+
+async def _return_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    request_id = request.headers.get(headers.REQUEST_ID)
+    if request_id:
+        response.headers[headers.REQUEST_ID] = request_id
 
 
 def _error_response(error: ApiError, status: int) -> web.Response:

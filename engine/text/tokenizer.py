@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import tokenizers
 
@@ -21,8 +20,45 @@ class Encoded:
     """Token ids of a text, and where each of them ends."""
 
     ids: list[int]
-    ends: list[int]
-    """ends[i]: tokens 0..i come only from the first ends[i] characters of the text. Non-decreasing."""
+    ends: Sequence[int]
+    """Tokens 0..i come only from the first ends[i] characters of the text. Non-decreasing."""
+
+
+class _Ends(Sequence[int]):
+    """Read from the library's encoding where needed: to copy all offsets out takes a microsecond each.
+
+    Byte-level tokenizers may trim white space from offsets, at both sides of a token: the certain end of one is where
+    the next starts. Tokens that the post-processor adds before and behind the text have no offsets.
+    """
+
+    def __init__(self, encoding: tokenizers.Encoding, text: str) -> None:
+        self._encoding = encoding
+        self._chars = len(text)
+        added = encoding.special_tokens_mask
+        self._length = len(added)
+        self._first = next((i for i, is_added in enumerate(added) if not is_added), self._length)
+        self._last = next((i for i in reversed(range(self._length)) if not added[i]), -1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self._end(i) for i in range(*index.indices(self._length))]
+        return self._end(range(self._length)[index])
+
+    def _end(self, i: int) -> int:
+        if i < self._first:
+            return 0
+        if i >= self._last:
+            return self._chars
+        own, following = self._encoding.token_to_chars(i), self._encoding.token_to_chars(i + 1)
+        # Every token between the first and the last of the text has offsets.
+        return max(own[1], following[0]) if own and following else self._chars
 
 
 class Tokenizer:
@@ -54,17 +90,9 @@ class Tokenizer:
 
         A rendered chat template already holds its special tokens.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # Byte-level tokenizers may trim white space from offsets, at both sides of a token: the certain end of one is
-        # where the next starts. Tokens that the post-processor adds come from no text.
-        ends: list[int] = []
-        following = len(text)
-        for (start, end), is_added in zip(
-            reversed(encoding.offsets), reversed(encoding.special_tokens_mask), strict=True
-        ):
-            ends.append(0 if is_added else max(end, following))
-            following = following if is_added else start
-        return Encoded(encoding.ids, list(accumulate(reversed(ends), max)))
+        # encode_batch lets other threads run meanwhile; encode does not, and half a megabyte takes half a second.
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return Encoded(encoding.ids, _Ends(encoding, text))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""

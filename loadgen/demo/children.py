@@ -34,7 +34,12 @@ class Child:
         self._log = log
 
     def __repr__(self) -> str:
-        return f"<Child {self.name} pid={self._process.pid} {'running' if self.is_running else 'ended'}>"
+        return f"<Child {self.name} pid={self.pid} {'running' if self.is_running else 'ended'}>"
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also its group's and its session's."""
+        return self._process.pid
 
     @property
     def is_running(self) -> bool:
@@ -73,7 +78,7 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the child and everything it started, if it still runs."""
         if self.is_running:  # not reaped yet, so its group id cannot belong to anybody else
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
 
     def _output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -103,6 +108,10 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    def running(self) -> list[Child]:
+        """Those that have not ended, in the order they were started."""
+        return [child for child in self._children if child.is_running]
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start a process that is to run until the end, its output in NAME.log. Raises ChildDied where it cannot."""
@@ -161,7 +170,7 @@ class Children:
 
     def _wait_ended(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while any(child.is_running for child in self._children) and time.monotonic() < deadline_s:
+        while self.running() and time.monotonic() < deadline_s:
             time.sleep(0.01)
 
 

@@ -26,7 +26,7 @@ REPORT_S = 15.0
 """Time kept back for the last answers' drain, stopping the children and drawing the plots."""
 DRAIN_S = 8.0
 """An arm outlasts its arrivals by about this: two more turns with their pauses."""
-MIN_SESSIONS = 12
+MIN_WINDOW_S, MIN_SESSIONS = 5.0, 12
 
 
 class DemoSettings(Settings):
@@ -48,7 +48,7 @@ class DemoSettings(Settings):
         ge=256,
         description="KV pool of each engine in tokens; 9,000 hold about half of the 8 system prompts",
     )
-    arm_s: float = Field(45.0, gt=0, description="seconds of arrivals in each arm; less where total_s demands it")
+    arm_s: float = Field(55.0, gt=0, description="seconds of arrivals in each arm; less where total_s demands it")
     total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
 
 
@@ -89,7 +89,7 @@ def _sized(
 ) -> CompareSettings:
     """The plan with the rate the machine bears, and as many sessions as the remaining time allows."""
     share_s = (settings.total_s - elapsed_s - REPORT_S) / len(settings.policies)
-    window_s = max(5.0, min(settings.arm_s, share_s - DRAIN_S))
+    window_s = min(settings.arm_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
     rate = round(pace.session_rate((plan.turns_min + plan.turns_max) / 2), 3)
     return plan.model_copy(
         update={

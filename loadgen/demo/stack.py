@@ -62,7 +62,7 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
     steps.say("making a small Llama checkpoint (random weights, its own tokenizer)")
     await children.run(
         "checkpoint",
-        _module("engine.model.checkpoint", "--out", str(spec.scratch / MODEL_FOLDER)),
+        module_command("engine.model.checkpoint", "--out", str(spec.scratch / MODEL_FOLDER)),
         env,
         CHECKPOINT_TIMEOUT_S,
     )
@@ -75,7 +75,7 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
         steps.say(f"{engine.name} is listening on {urls[-1]}")
     gateway = children.start(
         "gateway",
-        _module(
+        module_command(
             "router",
             *("--engines", ",".join(urls)),
             *("--redis-url", redis_url),
@@ -112,7 +112,7 @@ async def _start_redis(scratch: Path, children: Children, steps: Steps) -> str:
 
 
 def _start_engine(number: int, spec: StackSpec, redis_url: str, children: Children, env: dict[str, str]) -> Child:
-    argv = _module(
+    argv = module_command(
         "engine",
         *("--model", str(spec.scratch / MODEL_FOLDER)),
         *("--served-model-name", spec.model_name),
@@ -141,7 +141,8 @@ async def _wait_ready(gateway: Child, url: str) -> None:
     raise ChildDied(f"{url}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
 
 
-def _module(name: str, *flags: str) -> list[str]:
+def module_command(name: str, *flags: str) -> list[str]:
+    """How a program of this project is started: with this interpreter."""
     return [sys.executable, "-m", name, *flags]
 
 

@@ -141,24 +141,26 @@ class Proxy:
         relay = EventRelay(
             opened.response.content, response, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s
         )
+        is_ended = False
         try:
             await response.prepare(request)
             await relay.copy(opened.first)
             await response.write_eof()
+            is_ended = True
         except UpstreamBroke as error:
             exchange.error = str(error)
             self._metrics.broke()
             response.force_close()
             with contextlib.suppress(TimeoutError, ConnectionError):
                 await relay.send_error(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
+                is_ended = True
         except (ClientStalled, ConnectionError) as error:
             exchange.error = f"client gone: {type(error).__name__}"
             exchange.status = CLIENT_GONE
-            response.force_close()
-            if request.transport is not None:
-                request.transport.abort()
         finally:
             exchange.usage = exchange.usage.or_else(relay.tail.usage())
+            if not is_ended and request.transport is not None:
+                request.transport.abort()  # so that nothing can end the stream as if it were whole
         return response
 
 

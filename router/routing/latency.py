@@ -6,6 +6,8 @@ from engine.contract.load import StepCost
 
 PRIOR = StepCost(base_s=0.01, token_s=1e-4)
 """Believed of a pod until something is known: 10,000 prefill tokens/s, 10 ms a step."""
+OBSERVATION_S = 60.0
+"""A fit to observed times counts this long: else a pod that was slow once would be avoided, and never seen again."""
 
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
@@ -27,7 +29,36 @@ def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
     return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
 
 
-class LatencyFit:
+class PodSpeed:
+    """What is known of one pod's speed, best source first: its own constants, a fit to the answers seen, the prior."""
+
+    __slots__ = ("_fit", "_observed_s", "_reported", "cost")
+
+    def __init__(self) -> None:
+        self.cost = PRIOR
+        self._reported: StepCost | None = None
+        self._observed_s: float | None = None
+        self._fit = _LatencyFit()
+
+    def is_known(self, now_s: float) -> bool:
+        """Whether `cost` rests on anything but the prior and old observations."""
+        is_observed = self._observed_s is not None and now_s - self._observed_s <= OBSERVATION_S
+        return self._reported is not None or is_observed
+
+    def report(self, cost: StepCost) -> None:
+        """The pod's own constants; ignored while it knows none."""
+        if cost.token_s > 0:
+            self._reported = self.cost = cost
+
+    def observe(self, uncached_tokens: int, service_s: float, now_s: float) -> None:
+        """A prefill took `service_s`, waiting for others not counted."""
+        self._observed_s = now_s
+        self._fit.observe(uncached_tokens, service_s)
+        if self._reported is None:
+            self.cost = self._fit.cost
+
+
+class _LatencyFit:
     """`seconds = base_s + token_s * uncached tokens`, by least squares over recent requests and a weak prior."""
 
     __slots__ = ("_cost", "_t", "_tt", "_ty", "_w", "_y")
@@ -44,7 +75,7 @@ class LatencyFit:
     def observe(self, uncached_tokens: int, service_s: float) -> None:
         """A request's prefill of `uncached_tokens` took `service_s`, waiting for others not counted."""
         expected_s = self._cost.base_s + self._cost.token_s * uncached_tokens
-        seconds = min(max(service_s, 0.0), _OUTLIER * expected_s)
+        seconds = min(service_s, _OUTLIER * expected_s)
         self._w = _FORGET * self._w + 1
         self._t = _FORGET * self._t + uncached_tokens
         self._tt = _FORGET * self._tt + uncached_tokens**2

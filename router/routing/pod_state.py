@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import LatencyFit, prefill_s
+from router.routing.latency import PodSpeed, decode_s, prefill_s
 from router.routing.types import PodId, PodView
 
 FRESH_S = 3.0
@@ -44,9 +44,9 @@ class PodState:
     __slots__ = (
         "_context_tokens",
         "_decoding",
-        "_fit",
         "_free_at_s",
         "_moved_s",
+        "_next_step_counted",
         "_others",
         "_others_until_s",
         "_pending",
@@ -54,6 +54,7 @@ class PodState:
         "_prefilled",
         "_report",
         "_reported_s",
+        "_speed",
     )
 
     def __init__(self) -> None:
@@ -67,7 +68,8 @@ class PodState:
         """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
         self._moved_s = 0.0
         """When the pod's queue was last seen to move: its latest first token."""
-        self._fit = LatencyFit()
+        self._next_step_counted = False
+        self._speed = PodSpeed()
         self._report: LoadReport | None = None
         self._reported_s = 0.0
         self._others = LoadReport()
@@ -80,10 +82,8 @@ class PodState:
 
     @property
     def cost(self) -> StepCost:
-        """The pod's constants: its own word where it reports them, else fitted to the answers seen, else a prior."""
-        if self._report is not None and self._report.cost.token_s > 0:
-            return self._report.cost
-        return self._fit.cost
+        """The pod's constants, as far as known."""
+        return self._speed.cost
 
     def sent(
         self,
@@ -98,6 +98,9 @@ class PodState:
         """A request goes to the pod. Pass `streams=False` where the first byte of the answer is not its first token."""
         self.finished(request_id, now_s=now_s)
         work_s = prefill_s(self.cost, uncached_tokens, prompt_tokens)
+        if not self._pending or not self._next_step_counted:
+            self._next_step_counted = bool(self._pending)
+            self._free_at_s = max(self._free_at_s, now_s) + self._step_s()
         self._free_at_s = max(self._free_at_s, now_s) + work_s
         self._pending_tokens += uncached_tokens
         self._pending[request_id] = _Sent(
@@ -119,12 +122,16 @@ class PodState:
         if not request.streams:
             return
         uncached = request.uncached_tokens if cached_tokens is None else request.prompt_tokens - cached_tokens
-        self._fit.observe(max(0, uncached), now_s - max(request.sent_s, self._moved_s))
+        if self._others_until_s <= request.sent_s:  # else the time is partly others'
+            service_s = now_s - max(request.sent_s, self._moved_s)
+            self._speed.observe(max(0, uncached), service_s, now_s)
         self._moved_s = now_s
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
-        self._free_at_s = now_s
+        self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
+        self._next_step_counted = False
         for waiting in self._pending.values():
+            waiting.work_s = prefill_s(self.cost, waiting.uncached_tokens, waiting.prompt_tokens)
             self._free_at_s += waiting.work_s
             waiting.due_s = self._free_at_s
 
@@ -139,6 +146,8 @@ class PodState:
         """A load report of the pod."""
         self._settle(now_s)
         self._report, self._reported_s = load, now_s
+        self._speed.report(load.cost)
+        self._reprice(now_s)
         self._forget_prefilled(now_s)
         recent_tokens = sum(tokens for _, tokens in self._prefilled)
         others_tokens = max(0, load.uncached_tokens - self._pending_tokens - recent_tokens)
@@ -177,6 +186,7 @@ class PodState:
             self._context_tokens + round(trust * others.context_tokens),
             self._prefill_free_at_s(now_s, trust),
             self.cost,
+            not self._speed.is_known(now_s),
             kv_used,
         )
 
@@ -187,16 +197,32 @@ class PodState:
         return min(1.0, max(0.0, (STALE_S - (now_s - self._reported_s)) / (STALE_S - FRESH_S)))
 
     def _prefill_free_at_s(self, now_s: float, trust: float) -> float:
-        """A pod without a fresh report that keeps a request waiting past its time is taken to need as long again.
+        """A pod that keeps a request waiting past its time is taken to need as long again.
 
-        Else a pod that hangs would drain with the clock, look idle, and draw every request.
+        Else a pod that is slower than thought, or hangs, would drain with the clock, look idle, and draw every request.
         """
-        free_at_s = self._free_at_s
-        if trust < 1.0:
-            overdue_s = next((now_s - r.due_s for r in self._pending.values() if r.streams), 0.0)
-            free_at_s = max(free_at_s, now_s + overdue_s)
+        overdue_s = next((now_s - r.due_s for r in self._pending.values() if r.streams), 0.0)
+        free_at_s = max(self._free_at_s, now_s + overdue_s)
         others_s = self._others_until_s - now_s
         return max(free_at_s, now_s) + trust * others_s if others_s > 0 else free_at_s
+
+    def _step_s(self) -> float:
+        return decode_s(
+            self.cost, len(self._decoding) + self._others.decoding, self._context_tokens + self._others.context_tokens
+        )
+
+    def _reprice(self, now_s: float) -> None:
+        """Look at the waiting requests in the light of new constants."""
+        before_s = after_s = 0.0
+        for request in self._pending.values():
+            before_s += request.work_s
+            request.work_s = prefill_s(self.cost, request.uncached_tokens, request.prompt_tokens)
+            after_s += request.work_s
+        if before_s > 0:
+            ratio = after_s / before_s
+            for request in self._pending.values():
+                request.due_s = now_s + (request.due_s - now_s) * ratio
+            self._free_at_s = now_s + (self._free_at_s - now_s) * ratio
 
     def _queued_s(self, uncached_tokens: int) -> float:
         """Seconds to prefill that many queued tokens, at the mean cost of what this gateway has waiting there."""

@@ -48,6 +48,8 @@ class PodView:
     """Predicted time at which the pod's queued prefill ends; in the past for an idle pod."""
     cost: StepCost = field(default_factory=StepCost)
     """Learnt constants of the pod; never all zero (a prior stands in until something is known)."""
+    cost_is_prior: bool = False
+    """Whether nothing was heard of the pod's speed lately: it is to be taken for as fast as its peers."""
     kv_used: float = 0.0
     """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
 

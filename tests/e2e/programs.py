@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,11 +39,19 @@ class Program:
         while True:
             if match := READY.search(self.output()):
                 self.url = match[1]
-                return self.url
+                if self._answers():
+                    return self.url
             code = self.process.poll()
             assert code is None, f"{self.name} ended with {code}:\n{self.output()}"
             assert time.monotonic() < give_up_at, f"{self.name} is not ready after {deadline_s} s:\n{self.output()}"
             time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        """A gateway listens before its engines have been probed: wait until it says it is ready."""
+        path = "/ready" if self.name == "router" else "/health"
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=5.0) as answer:
+            return bool(answer.status == 200)
+        return False
 
     def stop(self, sig: int = signal.SIGTERM, deadline_s: float = 15.0) -> int:
         """Signal it and wait; its exit code."""

@@ -77,7 +77,13 @@ def test_the_same_streaming(client: openai.OpenAI):
 
 
 def test_streamed_and_whole_answers_are_the_same_text(client: openai.OpenAI):
-    ask = {"model": "tiny", "prompt": HANDBOOK, "max_tokens": 16, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    ask = {
+        "model": "tiny",
+        "prompt": HANDBOOK,
+        "max_tokens": 16,
+        "temperature": 0.0,
+        "extra_body": {"ignore_eos": True},
+    }
     whole = client.completions.create(**ask).choices[0].text
     streamed = "".join(c.choices[0].text for c in client.completions.create(**ask, stream=True) if c.choices)
     assert streamed == whole

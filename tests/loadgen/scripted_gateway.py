@@ -58,6 +58,7 @@ class ScriptedGateway:
     log: list[tuple[str, str]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    was_reset: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._pods = [ScriptedPod(self.pool_blocks, self.token_s) for _ in range(self.pods)]
@@ -67,9 +68,7 @@ class ScriptedGateway:
     async def running(self) -> AsyncIterator[ScriptedGateway]:
         """Serve on a real socket."""
         app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/reset_prefix_cache", self._reset)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        self.add_routes(app)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -80,11 +79,18 @@ class ScriptedGateway:
         finally:
             await runner.cleanup()
 
+    def add_routes(self, app: web.Application) -> None:
+        """What it serves."""
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_post("/v1/chat/completions", self._chat)
+
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "scripted", "object": "model"}]})
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.log.append(("reset", ""))
+        self.was_reset.set()
         if not self.allows_reset:
             return web.Response(status=404, text="no such endpoint")
         for pod in self._pods:

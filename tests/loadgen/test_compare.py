@@ -100,7 +100,7 @@ async def test_failures_are_in_the_result():
 
 async def test_a_gateway_that_ignores_the_policy_is_refused_before_any_arm():
     async with ScriptedGateway(allows_policy=False).running() as gateway:
-        with pytest.raises(ServerUnusable, match="asked for policy round_robin.*used predicted_ttft.*--allow-policy"):
+        with pytest.raises(ServerUnusable, match=r"asked for policy round_robin.*used predicted_ttft.*--allow-policy"):
             await run(gateway)
     assert len(gateway.bodies) == 1
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,10 +25,16 @@ from engine.sched.request import KeySpan
 from tests.engine.cache.model import Model, User
 
 SETTINGS = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
 )
 
-PROMPTS = st.lists(st.sampled_from([(7, 7, 7, 7), (7, 8, 9), (1,), (2,), (7, 7)]), min_size=1, max_size=5).map(
+PARTS = [(7, 7, 7, 7), (7, 7, 7, 7), (7, 7), (8, 9, 8), (1,), (2,)]
+PROMPTS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map(
     lambda parts: [token for part in parts for token in part]
 )
 SALTS = st.sampled_from(["", "", "", "tenant"])
@@ -44,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
     keys_are_exact = True
 
     @initialize(
-        blocks=st.integers(3, 14),
+        blocks=st.integers(4, 16),
         block_size=st.integers(1, 4),
         enabled=st.sampled_from([True, True, True, True, False]),
         shortfall=st.integers(0, 2),
@@ -62,21 +68,48 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=SALTS, copies=st.integers(1, 2), reserve=st.integers(0, 2))
     def admit(self, tokens, salt, copies, reserve):
+        for _ in range(copies):
+            self.admit_one(tokens, salt, reserve)
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=5), salt=SALTS)
+    def serve(self, prompts, salt):
+        """Requests from admission to release, one after the other: they fill the cache and press on it."""
+        for tokens in prompts:
+            user = self.admit_one(tokens, salt)
+            if user is not None:
+                self.compute([user], 1.0)
+                self.finish_user(user)
+
+    def admit_one(self, tokens, salt, reserve=0) -> User | None:
         spans = spans_of(salt, tokens, self.shortfall)
         self.parents.update((child.key, parent.key) for parent, child in pairwise(spans))
-        for _ in range(copies):
-            user = User(salt, list(tokens), spans, self.cache.open(tokens, salt, spans))
-            self.most_anchors = max(self.most_anchors, len(user.sequence.anchors))
-            hits = self.model.expected_hits(user)
-            assert self.cache.count_hits(user.sequence, len(tokens)) == hits
-            idle_hits = sum(self.model.prefix(user, i) in self.model.idle_since for i in range(hits))
-            needed = self.cache.blocks_for(len(tokens)) - hits + idle_hits + reserve
-            free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
-            cached = self.cache.admit(user.sequence, len(tokens), reserve)
-            assert (cached is None) == (needed > available)
-            if cached is not None:
-                self.model.admitted(user, cached, free)
-            assert self.cache.pool.available == available - (0 if cached is None else needed - reserve)
+        user = User(salt, list(tokens), spans, self.cache.open(tokens, salt, spans))
+        self.most_anchors = max(self.most_anchors, len(user.sequence.anchors))
+        hits = self.model.expected_hits(user)
+        assert self.cache.count_hits(user.sequence, len(tokens)) == hits
+        return user if self.admit_user(user, reserve) else None
+
+    def admit_user(self, user, reserve) -> bool:
+        hits = self.model.expected_hits(user)
+        idle_hits = sum(self.model.prefix(user, i) in self.model.idle_since for i in range(hits))
+        needed = self.cache.blocks_for(len(user.tokens)) - hits + idle_hits + reserve
+        free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
+        cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
+        assert (cached is None) == (needed > available)
+        assert self.cache.pool.available == available - (0 if cached is None else needed - reserve)
+        if cached is not None:
+            self.model.admitted(user, cached, free)
+        return cached is not None
+
+    def compute(self, batch, share):
+        """One step that computes this share of what each of the batch has left."""
+        self.cache.begin_step()
+        for user in batch:
+            self.model.write(user, user.computed + round((len(user.tokens) - user.computed) * share))
+        self.cache.end_step()
+        for user in batch:
+            self.cache.commit(user.sequence, user.computed)
+            self.model.committed(user)
 
     @precondition(lambda self: self.model.users)
     @rule(data=st.data(), share=st.floats(0.1, 1), abort=st.booleans())
@@ -109,12 +142,15 @@ class CacheMachine(RuleBasedStateMachine):
         before = list(user.sequence.blocks)
         free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
         if self.cache.extend(user.sequence, len(user.tokens)):
-            assert user.sequence.blocks[: len(before)] == before
-            self.model.taken(user.sequence.blocks[len(before) :], free)
+            self.was_extended(user, before, free)
         else:
             assert available == 0
             assert user.sequence.blocks == before
             self.finish_user(user)
+
+    def was_extended(self, user, before, free):
+        assert user.sequence.blocks[: len(before)] == before
+        self.model.taken(user.sequence.blocks[len(before) :], free)
 
     @precondition(lambda self: self.model.users)
     @rule(data=st.data())
@@ -126,18 +162,16 @@ class CacheMachine(RuleBasedStateMachine):
     def preempt_and_come_back(self, data, reserve):
         user = self.pick(data)
         self.finish_user(user)
-        free = len(self.cache.pool.free_blocks())
-        cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
-        if cached is not None:
-            self.model.admitted(user, cached, free)
+        self.admit_user(user, reserve)
 
     def finish_user(self, user):
         self.cache.release(user.sequence)
         self.model.released(user)
 
-    @rule()
-    def reset(self):
-        assert self.cache.reset() == self.model.was_reset()
+    @rule(really=st.sampled_from([False] * 7 + [True]))
+    def reset(self, really):
+        if really:
+            assert self.cache.reset() == self.model.was_reset()
 
     @rule()
     def report(self):
@@ -196,37 +230,22 @@ def test_colliding_hashes_never_serve_wrong_blocks(bits):
     class Colliding(CacheMachine):
         keys_are_exact = False
 
-        @rule(tokens=PROMPTS, salt=SALTS, copies=st.integers(1, 2), reserve=st.just(0))
-        def admit(self, tokens, salt, copies, reserve):
-            for _ in range(copies):
-                user = User(salt, list(tokens), (), self.cache.open(tokens, salt))
-                cached = self.cache.admit(user.sequence, len(tokens), reserve)
-                if cached is not None:
-                    self.adopt(user, cached)
+        def admit_one(self, tokens, salt, reserve=0):
+            user = User(salt, list(tokens), (), self.cache.open(tokens, salt))
+            return user if self.admit_user(user, reserve) else None
 
-        def adopt(self, user, cached):
+        def admit_user(self, user, reserve):
+            cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
+            if cached is None:
+                return False
             user.computed = cached
             self.model.users.append(user)
             for i, block in enumerate(user.sequence.blocks[: cached // self.cache.block_size]):
                 assert self.model.content[block] == self.model.prefix(user, i)
+            return True
 
-        @precondition(lambda self: self.model.users)
-        @rule(data=st.data(), token=st.integers(1, 2))
-        def grow(self, data, token):
-            user = self.pick(data)
-            user.tokens.append(token)
-            self.cache.append(user.sequence, (token,))
-            if not self.cache.extend(user.sequence, len(user.tokens)):
-                self.finish_user(user)
-
-        @precondition(lambda self: self.model.users)
-        @rule(data=st.data(), reserve=st.just(0))
-        def preempt_and_come_back(self, data, reserve):
-            user = self.pick(data)
-            self.finish_user(user)
-            cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
-            if cached is not None:
-                self.adopt(user, cached)
+        def was_extended(self, user, before, free):
+            pass
 
         @rule()
         def reset(self):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -21,7 +20,12 @@ from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
 from tests.engine.sched.checking_backend import CheckingBackend, oracle
 
 SETTINGS = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
 )
 PROMPTS = st.lists(st.sampled_from([(1, 2, 3, 4), (1, 2), (3,), (4, 4, 4, 4, 4)]), min_size=1, max_size=4).map(
     lambda parts: [token for part in parts for token in part]

@@ -96,7 +96,7 @@ def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, message
             canonical, rendered = canonical + len(char.encode()), rendered + 1
             known.append((canonical, rendered))
         canonical, rendered = canonical + 1, rendered + len("<|end|>\n")
-    # A content that also occurs in the template's own text before it may be found there: a smaller claim, and a legal one.
+    # A content that also occurs in the template's text before it may be found there: a smaller claim, and a legal one.
     position = 0
     for message in messages:
         position += len("<|turn|>" + message["role"] + "\n")
@@ -143,7 +143,8 @@ def test_a_message_the_template_rewrites_ends_the_report(byte_level: Tokenizer) 
     messages = [{"role": "user", "content": "a" * 50}, {"role": "user", "content": "b" * 50}]
     spans, _, ends = spans_of(byte_level, source, messages)
     assert len(spans) == (len("user") + 1 + 50 + 1 + len("user") + 1) // STRIDE
-    assert ends[spans[-1].tokens - 1] <= 51 < ends[spans[-1].tokens]
+    covered = len("<") + len(spans) * STRIDE - len("user\x1f")
+    assert ends[spans[-1].tokens - 1] <= covered < ends[spans[-1].tokens]
 
 
 def test_content_parts_are_followed_as_one_text(byte_level: Tokenizer) -> None:
@@ -159,3 +160,12 @@ def test_content_parts_are_followed_as_one_text(byte_level: Tokenizer) -> None:
 def test_token_ids_are_four_bytes_each(ids: list[int]) -> None:
     spans = token_spans(prefix_keys(canonical_tokens(ids), 0, STRIDE), STRIDE)
     assert [span.tokens for span in spans] == [4 * (i + 1) for i in range(len(ids) // 4)]
+
+
+def test_white_space_that_the_template_strips_claims_no_text(byte_level: Tokenizer) -> None:
+    message = {"role": "user", "content": " " * 30 + "x" * 40}
+    spans, prompt, ends = spans_of(byte_level, ALL["llama"], [message])
+    start = prompt.index("x" * 40)
+    for i, span in enumerate(spans):
+        x_bytes = max(0, (i + 1) * STRIDE - len("user\x1f") - 30)
+        assert span.tokens == sum(end <= start + min(x_bytes, 40) for end in ends) * (i > 0 and x_bytes > 0)

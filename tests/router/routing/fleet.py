@@ -1,6 +1,6 @@
 """A fleet in virtual time: emulated pods with a prefill queue and an LRU prefix cache behind the real index and policies.
 
-A pod prefills in steps, first come first served; its decoding sequences lengthen each step. What it stores, evicts and
+A pod prefills in steps, first come first served and a shared prefix once; its decoding sequences lengthen each step. What it stores, evicts and
 has queued reaches the gateway `EVENT_DELAY_S` later. Constants: an 8B model on an H100.
 """
 
@@ -10,7 +10,7 @@ import heapq
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.keys import PrefixKey
@@ -68,8 +68,10 @@ class SimPod:
     busy_s: float = 0.0
     decoding: dict[str, int] = field(default_factory=dict)
 
-    def held(self, keys: Sequence[PrefixKey]) -> int:
-        return next((i for i, key in enumerate(keys) if key not in self.cache), len(keys))
+    def held(self, keys: Sequence[PrefixKey], ahead: Collection[PrefixKey] = ()) -> int:
+        """Leading keys that are cached, or will be once what is `ahead` in the queue has been prefilled."""
+        missing = (i for i, key in enumerate(keys) if key not in self.cache and key not in ahead)
+        return next(missing, len(keys))
 
     def store(self, keys: Sequence[PrefixKey]) -> tuple[tuple[PrefixKey, ...], tuple[PrefixKey, ...]]:
         """Keys removed, deepest first, and keys stored."""
@@ -103,6 +105,9 @@ class Fleet:
         self.policy = policy
         self.pods = [SimPod(PodId(f"pod-{i}"), capacity) for i in range(pods)]
         self.states = [PodState() for _ in range(pods)]
+        for state in self.states:
+            if reports:
+                state.report(LoadReport(cost=COST), now_s=0.0)
         self.index = PrefixIndex()
         self.speculation_s = (SPECULATION_S if reports else 600.0) if speculation else 0.0
         self.reports = reports
@@ -164,12 +169,14 @@ class Fleet:
         if pod.stepping or not pod.queue:
             return
         budget, service_s, done = STEP_TOKENS, 0.0, 0
+        ahead: set[PrefixKey] = set()
         for waiting in pod.queue:
             if waiting.left is None:
-                waiting.cached = pod.held(waiting.arrival.keys) * STRIDE_TOKENS
+                waiting.cached = pod.held(waiting.arrival.keys, ahead) * STRIDE_TOKENS
                 waiting.left = waiting.arrival.prompt_tokens - waiting.cached
                 self._cached += waiting.cached
                 self._prompt += waiting.arrival.prompt_tokens
+            ahead.update(waiting.arrival.keys)
             chunk = min(budget, waiting.left)
             service_s += prefill_s(COST, chunk, waiting.arrival.prompt_tokens - waiting.left + chunk)
             waiting.left -= chunk

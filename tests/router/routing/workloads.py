@@ -62,6 +62,4 @@ def nothing_shared(per_s: float, count: int = 1200, seed: int = 4) -> list[Arriv
     """Prompts of 200 to 8,000 tokens, mostly short, without a common stride."""
     rng = random.Random(seed)
     lengths = (min(128, 3 + int(rng.paretovariate(1.1) * 6)) for _ in range(count))
-    return [
-        Arrival(at_s, _keys(rng, length)) for at_s, length in zip(_times(rng, count, per_s), lengths, strict=True)
-    ]
+    return [Arrival(at_s, _keys(rng, length)) for at_s, length in zip(_times(rng, count, per_s), lengths, strict=True)]

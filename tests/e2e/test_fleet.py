@@ -1,0 +1,287 @@
+"""The path under trouble: real engine processes (emulated device), a real Redis, the real gateway application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import redis
+from aiohttp import web
+
+from engine.contract import headers
+from engine.contract.keys import key_seed, prefix_keys
+from engine.contract.sse import SseDecoder
+from router.app import INDEX, build_app, make_runner
+from router.config import GatewaySettings
+from router.routing.types import PodId
+from tests.conftest import wait_until
+from tests.e2e.programs import Program, running
+from tests.redis_server import RedisServer, running_redis
+
+PODS = 3
+TENANTS = [f"You are assistant number {i} of the service desk. " * 30 for i in range(6)]
+
+
+@dataclass(slots=True)
+class Stack:
+    """A running fleet."""
+
+    redis: RedisServer
+    engines: list[Program]
+    app: web.Application
+    gateway: str
+    http: aiohttp.ClientSession
+
+    async def ask(self, prompt: str, *, max_tokens: int = 8, model: str = "tiny") -> tuple[int, str]:
+        """Status and pod of one streamed completion, read to its end; an error event counts as 599."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        async with self.http.post(f"{self.gateway}/v1/completions", json=body) as answer:
+            decoder, events = SseDecoder(), []
+            with contextlib.suppress(aiohttp.ClientPayloadError):  # how a broken stream ends, after its error event
+                async for chunk in answer.content.iter_any():
+                    events += decoder.feed(chunk)
+            pod = answer.headers.get(headers.POD, "")
+            if answer.status == 200 and (not events or events[-1] != b"[DONE]"):
+                assert events, "a broken stream says so"
+                assert b'"error"' in events[-1], "a broken stream says so"
+                return 599, pod
+            return answer.status, pod
+
+    async def held_by_engines(self) -> dict[PodId, set[int]]:
+        held = {}
+        for engine in self.engines:
+            async with self.http.get(f"{engine.url}/v1/models") as models:
+                pod = PodId(models.headers[headers.POD])
+            async with self.http.get(f"{engine.url}/debug/held_keys") as answer:
+                keys = (await answer.json())["keys"]
+            held[pod] = {int(key, 16) for tier in keys.values() for key in tier}
+        return held
+
+    def held_by_index(self, pods: list[PodId]) -> dict[PodId, set[int]]:
+        index = self.app[INDEX]
+        return {pod: {int(key) for keys in index.held(pod).values() for key in keys} for pod in pods}
+
+    async def metric(self, engine: Program, name: str) -> float:
+        async with self.http.get(f"{engine.url}/metrics") as answer:
+            for line in (await answer.text()).splitlines():
+                if line.startswith(name):
+                    return float(line.rpartition(" ")[2])
+        raise AssertionError(f"{name} is not exported")
+
+
+@pytest.fixture(scope="module")
+def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Program]]]:
+    """Three engines with emulated devices and small pools, so that blocks are evicted."""
+    flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
+    with running_redis() as server:
+        engines = [
+            Program("engine", *flags, "--kv-pool-tokens", "4096", "--redis-url", server.url) for _ in range(PODS)
+        ]
+        with running(engines):
+            yield server, engines
+
+
+@contextlib.asynccontextmanager
+async def gateway_before(server: RedisServer, engines: list[Program], **settings: object) -> AsyncIterator[Stack]:
+    defaults = {"redis_url": server.url, "lease_s": 2.0, "probe_interval_s": 0.3, "port": 0}
+    app = build_app(GatewaySettings(engines=[e.url for e in engines], **{**defaults, **settings}))  # type: ignore[arg-type]
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+            stack = Stack(server, engines, app, url, http)
+            async with asyncio.timeout(15):
+                while True:
+                    async with http.get(f"{url}/ready") as ready:
+                        if ready.status == 200 and (await ready.json())["pods"]["admitted"] == len(engines):
+                            break
+                    await asyncio.sleep(0.02)
+            yield stack
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
+    async with gateway_before(*sim_engines) as stack:
+        yield stack
+
+
+def prompts(rng: random.Random, count: int) -> list[str]:
+    return [
+        f"{rng.choice(TENANTS)} Request {rng.random()}: {'please answer ' * rng.randrange(20)}" for _ in range(count)
+    ]
+
+
+async def wait_index_equal(stack: Stack, deadline_s: float = 5.0) -> dict[PodId, set[int]]:
+    """Until the index equals what the engines say they hold; it must come within a quiet second or few."""
+    async with asyncio.timeout(deadline_s):
+        while True:
+            truth = await stack.held_by_engines()
+            if stack.held_by_index(list(truth)) == truth:
+                return truth
+            await asyncio.sleep(0.1)
+
+
+async def test_after_a_quiet_second_the_index_equals_what_the_engines_hold(stack: Stack):
+    rng = random.Random(1)
+    asked = [f"{prompt} {rng.random()} {'and then some more ' * 30}" for prompt in prompts(rng, 240)]
+    for start in range(0, len(asked), 40):
+        answers = await asyncio.gather(*(stack.ask(prompt) for prompt in asked[start : start + 40]))
+        assert {status for status, _ in answers} == {200}
+    await asyncio.sleep(1.0)
+    truth = await stack.held_by_engines()
+    assert stack.held_by_index(list(truth)) == truth
+    known = {key for prompt in asked for key in prefix_keys(prompt.encode(), key_seed("tiny"))}
+    held = set().union(*truth.values())
+    assert len(held) > 60
+    assert held < known, "pools this small must have evicted some of the prefixes"
+
+
+async def test_a_second_gateway_routes_to_the_warm_pod_at_once(stack: Stack):
+    prompt = "A prefix that only one pod has seen so far. " * 20
+    _, pod = await stack.ask(prompt + "first")
+    await wait_index_equal(stack)
+    async with gateway_before(stack.redis, stack.engines) as second:
+        assert await second.ask(prompt + "second") == (200, pod)
+
+
+async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(stack: Stack):
+    rng = random.Random(2)
+    statuses: list[int] = []
+    stop = asyncio.Event()
+
+    async def traffic() -> None:
+        while not stop.is_set():
+            status, _ = await stack.ask(prompts(rng, 1)[0], max_tokens=4)
+            statuses.append(status)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(traffic())
+        await asyncio.sleep(0.5)
+        with redis.Redis.from_url(stack.redis.url) as client:
+            client.flushall()
+        await asyncio.sleep(0.5)
+        stack.redis.stop()
+        async with asyncio.timeout(10):
+            while True:  # past the lease: the index has expired and the ring takes over
+                async with stack.http.get(f"{stack.gateway}/ready") as ready:
+                    assert ready.status == 200, "losing Redis is no reason to be unready"
+                    if (await ready.json())["registry"]["expired"]:
+                        break
+                await asyncio.sleep(0.05)
+        served = len(statuses)
+        await asyncio.sleep(0.5)
+        assert len(statuses) > served, "requests flow without Redis"
+        stack.redis.start()
+        await asyncio.sleep(1.0)
+        stop.set()
+    assert len(statuses) > 50
+    assert set(statuses) == {200}
+    await wait_index_equal(stack)
+
+
+async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack):
+    body = {"model": "tiny", "prompt": "Leaving soon. " * 40, "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    async with stack.http.post(f"{stack.gateway}/v1/completions", json=body) as answer:
+        await answer.content.readany()
+        running_now = [await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]
+        assert sum(running_now) == 1
+    async with asyncio.timeout(5):
+        while sum([await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    for engine in stack.engines:
+        assert await stack.metric(engine, "vllm:kv_cache_usage_perc") == 0.0
+
+
+async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack):
+    rng = random.Random(3)
+    tenants = [f"Tenant {i} has a handbook of its own. " * 30 for i in range(12)]
+    pods: dict[int, set[str]] = {}
+    for _ in range(4):
+        for i, tenant in enumerate(tenants):
+            _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
+            pods.setdefault(i, set()).add(pod)
+    assert sum(len(seen) == 1 for seen in pods.values()) >= 11, f"an idle fleet moves nobody: {pods}"
+    assert len(set().union(*pods.values())) == PODS, f"an idle fleet is used in all its width: {pods}"
+
+
+async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_checkpoint: Path):
+    flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
+    with running_redis() as server:
+        engines = [Program("engine", *flags, "--redis-url", server.url) for _ in range(3)]
+        with running(engines):
+            async with gateway_before(server, engines) as stack:
+                rng = random.Random(4)
+                statuses: list[int] = []
+
+                async def traffic() -> None:
+                    for _ in range(25):
+                        status, _ = await stack.ask(prompts(rng, 1)[0], max_tokens=4)
+                        statuses.append(status)
+
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(6):
+                        group.create_task(traffic())
+                    await asyncio.sleep(0.4)
+                    engines[0].process.send_signal(signal.SIGKILL)
+                # An answer that had begun on the dead pod ends in an error event (599); nothing else fails.
+                assert set(statuses) <= {200, 599}
+                assert statuses.count(599) <= 6
+                assert statuses.count(200) >= 140
+                status, _pod = await stack.ask("after the funeral")
+                assert status == 200
+                async with stack.http.get(f"{stack.gateway}/v1/pods") as answer:
+                    pods = (await answer.json())["pods"]
+                assert sum(p["admitted"] for p in pods) == 2
+
+
+async def test_several_models_have_pods_of_their_own(tiny_checkpoint: Path):
+    def engine(server: RedisServer, model: str) -> Program:
+        flags = ["--model", str(tiny_checkpoint), "--device", "sim", "--port", "0", "--redis-url", server.url]
+        return Program("engine", *flags, "--served-model-name", model)
+
+    with running_redis() as server:
+        engines = [engine(server, "small"), engine(server, "large"), engine(server, "large")]
+        with running(engines):
+            async with gateway_before(server, engines) as stack:
+                async with stack.http.get(f"{stack.gateway}/v1/models") as answer:
+                    assert {model["id"] for model in (await answer.json())["data"]} == {"small", "large"}
+                prompt = "The same prompt for both models. " * 20
+                small = {(await stack.ask(f"{prompt}{i}", model="small"))[1] for i in range(4)}
+                large = {(await stack.ask(f"{prompt}{i}", model="large"))[1] for i in range(4)}
+                assert len(small) == 1
+                assert not small & large
+                assert (await stack.ask("x", model="absent"))[0] == 404
+                await wait_index_equal(stack)
+
+
+async def test_a_restarted_engine_is_cold_and_known_to_be(tiny_checkpoint: Path):
+    with running_redis() as server:
+        flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim"]
+        first = Program("engine", *flags, "--port", "0", "--pod-id", "pod-a", "--redis-url", server.url)
+        with running([first]) as [url]:
+            async with gateway_before(server, [first]) as stack:
+                prompt = "Something to remember. " * 40
+                await stack.ask(prompt)
+                await wait_until(lambda: bool(stack.app[INDEX].held(PodId("pod-a"))))
+                first.stop()
+                port = url.rpartition(":")[2]
+                second = Program("engine", *flags, "--port", port, "--pod-id", "pod-a", "--redis-url", server.url)
+                with running([second]):
+                    stack.engines = [second]
+                    async with asyncio.timeout(15):
+                        while (await stack.ask("hello there"))[0] != 200:  # noqa: ASYNC110
+                            await asyncio.sleep(0.1)
+                    truth = await wait_index_equal(stack)
+                    assert truth == {"pod-a": set()}, "the new life holds nothing longer than a stride"

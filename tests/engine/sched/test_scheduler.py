@@ -1,0 +1,306 @@
+"""What the scheduler promises, one promise a test."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.events import Tier
+from engine.contract.keys import PrefixKey
+from engine.contract.load import LoadReport, StepCost
+from engine.sched.plan import SampledToken, StepPlan, StepResult
+from engine.sched.request import FinishReason, KeySpan, Request
+from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig, TokenOutput
+
+
+def make(blocks=100, block_size=4, step_tokens=64, running=8, waiting=50, overtakes=4) -> Scheduler:
+    return Scheduler(PrefixCache(blocks, block_size), SchedulerConfig(step_tokens, running, waiting, overtakes))
+
+
+def finish_step(scheduler: Scheduler, plan: StepPlan, token: int = 1) -> list[TokenOutput]:
+    sampled = {chunk.request.id: SampledToken(token) for chunk in plan.chunks if chunk.samples}
+    return scheduler.complete(StepResult(sampled, elapsed_s=0.01))
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    finish_step(scheduler, plan)
+    return plan
+
+
+def drain(scheduler: Scheduler, max_steps: int = 1000) -> list[StepPlan]:
+    plans = []
+    while scheduler.has_work:
+        plans.append(step(scheduler))
+        assert len(plans) < max_steps
+    return plans
+
+
+def ids(plan: StepPlan) -> list[int]:
+    return [chunk.request.id for chunk in plan.chunks]
+
+
+def test_one_step_mixes_decodes_and_prefill_chunks_within_its_budget():
+    scheduler = make(step_tokens=10)
+    scheduler.add(Request(0, [1, 2, 3], max_tokens=5))
+    step(scheduler)
+    scheduler.add(Request(1, list(range(20)), max_tokens=5))
+    plan = step(scheduler)
+    assert [(c.request.id, c.start, len(c.tokens), c.samples, c.decodes) for c in plan.chunks] == [
+        (0, 3, 1, True, True),
+        (1, 0, 8, False, False),  # nine would fit: chunks end at block edges
+    ]
+
+
+def test_identical_prompts_in_flight_are_computed_once():
+    scheduler = make(step_tokens=16, blocks=200)
+    for i in range(5):
+        scheduler.add(Request(i, list(range(40)), max_tokens=2))
+    drain(scheduler)
+    last_block_each = 4 * 4
+    assert scheduler.stats().prefill_tokens == 40 + last_block_each
+    assert scheduler.stats().prompt_tokens_hit == 4 * 36
+
+
+def test_waiting_for_an_aborted_owner_ends():
+    scheduler = make(step_tokens=8)
+    scheduler.add(Request(0, list(range(40)), max_tokens=2))
+    scheduler.add(Request(1, list(range(40)), max_tokens=2))
+    assert ids(step(scheduler)) == [0]
+    scheduler.abort(0)
+    plan = step(scheduler)
+    assert ids(plan) == [1]
+    assert plan.chunks[0].start == 8
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    scheduler = make()
+    scheduler.add(Request(0, list(range(10)), max_tokens=1))
+    drain(scheduler)
+    scheduler.add(Request(1, list(range(10)), max_tokens=2))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert finish_step(scheduler, plan) == [TokenOutput(1, SampledToken(1), None, cached_tokens=8)]
+
+
+def test_generated_tokens_are_cached_for_the_next_turn():
+    scheduler = make()
+    scheduler.add(Request(0, list(range(10, 16)), max_tokens=7))
+    drain(scheduler)
+    scheduler.add(Request(1, [*range(10, 16), 1, 1, 1, 1, 1, 1, 1, 50], max_tokens=1))
+    assert step(scheduler).chunks[0].start == 12
+
+
+def test_full_pool_preempts_the_youngest_and_its_output_stays():
+    scheduler = make(blocks=6, block_size=2, running=4)
+    requests = [Request(i, [10 * i + 1, 10 * i + 2, 10 * i + 3], max_tokens=8) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    plans = drain(scheduler)
+    assert scheduler.stats().preemptions >= 1
+    assert [len(request.output_tokens) for request in requests] == [8, 8]
+    assert all(0 in ids(plan) for plan in plans[: ids_until(plans, 0)]), "the oldest never waits"
+    repeated = [c for plan in plans for c in plan.chunks if not c.decodes and c.start + len(c.tokens) > 3]
+    assert {chunk.request.id for chunk in repeated} == {1}
+
+
+def ids_until(plans: list[StepPlan], request_id: int) -> int:
+    return max(i for i, plan in enumerate(plans) if request_id in ids(plan))
+
+
+def test_no_request_is_admitted_into_the_growth_of_those_that_run():
+    scheduler = make(blocks=4, block_size=4)
+    scheduler.add(Request(0, list(range(8)), max_tokens=8))
+    step(scheduler)
+    scheduler.add(Request(1, [50, 51, 52], max_tokens=2))
+    assert ids(step(scheduler)) == [0], "a block is free for it, but not one for the growth of each besides"
+    drain(scheduler)
+    assert scheduler.stats().preemptions == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    hot_per_step=st.integers(1, 6),
+    overtakes=st.integers(0, 6),
+    running=st.integers(1, 6),
+    blocks=st.integers(20, 60),
+    step_tokens=st.integers(8, 40),
+)
+def test_a_cold_request_is_not_starved_by_a_stream_of_hot_ones(hot_per_step, overtakes, running, blocks, step_tokens):
+    """Younger requests with less to compute keep coming; the cold one needs most of the pool."""
+    scheduler = make(blocks=blocks, step_tokens=step_tokens, running=running, waiting=500, overtakes=overtakes)
+    scheduler.add(Request(0, list(range(8)), max_tokens=2))
+    drain(scheduler)
+    scheduler.add(Request(1, list(range(100, 160)), max_tokens=2))
+    next_id = 2
+    for _ in range(400):
+        for _ in range(min(hot_per_step, 500 - scheduler.load().waiting)):
+            scheduler.add(Request(next_id, [*range(8), next_id], max_tokens=3))
+            next_id += 1
+        plan = step(scheduler)
+        if 1 in ids(plan):
+            break
+    older_or_overtaking = sum(c.request.id > 1 and not c.decodes for c in plan.chunks)
+    assert 1 in ids(plan), "starved"
+    admitted = scheduler.stats().prompt_tokens_queried - 8 - 60
+    assert admitted / 9 <= overtakes + running + older_or_overtaking
+
+
+def test_least_left_to_compute_goes_first():
+    scheduler = make(step_tokens=8, running=2)
+    scheduler.add(Request(0, list(range(8)), max_tokens=1))
+    drain(scheduler)
+    scheduler.add(Request(1, list(range(50, 60)), max_tokens=1))
+    scheduler.add(Request(2, [*range(8), 9], max_tokens=1))
+    assert ids(step(scheduler)) == [2, 1]
+
+
+def test_stop_token_ends_a_request_and_is_reported():
+    scheduler = make()
+    scheduler.add(Request(0, [1], max_tokens=9, stop_token_ids=frozenset({7})))
+    plan = scheduler.schedule()
+    assert plan is not None
+    [output] = finish_step(scheduler, plan, token=7)
+    assert (output.token, output.finish) == (SampledToken(7), FinishReason.STOP)
+    assert not scheduler.has_work
+
+
+def test_abort_during_a_step_frees_blocks_at_its_end():
+    scheduler = make()
+    scheduler.add(Request(0, list(range(10)), max_tokens=9))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.abort(0)
+    assert scheduler.load().blocks_free == 97
+    assert finish_step(scheduler, plan) == []
+    assert scheduler.load().blocks_free == 100
+    assert not scheduler.abort(0)
+    assert scheduler.stats().aborted == 1
+
+
+def test_id_of_an_aborted_request_may_be_used_again_at_once():
+    scheduler = make()
+    scheduler.add(Request(0, [1, 2, 3], max_tokens=2))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.abort(0)
+    successor = Request(0, [4, 5, 6], max_tokens=2)
+    scheduler.add(successor)
+    assert finish_step(scheduler, plan) == []
+    assert successor.output_tokens == []
+
+
+def test_failed_step_drops_its_requests_and_the_rest_goes_on():
+    scheduler = make(step_tokens=8)
+    scheduler.add(Request(0, list(range(8)), max_tokens=2))
+    scheduler.add(Request(1, list(range(20, 28)), max_tokens=2))
+    assert scheduler.schedule()
+    assert scheduler.fail_step() == [0]
+    assert scheduler.load().blocks_free == 100
+    assert {1} == {i for plan in drain(scheduler) for i in ids(plan)}
+    assert (scheduler.stats().failed_steps, scheduler.stats().failed) == (1, 1)
+
+
+def test_result_without_a_token_leaves_the_step_to_be_failed():
+    scheduler = make()
+    scheduler.add(Request(0, [1, 2], max_tokens=2))
+    assert scheduler.schedule()
+    with pytest.raises(KeyError):
+        scheduler.complete(StepResult())
+    assert scheduler.fail_step() == [0]
+
+
+def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache():
+    scheduler = make()
+    scheduler.add(Request(0, list(range(10)), max_tokens=3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.reset_cache() == 0
+    finish_step(scheduler, plan)
+    drain(scheduler)
+    scheduler.add(Request(1, list(range(10)), max_tokens=1))
+    assert step(scheduler).chunks[0].start == 0
+
+
+def test_steps_begin_and_end_in_turn():
+    scheduler = make()
+    assert scheduler.schedule() is None
+    with pytest.raises(RuntimeError, match="no step"):
+        scheduler.complete(StepResult())
+    with pytest.raises(RuntimeError, match="no step"):
+        scheduler.fail_step()
+    scheduler.add(Request(0, [1], max_tokens=1))
+    assert scheduler.schedule()
+    with pytest.raises(RuntimeError, match="in progress"):
+        scheduler.schedule()
+
+
+def test_what_can_never_run_is_refused_when_added():
+    scheduler = make(blocks=4, block_size=4, waiting=1)
+    scheduler.add(Request(0, [1] * 10, max_tokens=7))
+    with pytest.raises(QueueFull):
+        scheduler.add(Request(1, [1], max_tokens=1))
+    drain(scheduler)
+    with pytest.raises(ValueError, match="need 5 KV blocks"):
+        scheduler.add(Request(1, [1] * 10, max_tokens=8))
+    with pytest.raises(ValueError, match="at least one token"):
+        scheduler.add(Request(1, [], max_tokens=1))
+    scheduler.add(Request(1, [1], max_tokens=2))
+    step(scheduler)
+    with pytest.raises(ValueError, match="id 1 is in use"):
+        scheduler.add(Request(1, [1], max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ((0, 1, 1), "max_step_tokens"),
+        ((8, 0, 1), "max_running"),
+        ((8, 1, 0), "max_waiting"),
+        ((8, 9, 1), "max_running"),
+    ],
+)
+def test_config_names_the_field_at_fault(values, field):
+    with pytest.raises(ValueError, match=field):
+        SchedulerConfig(*values)
+
+
+def test_negative_overtakes_are_refused():
+    with pytest.raises(ValueError, match="max_overtakes"):
+        SchedulerConfig(8, 1, 1, max_overtakes=-1)
+
+
+def test_load_counts_what_is_left_to_compute():
+    scheduler = make(step_tokens=16, running=2)
+    scheduler.add(Request(0, list(range(6)), max_tokens=20))
+    step(scheduler)
+    scheduler.add(Request(1, list(range(100, 120)), max_tokens=20))
+    step(scheduler)
+    scheduler.add(Request(2, [*range(100, 108), 1, 2], max_tokens=20))
+    assert scheduler.load() == LoadReport(
+        running=2,
+        waiting=1,
+        uncached_tokens=(20 - 12) + (10 - 8),
+        decoding=1,
+        context_tokens=6 + 2,
+        blocks_free=100 - 2 - 5,
+        blocks_total=100,
+        block_size=4,
+        cost=StepCost(),
+    )
+
+
+def test_keys_are_held_once_their_blocks_are_computed():
+    scheduler = make(step_tokens=8)
+    spans = tuple(KeySpan(PrefixKey(i), 4 * i) for i in (1, 2, 3))
+    scheduler.add(Request(0, list(range(13)), max_tokens=1, key_spans=spans))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.take_changes().stored == ()
+    finish_step(scheduler, plan)
+    assert scheduler.take_changes().stored == ((1, Tier.GPU), (2, Tier.GPU))
+    drain(scheduler)
+    assert scheduler.held_keys() == ((1, 2, 3), (), ())

@@ -1,0 +1,204 @@
+"""Streams on the wire: order of events, when the headers go out, what a failure or a client's leaving does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from engine.backend.sim import SimBackend
+from engine.contract import headers
+from engine.contract.sse import SseDecoder
+from engine.sched.plan import StepPlan, StepResult
+from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    decoder = SseDecoder()
+    async for data in response.content.iter_any():
+        for event in decoder.feed(data):
+            yield event if event == b"[DONE]" else orjson.loads(event)
+
+
+class Failing(SimBackend):
+    """Fails in the steps named, counted from 1."""
+
+    def __init__(self, *failing: int) -> None:
+        super().__init__(FAST, 300)
+        self._failing = failing
+        self._steps = 0
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        self._steps += 1
+        if self._steps in self._failing:
+            raise RuntimeError("device lost")
+        return await super().run(plan)
+
+
+async def test_order_of_the_events_of_a_chat(engine: Engine) -> None:
+    async with engine.post(
+        CHAT, messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    ) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        *chunks, finish, usage, done = [event async for event in events_of(response)]
+    assert done == b"[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert finish["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(chunk["choices"][0]["delta"].keys() == {"content"} for chunk in chunks[1:])
+    assert all(chunk["usage"] is None for chunk in [*chunks, finish])
+    assert {chunk["id"] for chunk in [*chunks, finish, usage]} == {usage["id"]}
+    assert {chunk["object"] for chunk in [*chunks, finish, usage]} == {"chat.completion.chunk"}
+
+
+async def test_usage_is_not_sent_unless_asked_for(engine: Engine) -> None:
+    async with engine.post(TEXT, prompt="hi", stream=True) as response:
+        events = [event async for event in events_of(response)]
+    assert all("usage" not in event for event in events[:-1])
+    assert all(event["object"] == "text_completion" for event in events[:-1])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_headers_go_out_with_the_first_token_and_not_before(start: Start, stream: bool) -> None:
+    """Until then a gateway may try another engine."""
+    async with start(replace(SLOW, w0_ms=100)) as engine:
+        await engine.ask(TEXT, prompt=list(range(64)), max_tokens=1)
+        started_s = time.perf_counter()
+        async with engine.post(TEXT, prompt=list(range(64)), max_tokens=2, stream=stream, model=MODEL) as response:
+            assert time.perf_counter() - started_s > 0.09
+            assert response.headers[headers.CACHED] == "48"
+            assert response.headers[headers.PROMPT_TOKENS] == "64"
+            assert response.headers[headers.POD] == "pod-1"
+            await response.read()
+        assert time.perf_counter() - started_s > 0.19
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_blocks_within_a_step(start: Start, stream: bool) -> None:
+    async with start(SLOW) as engine:
+        request = asyncio.ensure_future(
+            engine.post(TEXT, prompt="hi " * 50, max_tokens=3000, n=2, stream=stream).__aenter__()
+        )
+        await wait_until(lambda: engine.held_blocks() > 0)
+        if stream:
+            (await request).close()
+        else:
+            request.cancel()
+        left_s = time.perf_counter()
+        await wait_until(lambda: engine.held_blocks() == 0)
+        assert time.perf_counter() - left_s < 0.02 + 0.1  # a step, and slack for a busy machine
+        assert not engine.service.scheduler.has_work
+
+
+async def test_a_client_that_leaves_before_its_first_token_is_not_computed(start: Start) -> None:
+    async with start(SLOW, max_running=1, max_step_tokens=64) as engine:
+        first = asyncio.ensure_future(engine.ask(TEXT, prompt="first", max_tokens=20))
+        await wait_until(lambda: engine.held_blocks() > 0)
+        second = asyncio.ensure_future(engine.ask(TEXT, prompt="second", max_tokens=3000))
+        await wait_until(lambda: engine.service.scheduler.load().waiting == 1)
+        second.cancel()
+        await wait_until(lambda: engine.service.scheduler.load().waiting == 0)
+        assert (await first)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_step_that_fails_before_the_first_token_is_a_500(start: Start, stream: bool) -> None:
+    async with start(backend=Failing(1)) as engine:
+        status, body = await engine.ask(CHAT, messages=MESSAGES, max_tokens=3, stream=stream)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        assert "device lost" in body["error"]["message"]
+        assert (await engine.ask(CHAT, messages=MESSAGES, max_tokens=3))[0] == 200
+        assert engine.held_blocks() == 0
+
+
+async def test_a_step_that_fails_later_ends_the_stream_with_an_error_event(start: Start) -> None:
+    async with start(backend=Failing(3)) as engine:
+        async with engine.post(CHAT, messages=MESSAGES, max_tokens=9, stream=True) as response:
+            *chunks, last = [event async for event in events_of(response)]
+        assert response.status == 200
+        assert chunks
+        assert last["error"]["type"] == "server_error"
+        assert (await engine.ask("/v1/completions", prompt="x"))[0] == 200
+
+
+async def test_more_requests_than_the_queue_holds_get_a_429(start: Start) -> None:
+    async with start(SLOW, max_running=1, max_waiting=1, max_step_tokens=64) as engine:
+        running = asyncio.ensure_future(engine.ask(TEXT, prompt="a", max_tokens=30))
+        await wait_until(lambda: engine.held_blocks() > 0)
+        waiting = asyncio.ensure_future(engine.ask(TEXT, prompt="b", max_tokens=1))
+        await wait_until(lambda: engine.service.scheduler.load().waiting == 1)
+        async with engine.post(TEXT, prompt="c") as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["type"] == "rate_limit_error"
+        assert [(await running)[0], (await waiting)[0]] == [200, 200]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stop_string_cuts_the_text_and_ends_the_request(engine: Engine, stream: bool) -> None:
+    fields = {"prompt": "hi", "seed": 4, "max_tokens": 200, "stream": stream}
+    _, whole = await engine.ask(TEXT, **{**fields, "stream": False})
+    text = whole["choices"][0]["text"]
+    stop = text[100:103]
+    async with engine.post(TEXT, **fields, stop=[stop]) as response:
+        if stream:
+            choices = [event["choices"][0] async for event in events_of(response) if event != b"[DONE]"]
+            got, finish = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+        else:
+            body = await response.json()
+            got, finish = body["choices"][0]["text"], body["choices"][0]["finish_reason"]
+            assert body["usage"]["completion_tokens"] < 200
+    assert got == text[: text.index(stop)]
+    assert finish == "stop"
+    await wait_until(lambda: engine.held_blocks() == 0)
+
+
+async def test_a_stop_token_ends_the_text_and_is_not_in_it(start: Start) -> None:
+    class Counting(SimBackend):
+        async def run(self, plan: StepPlan) -> StepResult:
+            result = await super().run(plan)
+            tokens = {i: replace(token, token=65 + (self.next - 65)) for i, token in result.sampled.items()}
+            self.next += bool(tokens)
+            return StepResult(tokens, result.elapsed_s)
+
+        next = 65
+
+    async with start(backend=Counting(FAST, 300)) as engine:
+        status, body = await engine.ask(TEXT, prompt="hi", max_tokens=50, stop_token_ids=[70])
+        _, text = await engine.ask("/detokenize", tokens=[65, 66, 67, 68, 69])
+    assert status == 200
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["text"] == text["prompt"]
+    assert body["usage"]["completion_tokens"] == 6
+
+
+async def test_the_clients_request_id_comes_back(engine: Engine) -> None:
+    async with engine.http.get(engine.url + "/health", headers={headers.REQUEST_ID: "abc"}) as response:
+        assert response.headers[headers.REQUEST_ID] == "abc"
+    async with engine.http.post(
+        engine.url + TEXT, json={"prompt": "hi", "stream": True}, headers={headers.REQUEST_ID: "abc"}
+    ) as response:
+        assert response.headers[headers.REQUEST_ID] == "abc"
+
+
+async def test_long_prompts_do_not_stop_the_event_loop(engine: Engine) -> None:
+    """Half a megabyte of text is parsed, rendered and tokenized while the loop keeps turning."""
+    text = "The quick brown fox. " * 25_000
+    big = asyncio.ensure_future(engine.ask(CHAT, messages=[{"role": "user", "content": text}]))
+    worst_s, started_s = 0.0, time.perf_counter()
+    while not big.done():
+        before_s = time.perf_counter()
+        await asyncio.sleep(0.001)
+        worst_s = max(worst_s, time.perf_counter() - before_s)
+    assert (await big)[0] == 400
+    assert worst_s < 0.5 * (time.perf_counter() - started_s)  # tokenizing takes nearly all of it, and holds nobody up

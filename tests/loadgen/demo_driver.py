@@ -1,0 +1,26 @@
+"""`warmroute-loadgen demo` with engine and gateway replaced by fake_program.py. Runs as a script."""
+
+from __future__ import annotations
+
+import sys
+
+from loadgen.__main__ import main
+from loadgen.config import CompareSettings
+from loadgen.demo import run, stack
+
+
+class QuickSettings(CompareSettings):
+    """Traffic without long pauses."""
+
+    think_s: float = 0.05
+    settle_s: float = 0.1
+
+
+def fake_module(name: str, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "tests.loadgen.fake_program", name, *flags]
+
+
+if __name__ == "__main__":
+    run.CompareSettings = QuickSettings  # type: ignore[misc]
+    stack.module_command = fake_module
+    main(["demo", *sys.argv[1:]])

@@ -1,0 +1,137 @@
+"""The demo from start to end, with a real Redis server and stand-ins for engine and gateway."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+import psutil
+import pytest
+
+from loadgen.demo.run import claim_folder
+from loadgen.demo.sizing import MAX_SESSION_RATE, UTILISATION, Pace
+
+ROOT = Path(__file__).parents[2]
+FAST = ["--arm-s", "0.6", "--total-s", "30"]
+
+
+class Demo:
+    """A running demo with everything it starts and makes findable."""
+
+    def __init__(self, tmp_path: Path, *flags: str) -> None:
+        self.out, self.scratch = tmp_path / "out", tmp_path / "scratch"
+        self.scratch.mkdir(exist_ok=True)
+        self.said = tmp_path / "said.txt"
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("WARMROUTE_", "REDIS_URL"))}
+        with self.said.open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.loadgen.demo_driver", "--out", str(self.out), *FAST, *flags],
+                cwd=ROOT,
+                env={**env, "TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        self.seen: set[int] = set()
+
+    def wait_said(self, text: str, timeout_s: float = 20.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.said.read_text():
+            assert self.process.poll() is None, self.said.read_text()
+            assert time.monotonic() < deadline_s, self.said.read_text()
+            self.look()
+            time.sleep(0.02)
+        self.look()
+
+    def look(self) -> None:
+        """Remember every process it has."""
+        self.seen |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def leaves_nothing(self) -> bool:
+        """No process of its own and nothing in the temporary folder."""
+        return not any(psutil.pid_exists(pid) for pid in self.seen) and not list(self.scratch.iterdir())
+
+
+@contextmanager
+def running(tmp_path: Path, *flags: str):
+    """A demo that is killed at the end if it still runs."""
+    demo = Demo(tmp_path, *flags)
+    try:
+        yield demo
+    finally:
+        demo.process.kill()
+        demo.process.wait(10)
+
+
+def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
+    with running(tmp_path, "--policies", "round_robin,predicted_ttft") as one:
+        one.wait_said("starting 4 engines")
+        with running(tmp_path, "--policies", "round_robin,predicted_ttft") as other:
+            assert (other.wait(), one.wait()) == (0, 0), other.said.read_text()
+        folders = [one.out, one.out.with_name(f"out-{other.process.pid}")]
+        for folder in folders:
+            result = orjson.loads((folder / "result.json").read_bytes())
+            assert list(result["arms"]) == ["round_robin", "predicted_ttft"]
+            assert all(arm["failed"] == arm["not_sent"] == 0 < arm["completed"] for arm in result["arms"].values())
+            assert (folder / "report.html").stat().st_size > 20_000
+            logs = {path.name for path in (folder / "logs").iterdir()}
+            assert logs == {"checkpoint.log", "redis.log", "gateway.log", *(f"engine-{i}.log" for i in range(1, 5))}
+        said = other.said.read_text()
+        for needed in ("gateway is ready", "this machine:", "arm 2/2", "TTFT mean", str(folders[1] / "report.html")):
+            assert needed in said
+        assert one.leaves_nothing()
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("logs of the child", signal.SIGINT),
+        ("making a small Llama", signal.SIGTERM),
+        ("starting 4 engines", signal.SIGINT),
+        ("gateway is ready", signal.SIGTERM),
+        ("arm 1/2", signal.SIGINT),
+        ("stopping the children", signal.SIGINT),
+    ],
+)
+def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path: Path, moment: str, number: signal.Signals):
+    with running(tmp_path, "--policies", "round_robin,predicted_ttft") as demo:
+        demo.wait_said(moment)
+        demo.process.send_signal(number)
+        demo.process.send_signal(number)  # an impatient user
+        assert demo.wait(15) in (130, 0, -number), demo.said.read_text()
+        assert demo.leaves_nothing()
+        assert "Traceback" not in demo.said.read_text()
+
+
+def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path):
+    with running(tmp_path) as demo:
+        demo.wait_said("gateway is ready")
+        redis = next(p for p in psutil.Process(demo.process.pid).children() if "redis" in p.name())
+        redis.kill()
+        assert demo.wait(15) == 1
+        assert "redis ended unexpectedly (killed by signal 9)" in demo.said.read_text()
+        assert demo.leaves_nothing()
+
+
+def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path):
+    wanted = tmp_path / "out" / "demo"
+    with claim_folder(wanted) as first, claim_folder(wanted) as second:
+        assert first == wanted
+        assert second == tmp_path / "out" / f"demo-{os.getpid()}"
+    with claim_folder(wanted) as again:
+        assert again == wanted
+
+
+def test_the_rate_loads_slow_and_fast_machines_alike():
+    slow, fast = Pace(2.0, 0.5, 3.0), Pace(0.2, 0.05, 0.3)
+    assert slow.session_rate(3) == pytest.approx(fast.session_rate(3) / 10)
+    assert 3 * slow.session_rate(3) * (0.6 * 2.0 + 0.5) == pytest.approx(UTILISATION)
+    assert Pace(1e-6, 1e-6, 1e-6).session_rate(3) == MAX_SESSION_RATE
