@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import concurrent.futures
 import logging
 import signal
@@ -77,6 +78,7 @@ async def serve(settings: EngineSettings) -> None:
         if loaded is None:
             return
         async with engine_tasks(settings, state, metrics, loaded, port) as stop_publishing:
+            gc.freeze()  # what start-up made lives on: a collection that walks it costs milliseconds in a step
             print(f"listening on http://{_in_url(settings.host)}:{port}", flush=True)
             await stop.wait()
             log.info("draining: new requests are refused, running ones may take %g s", settings.drain_s)
@@ -131,8 +133,14 @@ def _torch_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, 
     blocks = settings.kv_pool_tokens // settings.block_size or settings.kv_cache_bytes // block_bytes
     if blocks < 1:
         raise StartError(f"--kv-cache-bytes {settings.kv_cache_bytes} is less than one block of {block_bytes} bytes")
-    threads = settings.threads or None
-    return TorchBackend(model, block_count=blocks, block_size=settings.block_size, threads=threads), blocks
+    try:
+        backend = TorchBackend(
+            model, block_count=blocks, block_size=settings.block_size, threads=settings.threads or None
+        )
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise StartError(f"the KV pool of {blocks * block_bytes} bytes does not fit the device: {reason}") from None
+    return backend, blocks
 
 
 @asynccontextmanager

@@ -41,7 +41,8 @@ POOLED_IDLE_S = 3.0
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
 """Keys of dropped pods looked at in one go: well under a millisecond."""
-FORCED_STOP_S = 2.0
+FORCED_STOP_S = 0.5
+"""For what is still going on when the drain is over; then its connection is cut."""
 
 SETTINGS = web.AppKey("settings", GatewaySettings)
 METRICS = web.AppKey("metrics", Metrics)
@@ -51,6 +52,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 FLEET = web.AppKey("fleet", Fleet)
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 STATUS = web.AppKey("status", Status)
+CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
 ADMIN = web.AppKey("admin", Admin)
 
@@ -182,7 +184,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
     )
-    chooser = Chooser(
+    app[CHOOSER] = chooser = Chooser(
         fleet,
         index,
         registry,

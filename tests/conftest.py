@@ -15,6 +15,14 @@ settings.register_profile("tests", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("tests")
 
 
+def pytest_configure() -> None:
+    """pytest-asyncio asks for the current loop before it sets its own; where none was ever set, asyncio makes one.
+
+    It is never closed, and the ResourceWarning fails whichever test runs at the next garbage collection.
+    """
+    asyncio.set_event_loop(None)
+
+
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A real, empty Redis server of the test's own, which it may stop and start."""

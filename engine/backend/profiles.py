@@ -4,8 +4,8 @@
 
 T_new: prefill chunk tokens plus decode tokens; t, p: a prefill chunk's tokens and those before it; B: decode tokens.
 The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regressors. H100 and A100: w0, a and c1 fitted
-to Vidur's published profile of the linear operations (Llama2-7B on H100, Llama3-8B on A100), c2 and c3 from the
-attention FLOPs and KV bytes of an 8B model. L4: an estimate from its bandwidth and FLOPS relative to those.
+to Vidur's published profile of the linear operations (Llama2-7B on H100, Llama3-8B on A100); c2 to c4 and all of L4 are
+estimates for an 8B model, not measurements.
 """
 
 from __future__ import annotations

@@ -26,7 +26,3 @@ class InFlightBlocks:
         """Whether another sequence computes this one's block `block`, one it could reuse."""
         reusable = min((known_tokens - 1) // sequence.block_size, len(sequence.digests))
         return block < reusable and sequence.digests[block] in self._owner
-
-    def clear(self) -> None:
-        """No one waits for what is being computed (it will not be reusable)."""
-        self._owner.clear()

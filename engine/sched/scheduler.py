@@ -183,7 +183,6 @@ class Scheduler:
 
     def reset_cache(self) -> int:
         """Forget all cached prefixes; returns the number of blocks that freed. Running requests are not disturbed."""
-        self._in_flight.clear()
         return self._cache.reset()
 
     def stats(self) -> SchedulerStats:

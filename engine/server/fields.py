@@ -7,6 +7,7 @@ ignore_eos, cache_salt and chat_template_kwargs are vLLM's extensions.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -136,6 +137,4 @@ def _explain(error: ValidationError, kind: type[GenerationFields]) -> BadRequest
         return BadRequest(f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter")
     if first["type"] == "missing":
         return BadRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    given = repr(first["input"])
-    given = given if len(given) <= 80 else given[:77] + "..."
-    return BadRequest(f"{param}: {first['msg']}; got {given}", param=param, code="invalid_value")
+    return BadRequest(f"{param}: {first['msg']}; got {reprlib.repr(first['input'])}", param=param, code="invalid_value")

@@ -167,7 +167,6 @@ async def _whole(request: web.Request, generation: _Generation, answer: Answer) 
 
 
 async def _stream(request: web.Request, generation: _Generation, answer: Answer) -> web.StreamResponse:
-    started: set[int] = set()
     item = await generation.next()
     response = web.StreamResponse(
         headers={
@@ -178,6 +177,26 @@ async def _stream(request: web.Request, generation: _Generation, answer: Answer)
         }
     )
     await response.prepare(request)
+    is_whole = False
+    try:
+        await _send(response, generation, answer, item)
+        await response.write_eof()
+        is_whole = True
+    finally:
+        # Whatever went wrong, the client must not take a part for the whole, nor get a second answer inside the first.
+        if not is_whole and request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+async def _send(
+    response: web.StreamResponse,
+    generation: _Generation,
+    answer: Answer,
+    item: tuple[Choice, Delta] | None,
+) -> None:
+    """Every event, from the first delta, which is `item`."""
+    started: set[int] = set()
     try:
         while item is not None:
             choice, delta = item
@@ -190,11 +209,14 @@ async def _stream(request: web.Request, generation: _Generation, answer: Answer)
     except StepFailed as error:
         # The status is sent already: the error travels in the stream, which then ends without [DONE].
         await _write(response, sse_event(ApiError(str(error)).body()))
-    await response.write_eof()
-    return response
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
-    if data:
+    """Raises ConnectionResetError when the client has gone, or reads nothing any more."""
+    if not data:
+        return
+    try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None

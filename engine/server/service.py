@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -37,16 +37,22 @@ class TextWorkers:
         if self._pending >= self._max_pending:
             raise TooManyRequests("too many requests wait to be tokenized", retry_after_s=RETRY_AFTER_S)
         self._pending += 1
-        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
-        # Counted until the thread is done with it, also when the client has gone before.
-        future.add_done_callback(self._done)
-        return await future
+        loop = asyncio.get_running_loop()
+        job = self._pool.submit(call, *args, **kwargs)
+        # Counted until a thread is done with it, also when the client has gone before; one not begun is dropped then.
+        job.add_done_callback(lambda _: self._count_done(loop))
+        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
         """Start nothing more; threads end after their present call."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _done(self, future: asyncio.Future[T]) -> None:
+    def _count_done(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the worker's thread."""
+        with suppress(RuntimeError):  # the event loop has closed: nobody counts any more
+            loop.call_soon_threadsafe(self._done)
+
+    def _done(self) -> None:
         self._pending -= 1
 
 

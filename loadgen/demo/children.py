@@ -113,8 +113,13 @@ class Children:
         """Those that have not ended, in the order they were started."""
         return [child for child in self._children if child.is_running]
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
-        """Start a process that is to run until the end, its output in NAME.log. Raises ChildDied where it cannot."""
+    def start(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, *, niceness: int = 0
+    ) -> Child:
+        """Start a process that is to run until the end, its output in NAME.log. Raises ChildDied where it cannot.
+
+        `niceness` is added to this process's own: 0 for equal priority, up to 19 for less.
+        """
         log = self._logs / f"{name}.log"
         try:
             with log.open("wb") as output:
@@ -125,7 +130,7 @@ class Children:
                     stderr=subprocess.STDOUT,
                     env=env,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=_before_exec(os.getpid(), niceness),
                 )
         except OSError as error:
             raise ChildDied(f"{name} could not be started: {error}") from None
@@ -174,13 +179,14 @@ class Children:
             time.sleep(0.01)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
+def _before_exec(parent: int, niceness: int) -> Callable[[], None]:
     """What a child does between fork and exec: ask the kernel to be killed when the thread that started it ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def before_exec() -> None:
+        os.nice(niceness)
+        if prctl is None:
+            return
         prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         if os.getppid() != parent:  # it ended before the request could take effect
             os._exit(1)

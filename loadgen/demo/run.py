@@ -27,6 +27,8 @@ REPORT_S = 15.0
 DRAIN_S = 8.0
 """An arm outlasts its arrivals by about this: two more turns with their pauses."""
 MIN_WINDOW_S, MIN_SESSIONS = 5.0, 12
+SLACK = 1.15
+"""An arm that outlasts its share of the time by more is cut off: the whole demo ends by about 1.15 * total_s."""
 
 
 class DemoSettings(Settings):
@@ -44,9 +46,9 @@ class DemoSettings(Settings):
         None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
     )
     pool_tokens: int = Field(
-        9000,
+        8000,
         ge=256,
-        description="KV pool of each engine in tokens; 9,000 hold about half of the 8 system prompts",
+        description="KV pool of each engine in tokens; 8,000 hold about half of the 8 system prompts",
     )
     arm_s: float = Field(55.0, gt=0, description="seconds of arrivals in each arm; less where total_s demands it")
     total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
@@ -95,7 +97,7 @@ def _sized(
         update={
             "session_rate": rate,
             "sessions": max(MIN_SESSIONS, round(rate * window_s)),
-            "time_limit_s": round(max(window_s + DRAIN_S, 1.3 * share_s), 1),
+            "time_limit_s": round(max(window_s + DRAIN_S, SLACK * share_s), 1),
             "tokens_per_word": tokens_per_word,
         }
     )

@@ -18,6 +18,8 @@ from loadgen.demo.children import Child, ChildDied, Children
 CHECKPOINT_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 120.0
 MODEL_FOLDER = "model"
+ENGINE_NICENESS = 5
+"""Engines would use every core; gateway and load generator, which elsewhere have cores of their own, go first."""
 _LISTENING = re.compile(r"listening on (http://\S+)")
 _REDIS_READY = re.compile(r"[Rr]eady to accept connections")
 
@@ -123,7 +125,7 @@ def _start_engine(number: int, spec: StackSpec, redis_url: str, children: Childr
         *("--redis-url", redis_url),
         *("--kv-pool-tokens", str(spec.pool_tokens)),
     )
-    return children.start(f"engine-{number}", argv, env)
+    return children.start(f"engine-{number}", argv, env, niceness=ENGINE_NICENESS)
 
 
 async def _wait_ready(gateway: Child, url: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 
 import aiohttp
@@ -20,7 +19,7 @@ from router.gateway.headers import answer_headers, upstream_headers
 from router.gateway.inbound import Inbound
 from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke
 from router.gateway.upstream import Opened, PodFailed, open_answer
-from router.gateway.usage import TAIL_BYTES, header_usage, usage_in
+from router.gateway.usage import TAIL_BYTES, Tail, header_usage, usage_in
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
@@ -138,27 +137,28 @@ class Proxy:
         response = web.StreamResponse(
             status=opened.response.status, headers=_headers(opened.response, exchange, choice)
         )
-        relay = EventRelay(
-            opened.response.content, response, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s
-        )
+        tail = Tail()
         is_ended = False
         try:
-            await response.prepare(request)
-            await relay.copy(opened.first)
+            writer = await response.prepare(request)
+            assert writer is not None  # only a HEAD request has none
+            relay = EventRelay(
+                opened.response.content, writer, tail, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s
+            )
+            try:
+                await relay.copy(opened.first)
+            except UpstreamBroke as error:
+                exchange.error = str(error)
+                self._metrics.broke()
+                response.force_close()
+                await relay.end_with(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
             await response.write_eof()
             is_ended = True
-        except UpstreamBroke as error:
-            exchange.error = str(error)
-            self._metrics.broke()
-            response.force_close()
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                await relay.send_error(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
-                is_ended = True
         except (ClientStalled, ConnectionError) as error:
             exchange.error = f"client gone: {type(error).__name__}"
             exchange.status = CLIENT_GONE
         finally:
-            exchange.usage = exchange.usage.or_else(relay.tail.usage())
+            exchange.usage = exchange.usage.or_else(tail.usage())
             if not is_ended and request.transport is not None:
                 request.transport.abort()  # so that nothing can end the stream as if it were whole
         return response

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from aiohttp import ClientError, StreamReader, web
+from aiohttp import ClientError, StreamReader
+from aiohttp.abc import AbstractStreamWriter
 
 from engine.contract.errors import ApiError
 from engine.contract.sse import sse_event
@@ -34,19 +35,24 @@ class EventRelay:
     A client cannot use half an event, and an engine that dies within one would leave it half before the error event.
     """
 
-    def __init__(self, source: StreamReader, sink: web.StreamResponse, *, idle_s: float, deadline_s: float) -> None:
+    def __init__(
+        self, source: StreamReader, sink: AbstractStreamWriter, tail: Tail, *, idle_s: float, deadline_s: float
+    ) -> None:
         self._source = source
         self._sink = sink
         self._idle_s = idle_s
         self._deadline_s = deadline_s
+        self._tail = tail
         self._held = b""
         self._is_mid_event = False
-        self.tail = Tail()
 
     async def copy(self, chunk: bytes) -> None:
-        """Send `chunk` and all that follows. Raises UpstreamBroke, ClientStalled or ConnectionError (client gone)."""
+        """Send `chunk`, all that follows, and the end.
+
+        Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
+        """
         clock = asyncio.get_running_loop().time
-        source, tail = self._source, self.tail
+        read, write, keep = self._source.readany, self._sink.write, self._tail.add
         rearm_at_s = 0.0
         is_reading = False
         try:
@@ -56,19 +62,20 @@ class EventRelay:
                     if now_s >= rearm_at_s:
                         limit.reschedule(min(now_s + self._idle_s, self._deadline_s))
                         rearm_at_s = now_s + REARM_SHARE * self._idle_s
-                    tail.add(chunk)
+                    keep(chunk)
                     if self._held or not chunk.endswith(_EVENT_ENDS):
                         chunk = self._complete(chunk)
                     if chunk:
-                        await self._sink.write(chunk)
+                        await write(chunk)
                     is_reading = True
                     try:
-                        chunk = await source.readany()
+                        chunk = await read()
                     except (ClientError, OSError) as error:
                         raise UpstreamBroke(f"the engine's stream broke: {error or type(error).__name__}") from None
                     is_reading = False
                 if self._held:
-                    await self._sink.write(self._held)
+                    await write(self._held)
+                await self._sink.write_eof()
         except TimeoutError:
             if not is_reading:
                 raise ClientStalled from None
@@ -87,9 +94,15 @@ class EventRelay:
             self._is_mid_event = False
         return data[:end]
 
-    async def send_error(self, error: ApiError) -> None:
-        """End the stream with an error event. What is held of a broken event is left out."""
+    async def end_with(self, error: ApiError) -> None:
+        """One more event, with the error, and the end. What is held of a broken event is left out.
+
+        Raises ClientStalled or ConnectionError.
+        """
         event = sse_event(error.body())
-        async with asyncio.timeout(LAST_WORD_S):
-            await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
-            await self._sink.write_eof()
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
+                await self._sink.write_eof()
+        except TimeoutError:
+            raise ClientStalled from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from router.gateway.errors import BadGateway, DeadlineExceeded
 
 MAX_WHOLE_BYTES = 64 * 2**20
 """Largest answer that is not a stream: it is read whole, so that a pod's death within it can be made good."""
+
+LARGE_BODY_BYTES = 2**20
+"""A larger request body is written in pieces, so that other requests get their turn in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ async def open_answer(
     response: aiohttp.ClientResponse | None = None
     try:
         async with asyncio.timeout_at(deadline_s):
-            response = await session.post(target, data=body, headers=headers, allow_redirects=False)
+            data = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
+            response = await session.post(target, data=data, headers=headers, allow_redirects=False)
             is_stream = response.status == 200 and response.content_type == "text/event-stream"
             first = await response.content.readany() if is_stream else await _whole(response)
         opened, response = Opened(response, first, is_stream), None

@@ -39,14 +39,12 @@ class Usage:
 class Tail:
     """The last chunks of a body, kept by reference."""
 
-    __slots__ = ("_chunks",)
+    __slots__ = ("_chunks", "add")
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
-
-    def add(self, chunk: bytes) -> None:
+        self.add = self._chunks.append
         """One more chunk; the oldest goes."""
-        self._chunks.append(chunk)
 
     def usage(self) -> Usage:
         """The counts in the last TAIL_BYTES."""

@@ -12,15 +12,21 @@ _ELSEWHERE = 1e9
 
 
 class CacheAware:
-    """A pod holds the prefix if its match is at least `match_share` of the longest; without a match, all pods do."""
+    """A pod holds the prefix if its match is at least `match_share` of the longest.
+
+    Where the longest is below `min_prompt_share` of the prompt, no pod does: else a short text common to all requests
+    would keep them all on the pod that saw it first.
+    """
 
     name = "cache_aware"
 
-    def __init__(self, match_share: float) -> None:
+    def __init__(self, match_share: float, min_prompt_share: float) -> None:
         self._match_share = match_share
+        self._min_prompt_share = min_prompt_share
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are loads in tokens, those of pods without the prefix behind all others."""
-        needed = self._match_share * max(pod.matched_tokens for pod in pods)
+        longest = max(pod.matched_tokens for pod in pods)
+        needed = self._match_share * longest if longest >= self._min_prompt_share * request.prompt_tokens else 0
         scores = [load(pod) + (_ELSEWHERE if pod.matched_tokens < needed else 0.0) for pod in pods]
         return decide(self.name, pods, lowest(request, pods, scores), scores if explain else ())

@@ -11,7 +11,7 @@ OBSERVATION_S = 60.0
 
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
-_PRIOR_WEIGHT = 0.5
+_PRIOR_WEIGHT = 0.1
 _PRIOR_TOKENS = (0.0, 2000.0)
 _OUTLIER = 10.0
 """A time this many times the expected one counts as that: one stall must not spoil the fit, a slow pod still shows."""

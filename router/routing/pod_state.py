@@ -69,6 +69,7 @@ class PodState:
         self._moved_s = 0.0
         """When the pod's queue was last seen to move: its latest first token."""
         self._next_step_counted = False
+        """Whether what waits includes requests for the step after the running one, which they share."""
         self._speed = PodSpeed()
         self._report: LoadReport | None = None
         self._reported_s = 0.0
@@ -150,12 +151,18 @@ class PodState:
         self._reprice(now_s)
         self._forget_prefilled(now_s)
         recent_tokens = sum(tokens for _, tokens in self._prefilled)
-        others_tokens = max(0, load.uncached_tokens - self._pending_tokens - recent_tokens)
+        requests = load.running + load.waiting
+        others = max(0, requests - len(self._pending) - len(self._decoding))
+        # The pod may count a prefix once for each request that waits for it: more tokens are no sign of more requests.
+        others_tokens = min(
+            max(0, load.uncached_tokens - self._pending_tokens - recent_tokens),
+            load.uncached_tokens * others // max(1, requests),
+        )
         self._others_until_s = now_s + self._queued_s(others_tokens)
         unseen_s = sum(r.work_s for r in self._pending.values() if now_s - r.sent_s < REPORT_LAG_S)
         self._free_at_s = min(self._free_at_s, now_s + self._queued_s(load.uncached_tokens) + unseen_s)
         self._others = LoadReport(
-            running=max(0, load.running + load.waiting - len(self._pending) - len(self._decoding)),
+            running=others,
             uncached_tokens=others_tokens,
             decoding=max(0, load.decoding - len(self._decoding)),
             context_tokens=max(0, load.context_tokens - self._context_tokens),
@@ -197,16 +204,19 @@ class PodState:
         return min(1.0, max(0.0, (STALE_S - (now_s - self._reported_s)) / (STALE_S - FRESH_S)))
 
     def _prefill_free_at_s(self, now_s: float, trust: float) -> float:
-        """A pod that keeps a request waiting past its time is taken to need as long again.
+        """A pod that keeps a request waiting past its time is taken to need as long again, and a step.
 
         Else a pod that is slower than thought, or hangs, would drain with the clock, look idle, and draw every request.
         """
-        overdue_s = next((now_s - r.due_s for r in self._pending.values() if r.streams), 0.0)
-        free_at_s = max(self._free_at_s, now_s + overdue_s)
+        free_at_s = self._free_at_s
+        oldest = next((request for request in self._pending.values() if request.streams), None)
+        if oldest is not None and oldest.due_s < now_s:
+            free_at_s = max(free_at_s, 2 * now_s - oldest.due_s + self._step_s())
         others_s = self._others_until_s - now_s
         return max(free_at_s, now_s) + trust * others_s if others_s > 0 else free_at_s
 
     def _step_s(self) -> float:
+        """Seconds of a step of the pod, apart from its prefill."""
         return decode_s(
             self.cost, len(self._decoding) + self._others.decoding, self._context_tokens + self._others.context_tokens
         )

@@ -27,6 +27,8 @@ class PolicyOptions:
     """bounded_hash, affinity_groups: load a pod may have, relative to the mean; above 1."""
     match_share: float = 0.5
     """cache_aware: share of the longest match from which a pod counts as holding the prefix, 0 to 1."""
+    match_min_prompt_share: float = 0.3
+    """cache_aware: share of the prompt below which the longest match counts as none, 0 to 1."""
     group_min_pods: float = 0.5
     """affinity_groups: load, in pods' worth, from which a prefix is popular."""
     group_hysteresis_pods: float = 0.75
@@ -61,8 +63,9 @@ class PolicyOptions:
                 raise ValueError(f"policy option {name} must not be negative, not {getattr(self, name)}")
         if not self.load_bound > 1:
             raise ValueError(f"policy option load_bound must be above 1, not {self.load_bound}")
-        if not 0 <= self.match_share <= 1:
-            raise ValueError(f"policy option match_share must be between 0 and 1, not {self.match_share}")
+        for name in ("match_share", "match_min_prompt_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"policy option {name} must be between 0 and 1, not {getattr(self, name)}")
         if not self.group_hysteresis_pods >= 0.5:
             raise ValueError(
                 f"policy option group_hysteresis_pods must be at least 0.5, not {self.group_hysteresis_pods}"
@@ -97,7 +100,7 @@ _MAKERS: Mapping[str, Callable[[PolicyOptions], Policy]] = MappingProxyType(
         "least_loaded": lambda options: LeastLoaded(),
         "prefix_hash": lambda options: PrefixHash(options.hash_depth_strides),
         "bounded_hash": lambda options: BoundedHash(options.hash_depth_strides, options.load_bound),
-        "cache_aware": lambda options: CacheAware(options.match_share),
+        "cache_aware": lambda options: CacheAware(options.match_share, options.match_min_prompt_share),
         "affinity_groups": _affinity_groups,
         "predicted_ttft": _predicted_ttft,
     }

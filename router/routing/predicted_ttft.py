@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from statistics import fmean
+from dataclasses import dataclass
 
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
@@ -43,8 +42,8 @@ class PredictedTtft:
     """Everything in seconds, with constants learnt for each pod; the options are shares of those.
 
     Each request alone rather waits for a pod that holds its prefix than pays for another copy, though all that follow
-    would profit from one. So what they lose by waiting is booked as a debt to the prefix; once that equals the price
-    of a copy, a copy is worth paying for (the rule of ski rental: at most twice the cost of having known).
+    would profit from one. So what they lose by waiting is booked as a debt to the prefix; once that and what
+    the request at hand would save make up the price of a copy, it is paid for (the rule of ski rental: at most twice the cost of having known).
     """
 
     name = "predicted_ttft"
@@ -75,14 +74,15 @@ class PredictedTtft:
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
 
     def _costs(self, request: RequestInfo, pods: Sequence[PodView]) -> list[_Cost]:
-        peers = _typical([pod.cost for pod in pods if not pod.cost_is_prior])
+        known = [pod.cost for pod in pods if not pod.cost_is_prior]
+        peers = _typical(known) if len(known) < len(pods) else None
         speeds = [peers if pod.cost_is_prior and peers else pod.cost for pod in pods]
         # The queue of a pod that is taken for as fast as its peers was reckoned at its own, unfounded speed.
         waits_s = [
             max(0.0, pod.prefill_free_at_s - request.now_s) * (cost.token_s / pod.cost.token_s)
             for pod, cost in zip(pods, speeds, strict=True)
         ]
-        mean_wait_s = sum(waits_s) / len(pods)
+        mean_wait_s = math.fsum(waits_s) / len(pods)
         longest = max(pod.matched_tokens for pod in pods)
         return [
             self._cost(request, pod, cost, wait_s, mean_wait_s, longest)
@@ -125,4 +125,13 @@ def _owed_after(costs: Sequence[_Cost], chosen: _Cost, owed_s: float) -> float:
 
 def _typical(costs: Sequence[StepCost]) -> StepCost | None:
     """The mean of the pods' constants; None without a pod."""
-    return StepCost(*map(fmean, zip(*map(astuple, costs), strict=True))) if costs else None
+    if not costs:
+        return None
+    count = len(costs)
+    return StepCost(
+        math.fsum([cost.base_s for cost in costs]) / count,
+        math.fsum([cost.token_s for cost in costs]) / count,
+        math.fsum([cost.attention_s for cost in costs]) / count,
+        math.fsum([cost.context_s for cost in costs]) / count,
+        math.fsum([cost.sequence_s for cost in costs]) / count,
+    )

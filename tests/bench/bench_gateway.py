@@ -18,7 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from typing import cast
 
 import aiohttp
 import psutil
@@ -50,7 +53,7 @@ class Engine(asyncio.Protocol):
         self.buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -75,7 +78,7 @@ class Engine(asyncio.Protocol):
         data = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
         if i == 0:
             data = (
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-warmroute-cached-tokens: 0\r\n"
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-warmroute-cached-tokens: 1536\r\n"
                 b"x-warmroute-prompt-tokens: 2048\r\ntransfer-encoding: chunked\r\n\r\n" + data
             )
         if i == CHUNKS - 1:
@@ -155,7 +158,7 @@ class Client(asyncio.Protocol):
         self.is_first = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self.send()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -173,7 +176,9 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_first:
             self.is_first = False
-            assert data.startswith(b"HTTP/1.1 200"), data[:300]
+            if not data.startswith(b"HTTP/1.1 200"):
+                self.load.error = repr(data[:300])
+                self.load.done.set()
             self.load.first_byte_s.append(self.load.clock() - self.sent_s)
         self.tail = self.tail[-4:] + data
         if self.tail.endswith(b"0\r\n\r\n"):
@@ -189,6 +194,7 @@ class Load:
         self.first_byte_s: list[float] = []
         self.total_s: list[float] = []
         self.open = connections
+        self.error: str | None = None
         self.done = asyncio.Event()
         self.clock = time.perf_counter  # uvloop's own clock counts in milliseconds
 
@@ -218,6 +224,7 @@ async def run_load(url: str, count: int, connections: int) -> None:
         await loop.create_connection(lambda: Client(load), host, int(port))
     async with asyncio.timeout(120):
         await load.done.wait()
+    assert load.error is None, load.error
     assert len(load.total_s) == count, f"{count - len(load.total_s)} requests were cut off"
     first, total = statistics.median(load.first_byte_s), statistics.median(load.total_s)
     print(json.dumps({"first_byte_ms": 1e3 * first, "total_ms": 1e3 * total}), flush=True)
@@ -237,6 +244,15 @@ def started(*command: str) -> Iterator[tuple[str, psutil.Process]]:
             yield line.removeprefix("listening on ").strip(), psutil.Process(process.pid)
         finally:
             process.kill()
+
+
+def wait_ready(url: str) -> None:
+    """Until the gateway has its pods; fails after ten seconds."""
+    for _ in range(100):
+        with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/ready", timeout=5):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the gateway is not ready")
 
 
 def measure(url: str, process: psutil.Process | None, count: int, connections: int) -> dict[str, float]:
@@ -259,6 +275,7 @@ def compare(repeats: int, count: int, policy: str) -> None:
         started("router", "--port", "0", "--engines", engines, "--policy", policy) as (gateway_url, gateway),
     ):
         arms = [("bare", bare_url, bare), ("gateway", gateway_url, gateway)]
+        wait_ready(gateway_url)
         for _, url, _ in arms:
             measure(url, None, 200, 32)
         cpu: dict[str, list[float]] = {"bare": [], "gateway": []}

@@ -43,7 +43,7 @@ def main(module: str, flags: list[str]) -> None:
         assert (Path(flags[flags.index("--model") + 1]) / "config.json").exists()
         asyncio.run(serve_until_terminated(ScriptedGateway()))
     else:
-        assert flags[flags.index("--engines") + 1].count("http://127.0.0.1:") == 4
+        assert flags[flags.index("--engines") + 1].count("http://127.0.0.1:") == 2
         asyncio.run(serve_until_terminated(ReadyGateway(token_s=5e-6, pool_blocks=260)))
 
 

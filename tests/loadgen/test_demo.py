@@ -13,18 +13,20 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
+import redis
 
 from loadgen.demo.run import claim_folder
 from loadgen.demo.sizing import MAX_SESSION_RATE, UTILISATION, Pace
+from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
-FAST = ["--arm-s", "0.6", "--total-s", "30"]
+FAST = ["--arm-s", "0.6", "--total-s", "30", "--pods", "2"]
 
 
 class Demo:
     """A running demo with everything it starts and makes findable."""
 
-    def __init__(self, tmp_path: Path, *flags: str) -> None:
+    def __init__(self, tmp_path: Path, *flags: str, redis_url: str | None = None) -> None:
         self.out, self.scratch = tmp_path / "out", tmp_path / "scratch"
         self.scratch.mkdir(exist_ok=True)
         self.said = tmp_path / "said.txt"
@@ -33,7 +35,12 @@ class Demo:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.loadgen.demo_driver", "--out", str(self.out), *FAST, *flags],
                 cwd=ROOT,
-                env={**env, "TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"},
+                env={
+                    **env,
+                    **({"REDIS_URL": redis_url} if redis_url else {}),
+                    "TMPDIR": str(self.scratch),
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdout=said,
                 stderr=subprocess.STDOUT,
             )
@@ -61,9 +68,9 @@ class Demo:
 
 
 @contextmanager
-def running(tmp_path: Path, *flags: str):
+def running(tmp_path: Path, *flags: str, redis_url: str | None = None):
     """A demo that is killed at the end if it still runs."""
-    demo = Demo(tmp_path, *flags)
+    demo = Demo(tmp_path, *flags, redis_url=redis_url)
     try:
         yield demo
     finally:
@@ -73,7 +80,7 @@ def running(tmp_path: Path, *flags: str):
 
 def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
     with running(tmp_path, "--policies", "round_robin,predicted_ttft") as one:
-        one.wait_said("starting 4 engines")
+        one.wait_said("starting 2 engines")
         with running(tmp_path, "--policies", "round_robin,predicted_ttft") as other:
             assert (other.wait(), one.wait()) == (0, 0), other.said.read_text()
         folders = [one.out, one.out.with_name(f"out-{other.process.pid}")]
@@ -83,7 +90,7 @@ def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
             assert all(arm["failed"] == arm["not_sent"] == 0 < arm["completed"] for arm in result["arms"].values())
             assert (folder / "report.html").stat().st_size > 20_000
             logs = {path.name for path in (folder / "logs").iterdir()}
-            assert logs == {"checkpoint.log", "redis.log", "gateway.log", *(f"engine-{i}.log" for i in range(1, 5))}
+            assert logs == {"checkpoint.log", "redis.log", "gateway.log", *(f"engine-{i}.log" for i in range(1, 3))}
         said = other.said.read_text()
         for needed in ("gateway is ready", "this machine:", "arm 2/2", "TTFT mean", str(folders[1] / "report.html")):
             assert needed in said
@@ -95,7 +102,7 @@ def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
     [
         ("logs of the child", signal.SIGINT),
         ("making a small Llama", signal.SIGTERM),
-        ("starting 4 engines", signal.SIGINT),
+        ("starting 2 engines", signal.SIGINT),
         ("gateway is ready", signal.SIGTERM),
         ("arm 1/2", signal.SIGINT),
         ("stopping the children", signal.SIGINT),
@@ -119,6 +126,17 @@ def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path):
         assert demo.wait(15) == 1
         assert "redis ended unexpectedly (killed by signal 9)" in demo.said.read_text()
         assert demo.leaves_nothing()
+
+
+def test_a_given_redis_is_used_and_left_running(tmp_path: Path, redis_server: RedisServer):
+    with running(tmp_path, redis_url=redis_server.url) as demo:
+        demo.wait_said("gateway is ready")
+        assert "redis-server is ready" not in demo.said.read_text()
+        assert not (demo.out / "logs" / "redis.log").exists()
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.wait(15) == 130
+    with redis.Redis.from_url(redis_server.url) as client:
+        assert client.ping()
 
 
 def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path):

@@ -58,7 +58,7 @@ def naive_probabilities(logits: list[float], p: SamplingParams) -> Any:
     chances = distribution(set(ranked))
     nucleus: list[int] = []
     for i in ranked:
-        if nucleus and chances[nucleus].sum() >= p.top_p - 1e-6:
+        if p.top_p < 1 and nucleus and chances[nucleus].sum() >= p.top_p - 1e-6:
             break
         nucleus.append(i)
     return distribution(set(nucleus))

@@ -92,6 +92,7 @@ class Model:
             return
         for i in range(len(user.canonical), user.computed // self.cache.block_size):
             user.canonical.append(self.cached.setdefault(self.prefix(user, i), user.sequence.blocks[i]))
+            self.idle_since.pop(self.prefix(user, i), None)
             self.attach(user, i)
 
     def attach(self, user: User, block: int) -> None:

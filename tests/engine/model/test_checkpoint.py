@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_transformers_loads_it_and_agrees(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
     text = "The router sends each request to the machine that remembers its prefix — naïve, 日本語 🚀\n"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -49,7 +50,7 @@ def test_the_vocabulary_is_worth_having(folder: Path) -> None:
 
 
 def test_the_chat_template_renders_turns_tools_and_the_generation_prompt(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": "Be kind. "}, {"role": "user", "content": " hi\n"}]
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
     rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)

@@ -126,7 +126,7 @@ def test_no_request_is_admitted_into_the_growth_of_those_that_run():
     hot_per_step=st.integers(1, 6),
     overtakes=st.integers(0, 6),
     running=st.integers(1, 6),
-    blocks=st.integers(20, 60),
+    blocks=st.integers(16, 40),
     step_tokens=st.integers(8, 40),
 )
 def test_a_cold_request_is_not_starved_by_a_stream_of_hot_ones(hot_per_step, overtakes, running, blocks, step_tokens):
@@ -223,6 +223,18 @@ def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache():
     drain(scheduler)
     scheduler.add(Request(1, list(range(10)), max_tokens=1))
     assert step(scheduler).chunks[0].start == 0
+
+
+def test_one_request_whose_duplicates_fill_the_pool_goes_on():
+    """Its last prompt block is cached already and computed again; both are kept: five blocks, and there are four."""
+    scheduler = make(blocks=4, block_size=2)
+    scheduler.add(Request(0, [1, 2, 3, 4], max_tokens=1))
+    drain(scheduler)
+    request = Request(1, [1, 2, 3, 4], max_tokens=5)
+    scheduler.add(request)
+    drain(scheduler)
+    assert len(request.output_tokens) == 5
+    assert scheduler.stats().preemptions == 1
 
 
 def test_steps_begin_and_end_in_turn():

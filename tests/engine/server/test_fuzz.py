@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.server.fields import ChatFields, CompletionFields
+from engine.server.fields import ChatFields, CompletionFields, GenerationFields
 from tests.engine.server.conftest import Engine, Start
 
 SCALARS = (
@@ -25,34 +25,48 @@ SCALARS = (
 JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
 )
-PARTS = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": SCALARS})
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+PARTS = st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), max_size=3)
+CALL = st.fixed_dictionaries({"name": TEXT, "arguments": st.dictionaries(TEXT, JSON, max_size=2) | st.just("{}")})
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool", "robot"]), "content": SCALARS | st.lists(PARTS)},
-    optional={"tool_calls": JSON, "name": SCALARS, "tool_call_id": SCALARS},
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT | PARTS},
+    optional={"tool_calls": st.lists(CALL.map(lambda call: {"function": call}), max_size=2), "name": TEXT},
 )
-FUNCTION = st.fixed_dictionaries({"type": st.just("function"), "function": JSON})
-CLOSE = {
-    "messages": st.lists(MESSAGE, max_size=4),
-    "prompt": st.text(max_size=20) | st.lists(st.integers(0, 300), max_size=9),
-    "tools": st.lists(FUNCTION, max_size=2),
-    "stop": st.lists(st.text(min_size=1, max_size=3), max_size=3),
+FUNCTION = st.fixed_dictionaries({"name": st.just("f"), "description": JSON, "parameters": JSON})
+FLAG = st.booleans()
+VALID: dict[str, st.SearchStrategy[Any]] = {
+    "messages": st.lists(MESSAGE, min_size=1, max_size=4),
+    "prompt": TEXT.filter(bool) | st.lists(st.integers(0, 300), min_size=1, max_size=9),
+    "max_tokens": st.integers(1, 4),
+    "tools": st.lists(FUNCTION.map(lambda function: {"type": "function", "function": function}), max_size=2),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(-1, 2**31),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0.1, 10),
+    "presence_penalty": st.floats(-2, 2),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": st.lists(st.text(min_size=1, max_size=3), max_size=3) | st.just("a"),
     "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
-    "logit_bias": st.dictionaries(st.integers(-1, 400).map(str), st.integers(-101, 101), max_size=3),
-    "n": st.integers(0, 3),
-    "logprobs": st.booleans() | st.integers(0, 5),
-    "stream_options": st.dictionaries(st.sampled_from(["include_usage", "other"]), st.booleans()),
+    "logit_bias": st.dictionaries(st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3),
+    "n": st.integers(1, 3),
+    "stream": FLAG,
+    "ignore_eos": FLAG,
+    "cache_salt": TEXT,
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["messages", "bos_token", "x"]), JSON, max_size=2),
 }
-"""Values that are nearly right, where any value would nearly always be refused."""
 
 
-def bodies(kind: type) -> st.SearchStrategy[dict[str, Any]]:
-    required = {"max_tokens": st.integers(1, 4) | SCALARS}
-    required |= {"messages": CLOSE["messages"]} if kind is ChatFields else {"prompt": CLOSE["prompt"]}
-    fields = {name: CLOSE.get(name, SCALARS) | JSON for name in [*kind.model_fields, "unknown"] if name not in required}
-    chosen = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
-    extra = chosen.flatmap(lambda names: st.fixed_dictionaries({name: fields[name] for name in names}))
-    return st.tuples(st.fixed_dictionaries(required), extra).map(lambda pair: {**pair[0], **pair[1]})
+@st.composite
+def bodies(draw: st.DrawFn, kind: type[GenerationFields]) -> dict[str, Any]:
+    """Valid fields, and in half of the bodies one with any value at all."""
+    needed = ["max_tokens", "messages" if kind is ChatFields else "prompt"]
+    optional = sorted(VALID.keys() & kind.model_fields.keys() - {*needed})
+    names = needed + draw(st.lists(st.sampled_from(optional), max_size=5, unique=True))
+    body = {name: draw(VALID[name]) for name in names}
+    if draw(FLAG):
+        body[draw(st.sampled_from([*sorted(kind.model_fields), "unknown"]))] = draw(JSON)
+    return body
 
 
 class Client:

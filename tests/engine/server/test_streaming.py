@@ -16,6 +16,8 @@ from engine.backend.sim import SimBackend
 from engine.contract import headers
 from engine.contract.sse import SseDecoder
 from engine.sched.plan import StepPlan, StepResult
+from engine.sched.scheduler import TokenOutput
+from engine.server.choices import Choice, Delta
 from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -129,6 +131,36 @@ async def test_a_step_that_fails_later_ends_the_stream_with_an_error_event(start
         assert chunks
         assert last["error"]["type"] == "server_error"
         assert (await engine.ask("/v1/completions", prompt="x"))[0] == 200
+
+
+async def test_a_defect_after_the_first_token_breaks_the_connection(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a silent truncation, and never a second answer inside the first."""
+    push = Choice.push
+
+    def broken(choice: Choice, output: TokenOutput) -> Delta:
+        if choice.completion_tokens == 2:
+            raise AssertionError("a defect")
+        return push(choice, output)
+
+    monkeypatch.setattr(Choice, "push", broken)
+    async with engine.post(CHAT, messages=MESSAGES, max_tokens=9, stream=True) as response:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+    await wait_until(lambda: engine.held_blocks() == 0)
+
+
+async def test_a_client_that_reads_nothing_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.server.generate.WRITE_TIMEOUT_S", 0.2)
+    async with start() as engine:
+        # 12 MB of log-probabilities: more than the sockets' buffers hold.
+        fields = {"max_tokens": 300, "n": 16, "logprobs": True, "top_logprobs": 20, "stream": True}
+        async with engine.post(CHAT, messages=MESSAGES, **fields) as response:
+            async with asyncio.timeout(10):
+                await engine.state.wait_idle()
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
 
 
 async def test_more_requests_than_the_queue_holds_get_a_429(start: Start) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -54,6 +54,7 @@ def reference() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", ALL)
+@settings(max_examples=50)
 @given(messages=conversations(), tools=st.none() | st.lists(TOOL, max_size=2), prompt=st.booleans())
 def test_rendering_equals_that_of_transformers(
     reference: PreTrainedTokenizerFast, name: str, messages: list[dict[str, Any]], tools: Any, prompt: bool

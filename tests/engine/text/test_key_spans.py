@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.contract.keys import canonical_chat, canonical_tokens, prefix_keys
@@ -70,6 +70,7 @@ def test_equal_keys_claim_tokens_of_a_common_text(
 
 
 @pytest.mark.parametrize("name", ALL)
+@settings(max_examples=50)
 @given(messages=conversations(), tools=TOOLS)
 def test_spans_are_a_beginning_of_the_keys_and_never_shrink(
     byte_level: Tokenizer, name: str, messages: Messages, tools: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class ScriptedEngine:
         self.received: list[Received] = []
         self.open = 0
         self.resets = 0
+        self.reset_status = 200
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -67,7 +69,7 @@ class ScriptedEngine:
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.resets += 1
-        return web.Response()
+        return web.Response(status=self.reset_status)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.received.append(Received(request.path, request.headers.copy(), await request.read()))
@@ -93,11 +95,11 @@ def usage_event(prompt: int, completion: int, cached: int) -> bytes:
     return b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"
 
 
-def streams(chunks: Iterable[bytes], *, gap_s: float = 0.0, **extra: str) -> Script:
+def streams(chunks: Iterable[bytes], *, gap_s: float = 0.0, extra: dict[str, str] | None = None) -> Script:
     """A stream of these chunks."""
 
     async def play(request: web.Request) -> web.StreamResponse:
-        response = await _begin(request, extra)
+        response = await _begin(request, extra or {})
         for chunk in chunks:
             await response.write(chunk)
             await asyncio.sleep(gap_s)
@@ -171,9 +173,10 @@ async def _begin(request: web.Request, extra: dict[str, str]) -> web.StreamRespo
 class Gateway:
     """A running gateway and a client session for it."""
 
-    def __init__(self, app: web.Application, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, app: web.Application, runner: web.AppRunner, session: aiohttp.ClientSession) -> None:
         self.app = app
-        self.url = url
+        self.runner = runner
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self.session = session
 
     @property
@@ -186,7 +189,7 @@ class Gateway:
     async def post(self, fields: object, *, path: str = "/v1/completions", **sent: str) -> Answer:
         """A request with a JSON body, read to its end."""
         body = fields if isinstance(fields, bytes) else orjson.dumps(fields)
-        async with self.session.post(self.url + path, data=body, headers=sent) as response:
+        async with self.session.post(self.url + path, data=io.BytesIO(body), headers=sent) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
 
     async def get(self, path: str) -> Answer:
@@ -232,7 +235,7 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        gateway = Gateway(app, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+        gateway = Gateway(app, runner, session)
         await eventually(lambda: len(app[FLEET].admitted()) == (len(engines) if wait is None else wait))
         yield gateway
         await eventually(lambda: gateway.in_flight == 0)

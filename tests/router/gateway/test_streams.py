@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import aiohttp
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.contract import headers
+from router.app import SESSION
 from tests.router.gateway.helpers import (
     ScriptedEngine,
     answers,
     event,
-    eventually,
     running,
     streams,
     usage_event,
@@ -79,7 +78,7 @@ async def test_request_reaches_the_engine_untouched() -> None:
 
 
 async def test_answer_says_why() -> None:
-    engine = ScriptedEngine("pod-7", streams([event("a")], **{headers.CACHED: "11", "X-Own": "kept"}))
+    engine = ScriptedEngine("pod-7", streams([event("a")], extra={headers.CACHED: "11", "X-Own": "kept"}))
     async with running(engine, policy="predicted_ttft") as gateway:
         first, second = await gateway.post(PROMPT), await gateway.post(PROMPT)
     assert first.pod == "pod-7"
@@ -96,38 +95,42 @@ async def test_answer_says_why() -> None:
 async def test_other_answers_pass_untouched_and_are_not_retried(status: int) -> None:
     body = orjson.dumps({"error": {"message": "no", "param": "temperature"}})
     pods = [ScriptedEngine(name, answers(status, body, Location="/elsewhere")) for name in "ab"]
-    async with running(*pods) as gateway:
-        async with gateway.session.post(
+    async with (
+        running(*pods) as gateway,
+        gateway.session.post(
             f"{gateway.url}/v1/completions", json={**PROMPT, "stream": False}, allow_redirects=False
-        ) as answer:
-            assert (answer.status, await answer.read()) == (status, body)
-            assert answer.headers["Content-Type"] == "application/json"
+        ) as answer,
+    ):
+        assert (answer.status, await answer.read()) == (status, body)
+        assert answer.headers["Content-Type"] == "application/json"
     assert sum(len(pod.received) for pod in pods) == 1
 
 
 async def test_compressed_answers_stay_compressed() -> None:
     compressed = b"\x1f\x8b not really"
     engine = ScriptedEngine("a", answers(200, compressed, **{"Content-Encoding": "gzip"}))
-    async with running(engine) as gateway, aiohttp.ClientSession(auto_decompress=False) as session:
-        async with session.post(f"{gateway.url}/v1/completions", json=PROMPT) as answer:
-            assert await answer.read() == compressed
-            assert answer.headers["Content-Encoding"] == "gzip"
+    async with (
+        running(engine) as gateway,
+        aiohttp.ClientSession(auto_decompress=False) as session,
+        session.post(f"{gateway.url}/v1/completions", json=PROMPT) as answer,
+    ):
+        assert await answer.read() == compressed
+        assert answer.headers["Content-Encoding"] == "gzip"
 
 
 async def test_nodelay_is_set_on_both_sides() -> None:
-    import socket
-
-    seen = []
     engine = ScriptedEngine("a", streams([event("a")], gap_s=0.2))
-    async with running(engine) as gateway:
-        from router.app import SESSION
-
-        async with gateway.session.post(f"{gateway.url}/v1/completions", json=PROMPT) as answer:
-            connections = [*gateway.app[SESSION].connector._acquired]  # type: ignore[union-attr]
-            seen += [c.transport.get_extra_info("socket") for c in connections if c.transport]
-            assert seen
-            assert all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in seen)
-            await answer.read()
+    async with (
+        running(engine) as gateway,
+        gateway.session.post(f"{gateway.url}/v1/completions", json=PROMPT) as answer,
+    ):
+        to_engine = [c.transport for c in gateway.app[SESSION].connector._acquired]  # type: ignore[union-attr]
+        to_client = [c.transport for c in gateway.runner.server.connections]  # type: ignore[union-attr]
+        assert len(to_engine) == len(to_client) == 1
+        for transport in to_engine + to_client:
+            assert transport is not None
+            assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        await answer.read()
 
 
 async def test_foreign_engine_is_named_by_its_address_and_corrected_by_its_usage() -> None:

@@ -1,7 +1,8 @@
-"""A fleet in virtual time: emulated pods with a prefill queue and an LRU prefix cache behind the real index and policies.
+"""A fleet in virtual time: emulated pods with a prefill queue and an LRU prefix cache, the real index and policies.
 
-A pod prefills in steps, first come first served and a shared prefix once; its decoding sequences lengthen each step. What it stores, evicts and
-has queued reaches the gateway `EVENT_DELAY_S` later. Constants: an 8B model on an H100.
+A pod prefills in steps, first come first served, a prefix shared by several waiting requests once; its decoding
+sequences lengthen each step. What it stores, evicts and has queued reaches the gateway `EVENT_DELAY_S` later.
+Constants: an 8B model on an H100.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class SimPod:
 
 
 class Fleet:
-    """`policy` in front of `pods` pods. `reports`: the pods publish what they hold and their load, as our engine does."""
+    """`policy` in front of `pods` pods. `reports`: they publish what they hold and their load, as our engine does."""
 
     def __init__(
         self, policy: Policy, *, pods: int = 8, capacity: int = 1500, speculation: bool = True, reports: bool = True
@@ -161,12 +162,17 @@ class Fleet:
         if self.speculation_s:
             self.index.speculate(pod.pod_id, arrival.keys, self.now_s, self.speculation_s)
         pod.queue.append(Waiting(request_id, arrival))
-        self._start(chosen)
+        if not pod.stepping:
+            pod.stepping = True
+            step_s = decode_s(COST, len(pod.decoding), sum(pod.decoding.values()))
+            until_next_s = step_s - self.now_s % step_s if pod.decoding else 0.0
+            self._at(self.now_s + until_next_s, lambda: self._step(chosen))
 
-    def _start(self, chosen: int) -> None:
-        """Begin a step, unless one is running: prefill of up to `STEP_TOKENS` tokens, first come first served."""
+    def _step(self, chosen: int) -> None:
+        """Begin a step with prefill of up to `STEP_TOKENS` tokens, if any is waiting."""
         pod = self.pods[chosen]
-        if pod.stepping or not pod.queue:
+        pod.stepping = bool(pod.queue)
+        if not pod.queue:
             return
         budget, service_s, done = STEP_TOKENS, 0.0, 0
         ahead: set[PrefixKey] = set()
@@ -186,12 +192,10 @@ class Fleet:
                 break
         service_s += decode_s(COST, len(pod.decoding), sum(pod.decoding.values()))
         pod.busy_s += service_s
-        pod.stepping = True
         self._at(self.now_s + service_s, lambda: self._step_done(chosen, done))
 
     def _step_done(self, chosen: int, done: int) -> None:
-        pod, state = self.pods[chosen], self.states[chosen]
-        pod.stepping = False
+        pod = self.pods[chosen]
         removed: list[PrefixKey] = []
         stored: list[PrefixKey] = []
         for _ in range(done):
@@ -200,7 +204,7 @@ class Fleet:
             gone, new = pod.store(waiting.arrival.keys)
             removed += gone
             stored = [key for key in stored if key not in gone] + list(new)
-        self._start(chosen)
+        self._step(chosen)
         if self.reports:
             load = pod.load()
             self._at(self.now_s + EVENT_DELAY_S, lambda: self._report(chosen, tuple(removed), tuple(stored), load))

@@ -20,7 +20,7 @@ def _times(rng: random.Random, count: int, per_s: float) -> list[float]:
 
 
 def shared_prompt(per_s: float, count: int = 1200, seed: int = 1) -> list[Arrival]:
-    """80 % of requests share a system prompt of 1,500 tokens; the others come from 60 rare tenants with as long ones."""
+    """80 % of requests share a system prompt of 1,500 tokens, the others have 60 rare ones of that length."""
     rng = random.Random(seed)
     popular = _keys(rng, 24)
     rare = [_keys(rng, 24) for _ in range(60)]
@@ -31,7 +31,7 @@ def shared_prompt(per_s: float, count: int = 1200, seed: int = 1) -> list[Arriva
 
 
 def tenant_chat(per_s: float, count: int = 1200, seed: int = 2, tenants: int = 40) -> list[Arrival]:
-    """Conversations of up to 6 turns that resend the history, for tenants of Zipf popularity with their own system prompts.
+    """Conversations of up to 5 turns that resend the history; tenants of Zipf popularity, each with a system prompt.
 
     All tenants share their first stride, as requests of one product do.
     """

@@ -1,0 +1,249 @@
+"""Probing, ejection and return in virtual time, against a scripted probe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.load import LoadReport
+from router.fleet.fleet import Fleet, FleetChange
+from router.fleet.probe import PodIdentity, ProbeFailed, ServedModel, served_models
+from router.routing.types import PodId
+
+URLS = ("http://a", "http://b")
+
+
+def identity(pod: str, epoch: int | None = 1, *models: str) -> PodIdentity:
+    return PodIdentity(PodId(pod), epoch, tuple(ServedModel(m, b'{"id":"m"}') for m in models or ("m",)))
+
+
+class ScriptedProbe:
+    """Answers from `pods`: an identity, or an exception, by URL. `seen` are the times of the looks."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, PodIdentity | Exception] = {url: identity(url[-1]) for url in URLS}
+        self.seen: dict[str, list[float]] = {}
+        self.takes_s = 0.0
+
+    async def identify(self, url: str) -> PodIdentity:
+        self.seen.setdefault(url, []).append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.takes_s)
+        answer = self.pods[url]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class ScriptedDiscovery:
+    """The sets put into `sets`, one after the other."""
+
+    def __init__(self, *urls: str) -> None:
+        self.sets: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+        self.sets.put_nowait(frozenset(urls))
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            yield await self.sets.get()
+
+
+class World:
+    def __init__(self, *urls: str) -> None:
+        self.probe = ScriptedProbe()
+        self.discovery = ScriptedDiscovery(*(urls or URLS))
+        self.fleet = Fleet(self.discovery, self.probe, interval_s=1.0, eject_after=3, rng=random.Random(1))
+        self.changes: list[FleetChange] = []
+        self.fleet.listen(self.changes.append)
+
+    def ids(self, model: str = "m") -> list[str]:
+        return [pod.pod_id for pod in self.fleet.pods(model)]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.fleet.run())
+        try:
+            await self.fleet.wait_probed()
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+            assert task.cancelled()
+
+
+@pytest.mark.looptime
+async def test_pods_come_in_when_they_answer() -> None:
+    world = World()
+    world.probe.pods["http://b"] = ProbeFailed("refused")
+    async with world.running():
+        assert world.ids() == ["a"]
+        world.probe.pods["http://b"] = identity("b")
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["a", "b"]
+        assert world.changes[-1].pods == {"a": "m", "b": "m"}
+
+
+@pytest.mark.looptime
+async def test_a_pod_is_ejected_after_consecutive_failures_only_and_returns_with_its_state() -> None:
+    world = World()
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        world.probe.pods["http://a"] = ProbeFailed("refused")
+        await asyncio.sleep(2.0)
+        assert world.ids() == ["a", "b"]
+        world.probe.pods["http://a"] = identity("a")
+        await asyncio.sleep(1.3)
+        world.probe.pods["http://a"] = ProbeFailed("refused")
+        await asyncio.sleep(2.0)
+        assert world.ids() == ["a", "b"], "failures were counted across a success"
+        await asyncio.sleep(1.5)
+        assert world.ids() == ["b"]
+        assert world.changes[-1].pods == {"a": "m", "b": "m"}, "an ejected pod is still followed in the registry"
+        assert "m" in world.fleet.models()
+        world.probe.pods["http://a"] = identity("a")
+        await asyncio.sleep(1.3)
+        assert world.fleet.pods("m")[0] is pod
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_refuses_is_out_at_once() -> None:
+    world = World()
+    async with world.running():
+        world.probe.pods["http://a"] = ProbeFailed("answered 503", refused=True)
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["b"]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("after", [identity("a", 2), identity("z", 1)], ids=["epoch", "pod id"])
+async def test_a_restart_is_a_new_life(after: PodIdentity) -> None:
+    world = World()
+    async with world.running():
+        old = world.fleet.pods("m")[0]
+        with world.fleet.lease(old, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+            world.probe.pods["http://a"] = after
+            await asyncio.sleep(1.3)
+            new = next(pod for pod in world.fleet.pods("m") if pod.url == "http://a")
+            assert new is not old
+            assert (new.in_flight, old.in_flight) == (0, 1)
+        assert old.in_flight == 0
+        assert world.changes[-1].ended == {"a"}
+
+
+@pytest.mark.looptime
+async def test_a_foreign_engine_that_was_away_may_have_restarted() -> None:
+    world = World()
+    world.probe.pods["http://a"] = identity("a", None)
+    async with world.running():
+        old = world.fleet.pods("m")[0]
+        world.probe.pods["http://a"] = ProbeFailed("refused")
+        await asyncio.sleep(4)
+        world.probe.pods["http://a"] = identity("a", None)
+        await asyncio.sleep(1.3)
+        assert world.fleet.pods("m")[0] is not old
+        assert world.changes[-1].ended == {"a"}
+
+
+@pytest.mark.looptime
+async def test_models_each_have_their_pods_and_change() -> None:
+    world = World()
+    world.probe.pods["http://b"] = identity("b", 1, "m", "n")
+    async with world.running():
+        assert (world.ids("m"), world.ids("n"), world.ids("o")) == (["a", "b"], ["b"], [])
+        world.probe.pods["http://b"] = identity("b", 1, "o")
+        await asyncio.sleep(1.3)
+        assert (world.ids("m"), world.ids("n"), world.ids("o")) == (["a"], [], ["b"])
+        assert set(world.fleet.models()) == {"m", "o"}
+
+
+@pytest.mark.looptime
+async def test_discovery_replaces_the_whole_set() -> None:
+    world = World()
+    async with world.running():
+        world.probe.pods["http://c"] = identity("c")
+        await world.discovery.sets.put(frozenset(("http://b", "http://c")))
+        await asyncio.sleep(0.1)
+        assert world.ids() == ["b", "c"]
+        looks = len(world.probe.seen["http://a"])
+        await asyncio.sleep(5)
+        assert len(world.probe.seen["http://a"]) == looks, "a removed engine is still probed"
+        assert {"a"} in [change.ended for change in world.changes]
+
+
+@pytest.mark.looptime
+async def test_two_urls_with_one_pod_id_count_once_until_the_first_is_gone() -> None:
+    world = World()
+    world.probe.pods["http://b"] = identity("a")
+    async with world.running():
+        assert len(world.fleet.pods("m")) == 1
+        (first,) = world.fleet.pods("m")
+        assert any("already in use" in (m.last_error or "") for m in world.fleet.members())
+        world.probe.pods[first.url] = ProbeFailed("gone")
+        await asyncio.sleep(6)
+        (second,) = world.fleet.pods("m")
+        assert second.url != first.url
+
+
+@pytest.mark.looptime
+async def test_a_failed_request_has_the_pod_probed_at_once() -> None:
+    world = World()
+    async with world.running():
+        looks = len(world.probe.seen["http://a"])
+        world.fleet.failed(world.fleet.pods("m")[0], "refused")
+        await asyncio.sleep(0.01)
+        assert len(world.probe.seen["http://a"]) == looks + 1
+        for _ in range(3):
+            world.fleet.failed(world.fleet.pods("m")[0], "refused")
+        assert world.ids() == ["b"]
+        await asyncio.sleep(0.01)
+        assert world.ids() == ["a", "b"], "it answers, so it is back"
+
+
+@pytest.mark.looptime
+async def test_probes_are_spread_and_one_that_hangs_delays_no_other() -> None:
+    world = World()
+    async with world.running():
+        await asyncio.sleep(50)
+    gaps = [b - a for times in world.probe.seen.values() for a, b in itertools.pairwise(times)]
+    assert len(set(gaps)) > 10
+    assert all(0.8 <= gap <= 1.2 for gap in gaps)
+
+
+@pytest.mark.looptime
+async def test_an_unexpected_error_in_a_probe_counts_as_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.probe.pods["http://a"] = RuntimeError("odd")
+    async with world.running():
+        assert world.ids() == ["b"]
+        world.probe.pods["http://a"] = identity("a")
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["a", "b"]
+    assert "odd" in caplog.text
+
+
+@pytest.mark.looptime
+async def test_reports_reach_the_pod_and_unknown_pods_are_ignored() -> None:
+    world = World()
+    async with world.running():
+        world.fleet.report(PodId("nobody"), LoadReport(running=3))
+        world.fleet.report(PodId("b"), LoadReport(running=3, decoding=3))
+        now_s = asyncio.get_running_loop().time()
+        loads = [pod.state.view(pod.pod_id, now_s=now_s).in_flight for pod in world.fleet.pods("m")]
+        assert loads == [0, 3]
+
+
+@given(st.one_of(st.binary(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(repr).map(str.encode)))
+def test_any_answer_is_models_or_a_failed_probe(body: bytes) -> None:
+    with contextlib.suppress(ProbeFailed):
+        served_models(body)
+
+
+@pytest.mark.parametrize("body", [b'{"data": []}', b'{"data": [1]}', b'{"data": [{"id": 1}]}', b"[]", b'{"data": "x"}'])
+def test_an_odd_model_list_is_a_failed_probe(body: bytes) -> None:
+    with pytest.raises(ProbeFailed):
+        served_models(body)

@@ -1,0 +1,113 @@
+"""The program as users start it: its one line of output, its signals, its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests.router.gateway.helpers import ScriptedEngine, event, stalls_after, streams
+
+STREAM = {"model": "m", "prompt": "x", "stream": True}
+
+
+@pytest.fixture
+def no_blocking_calls() -> None:
+    """Starting a process blocks; the gateway under test is another process here."""
+
+
+@contextlib.asynccontextmanager
+async def program(engine: ScriptedEngine, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A gateway process in front of the engine, and its address once it is ready."""
+    await engine.start()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--port", "0", "--engines", engine.url, *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            line = (await process.stdout.readline()).decode()
+        assert line.startswith("listening on http://127.0.0.1:"), line
+        url = line.removeprefix("listening on ").strip()
+        await wait_ready(url)
+        yield process, url
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+        await engine.stop()
+
+
+async def wait_ready(url: str) -> None:
+    async with asyncio.timeout(20), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/ready") as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
+    chunks = [event(str(i)) for i in range(30)]
+    engine = ScriptedEngine("a", streams(chunks, gap_s=0.02))
+    async with program(engine, "--drain-delay-s", "0.3") as (process, url), aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/completions", json=STREAM) as answer:
+            first = await answer.content.readany()
+            process.send_signal(number)
+            await asyncio.sleep(0.1)
+            async with session.get(f"{url}/ready") as ready:
+                assert (ready.status, (await ready.json())["missing"]) == (503, ["the gateway is shutting down"])
+            rest = await answer.read()
+        assert first + rest == b"".join(chunks)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await session.get(f"{url}/health")
+
+
+@pytest.mark.parametrize("how", ["second signal", "drain timeout"])
+async def test_the_drain_is_bounded(how: str) -> None:
+    engine = ScriptedEngine("a", stalls_after([event("a")]))
+    flags = ("--drain-timeout-s", "0.2") if how == "drain timeout" else ()
+    async with program(engine, *flags) as (process, url), aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/completions", json=STREAM) as answer:
+            await answer.content.readany()
+            process.send_signal(signal.SIGTERM)
+            if how == "second signal":
+                await asyncio.sleep(0.2)
+                assert process.returncode is None
+                process.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+
+
+async def test_a_port_in_use_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", "--port", port, "--engines", "http://127.0.0.1:1"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(30):
+            out, err = await process.communicate()
+    assert process.returncode == 1
+    assert not out
+    assert f"cannot listen on 127.0.0.1:{port}" in err.decode()
+    assert "Traceback" not in err.decode()

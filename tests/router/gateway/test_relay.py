@@ -1,0 +1,127 @@
+"""The copying of a stream, for any bytes cut anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import ClientPayloadError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.errors import ApiError
+from router.gateway.relay import HELD_BYTES, EventRelay, UpstreamBroke
+from router.gateway.usage import Tail, Usage, usage_in
+
+ERROR = ApiError("broken")
+ERROR_EVENT = b"data: " + ERROR.body() + b"\n\n"
+
+
+class Source:
+    """Plays chunks, then ends or raises."""
+
+    def __init__(self, chunks: list[bytes], error: Exception | None = None) -> None:
+        self._chunks = list(chunks)
+        self._error = error
+
+    async def readany(self) -> bytes:
+        if self._chunks:
+            return self._chunks.pop(0)
+        if self._error:
+            raise self._error
+        return b""
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.data = b""
+        self.writes: list[bytes] = []
+        self.ended = False
+
+    async def write(self, data: bytes) -> None:
+        assert data, "an empty write ends a chunked body"
+        self.writes.append(data)
+        self.data += data
+
+    async def write_eof(self) -> None:
+        self.ended = True
+
+
+def relay(chunks: list[bytes], error: Exception | None = None) -> tuple[Sink, bool]:
+    """What arrived, and whether the stream broke."""
+
+    async def run() -> tuple[Sink, bool]:
+        sink = Sink()
+        source: Any = Source(chunks[1:], error)
+        writer: Any = sink
+        it = EventRelay(source, writer, Tail(), idle_s=5.0, deadline_s=asyncio.get_running_loop().time() + 60)
+        try:
+            await it.copy(chunks[0])
+        except UpstreamBroke:
+            await it.end_with(ERROR)
+            return sink, True
+        return sink, False
+
+    return asyncio.run(run())
+
+
+events = st.lists(st.sampled_from([b"data: 1", b"data: {}", b": c", b"\n\n", b"\n", b"\r\n\r\n", b"\r\n", b"\r", b"x"]))
+pieces = st.lists(st.one_of(st.binary(min_size=1), events.map(b"".join).filter(bool)), min_size=1)
+
+
+@given(pieces)
+def test_every_byte_arrives_in_order(chunks: list[bytes]) -> None:
+    sink, broke = relay(chunks)
+    assert sink.data == b"".join(chunks)
+    assert sink.ended
+    assert not broke
+
+
+@given(st.lists(st.text(max_size=20), min_size=1), st.data())
+def test_a_break_anywhere_leaves_whole_events_and_the_error(texts: list[str], data: st.DataObject) -> None:
+    whole = b"".join(b"data: " + text.encode().hex().encode() + b"\n\n" for text in texts)
+    sent = whole[: data.draw(st.integers(1, len(whole)))]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sent)))) | {len(sent)})
+    chunks = [sent[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
+    sink, broke = relay(chunks, ClientPayloadError("gone"))
+    assert broke
+    assert sink.ended
+    before = sink.data.removesuffix(ERROR_EVENT)
+    assert before + ERROR_EVENT == sink.data
+    assert before == sent[: sent.rfind(b"\n\n") + 2 if b"\n\n" in sent else 0]
+
+
+def test_an_event_is_not_held_for_ever_and_a_break_within_it_is_still_its_own_event() -> None:
+    long = b"data: " + b"x" * HELD_BYTES
+    sink, _ = relay([long, b"more"], ClientPayloadError("gone"))
+    assert sink.data == long + b"\n\n" + ERROR_EVENT
+
+
+def test_whole_events_are_not_joined() -> None:
+    sink, _ = relay([b"data: 1\n\n", b"data: 2\n\n"])
+    assert sink.writes == [b"data: 1\n\n", b"data: 2\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (b'{"usage": {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": null}}', Usage(7, 3, None)),
+        (b'"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":5}}', Usage(7, None, 5)),
+        (b'"text": "\\"cached_tokens\\": 9", "x": {"cached_tokens": 1}', Usage(None, None, 1)),
+        (b'"text": "\\"cached_tokens\\": 9"', Usage()),
+        (b'"cached_tokens": "many", "prompt_tokens": -1', Usage()),
+        (b"data: [DONE]\n\n", Usage()),
+        (b"", Usage()),
+    ],
+)
+def test_usage_is_found_at_the_end(tail: bytes, usage: Usage) -> None:
+    assert usage_in(tail) == usage
+
+
+@given(st.text())
+def test_generated_text_cannot_pass_for_usage(text: str) -> None:
+    import json
+
+    answer = {"choices": [{"text": text + '"cached_tokens": 9'}], "usage": {"cached_tokens": 3}}
+    assert usage_in(json.dumps(answer).encode()).cached_tokens == 3

@@ -1,0 +1,145 @@
+"""Traffic shares, and the groups of pods that follow them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
+from router.routing.affinity_groups import AffinityGroups
+from router.routing.policies import make_policy
+from router.routing.shares import TrafficShares
+from router.routing.types import PodId, PodView, RequestInfo
+
+PODS = [PodView(PodId(f"pod-{i}"), cost=StepCost(token_s=1e-4)) for i in range(8)]
+FIRST = PrefixKey(1)
+
+
+def shares() -> TrafficShares:
+    return TrafficShares(half_life_s=10.0, limit=100, depth_strides=16)
+
+
+def keys(name: int, count: int = 4) -> tuple[PrefixKey, ...]:
+    """A chain of its own after the one key that every request begins with."""
+    return (FIRST, *(PrefixKey(1000 * name + i) for i in range(2, 2 + count)))
+
+
+def test_shares_follow_recent_traffic() -> None:
+    counters = shares()
+    for i in range(100):
+        counters.record(keys(1 if i % 4 else 2), 1.0, now_s=i * 0.1)
+    assert counters.share(keys(1)[1], 10.0) == pytest.approx(0.75, abs=0.02)
+    assert counters.share(FIRST, 10.0) == pytest.approx(1.0)
+    for i in range(100):
+        counters.record(keys(2), 1.0, now_s=100 + i * 0.1)
+    assert counters.share(keys(1)[1], 110.0) < 0.01
+
+
+def test_own_share_leaves_out_longer_popular_prefixes() -> None:
+    counters = shares()
+    for i in range(100):
+        counters.record(keys(1 if i % 10 < 6 else 100 + i), 1.0, now_s=0.0)
+    popular = counters.popular(0.1, 0.0)
+    assert popular[FIRST].share == pytest.approx(1.0)
+    assert popular[FIRST].own == pytest.approx(0.4)
+    assert popular[keys(1)[-1]].own == pytest.approx(0.6)
+    assert popular[keys(1)[1]].own == pytest.approx(0.0)
+
+
+def test_memory_is_bounded_and_keeps_the_heaviest() -> None:
+    counters, rng = shares(), random.Random(1)
+    for i in range(3000):
+        counters.record(keys(7), 1.0, now_s=i * 0.01)
+        counters.record(tuple(PrefixKey(rng.getrandbits(64)) for _ in range(8)), 1.0, now_s=i * 0.01)
+    assert len(counters.export(30.0).keys) <= 100
+    assert counters.share(keys(7)[-1], 30.0) == pytest.approx(0.5, abs=0.02)
+
+
+def test_gateways_that_exchange_reports_agree() -> None:
+    one, other = shares(), shares()
+    for _ in range(30):
+        one.record(keys(1), 1.0, now_s=0.0)
+    for _ in range(10):
+        other.record(keys(2), 1.0, now_s=0.0)
+    one_report, other_report = one.export(5.0), other.export(5.0)
+    one.merge("other", other_report, 5.0)
+    one.merge("other", other_report, 5.0)
+    other.merge("one", one_report, 5.0)
+    for key in (*keys(1), *keys(2)):
+        assert one.share(key, 7.0) == pytest.approx(other.share(key, 7.0))
+    assert one.share(keys(2)[-1], 7.0) == pytest.approx(0.25)
+    ours, theirs = one.popular(0.1, 7.0), other.popular(0.1, 7.0)
+    assert ours.keys() == theirs.keys()
+    for key, popularity in ours.items():
+        assert popularity.own == pytest.approx(theirs[key].own, abs=1e-9)
+    assert len(one.export(7.0).keys) == len(one_report.keys), "a report holds a gateway's own traffic alone"
+
+
+def test_a_gateway_that_has_gone_is_forgotten() -> None:
+    one, other = shares(), shares()
+    other.record(keys(2), 1.0, now_s=0.0)
+    one.merge("other", other.export(0.0), 0.0)
+    one.merge("third", shares().export(200.0), 200.0)
+    assert one.share(keys(2)[0], 200.0) == 0.0
+
+
+def drive(policy: AffinityGroups, popular_share: float, start_s: float, count: int = 600) -> dict[str, set[PodId]]:
+    """Pods used by the popular prefix and by the rare ones, over the second half of equally costly requests."""
+    rng = random.Random(5)
+    used: dict[str, set[PodId]] = {"popular": set(), "rare": set()}
+    for i in range(count):
+        is_popular = int((i + 1) * popular_share) > int(i * popular_share)
+        request = RequestInfo(keys(1) if is_popular else keys(50 + i), 1000, start_s + i * 0.1)
+        pods = [replace(pod, in_flight=rng.randrange(3)) for pod in PODS]
+        pod = PODS[policy.choose(request, pods).pod].pod_id
+        if i >= count // 2:
+            used["popular" if is_popular else "rare"].add(pod)
+    return used
+
+
+def groups_policy() -> AffinityGroups:
+    policy = make_policy("affinity_groups")
+    assert isinstance(policy, AffinityGroups)
+    return policy
+
+
+def test_80_percent_of_the_traffic_gets_6_of_8_pods_and_the_rest_shares_2() -> None:
+    policy = groups_policy()
+    drive(policy, 0.8, 0.0)
+    used = drive(policy, 0.8, 60.0)
+    owned = policy._groups.owned
+    assert used["popular"] == set(owned[keys(1)[-1]])
+    assert used["rare"] == set(owned[FIRST]), "the rare requests' deepest popular key is the one that all begin with"
+    assert (len(used["popular"]), len(used["rare"])) == (6, 2)
+    assert used["popular"].isdisjoint(used["rare"])
+
+
+def test_a_group_follows_its_share_with_hysteresis() -> None:
+    policy = groups_policy()
+    drive(policy, 0.8, 0.0)
+    drive(policy, 0.77, 60.0, count=1500)
+    assert len(policy._groups.owned[keys(1)[-1]]) == 6
+    drive(policy, 0.3, 300.0, count=1500)
+    assert len(policy._groups.owned[keys(1)[-1]]) in (2, 3)
+
+
+def test_a_conversation_stays_on_its_pod_while_others_are_as_loaded() -> None:
+    policy = groups_policy()
+    chosen = set()
+    for turn in range(2, 10):
+        request = RequestInfo(keys(3, count=3 * turn), 1000, 0.01 * turn)
+        chosen.add(policy.choose(request, PODS).pod)
+    assert len(chosen) <= 2, "the first turn cannot know that there will be more"
+
+
+def test_a_group_without_a_pod_left_gives_way() -> None:
+    """A retry leaves out a pod; where that was the whole group, any other serves."""
+    policy = groups_policy()
+    drive(policy, 0.1, 0.0)
+    request = RequestInfo(keys(1), 1000, 60.0)
+    first = policy.choose(request, PODS).pod
+    others = [pod for i, pod in enumerate(PODS) if i != first]
+    assert others[policy.choose(request, others).pod].pod_id != PODS[first].pod_id

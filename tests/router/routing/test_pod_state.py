@@ -1,0 +1,164 @@
+"""What the gateway learns of a pod."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.load import LoadReport, StepCost
+from router.routing.latency import PRIOR
+from router.routing.pod_state import STALE_S, PodState
+from router.routing.types import PodId, PodView
+
+COST = StepCost(base_s=0.005, token_s=1e-4)
+
+
+def view(state: PodState, now_s: float) -> PodView:
+    return state.view(PodId("pod"), now_s=now_s)
+
+
+def send(state: PodState, name: str, tokens: int, now_s: float, **options: bool) -> None:
+    state.sent(name, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=100, now_s=now_s, **options)
+
+
+def reporting() -> PodState:
+    state = PodState()
+    state.report(LoadReport(cost=COST), now_s=0.0)
+    return state
+
+
+def test_queued_prefill_grows_by_what_is_sent_and_drains_with_the_clock() -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0)
+    assert view(state, 1.0).prefill_free_at_s == pytest.approx(1.105)
+    send(state, "b", 1000, 1.0)
+    assert view(state, 1.05).prefill_free_at_s == pytest.approx(1.21)
+    assert view(state, 1.05).in_flight_uncached_tokens == 2000
+
+
+def test_a_first_token_says_what_is_left() -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0)
+    send(state, "b", 2000, 1.0)
+    state.first_token("a", now_s=1.5)
+    seen = view(state, 1.5)
+    assert seen.prefill_free_at_s == pytest.approx(1.705)
+    assert (seen.in_flight, seen.decoding, seen.in_flight_uncached_tokens, seen.context_tokens) == (2, 1, 2000, 1050)
+
+
+def test_a_withdrawn_request_frees_its_place_in_the_queue() -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0)
+    send(state, "b", 5000, 1.0)
+    before_s = view(state, 1.0).prefill_free_at_s
+    state.finished("b", now_s=1.0)
+    assert view(state, 1.0).prefill_free_at_s == pytest.approx(before_s - 0.5)
+    assert view(state, 1.0).in_flight_uncached_tokens == 1000
+
+
+def test_a_pod_that_hangs_looks_ever_worse() -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0)
+    waits = [view(state, now_s).prefill_free_at_s - now_s for now_s in (1.5, 3.0, 30.0)]
+    assert waits == sorted(waits)
+    assert waits[-1] > 25
+
+
+def test_an_answer_that_does_not_stream_is_not_waited_for() -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0, streams=False)
+    late = view(state, 5.0)
+    assert late.prefill_free_at_s < 5.0
+    assert (late.in_flight, late.decoding, late.in_flight_uncached_tokens) == (1, 1, 0)
+    state.first_token("a", now_s=9.0)
+    state.finished("a", now_s=9.0)
+    assert view(state, 9.0).in_flight == 0
+    assert view(state, 9.0).context_tokens == 0
+
+
+def test_reports_add_what_other_gateways_sent_until_they_are_stale() -> None:
+    state = reporting()
+    send(state, "mine", 1000, 1.0)
+    load = LoadReport(running=4, waiting=3, uncached_tokens=6000, decoding=4, context_tokens=4000, cost=COST)
+    state.report(load, now_s=1.05)
+    fresh = view(state, 1.05)
+    assert (fresh.in_flight, fresh.decoding, fresh.context_tokens) == (7, 4, 4000)
+    assert 5000 < fresh.in_flight_uncached_tokens <= 6000
+    assert fresh.prefill_free_at_s - 1.05 > 0.5
+    state.finished("mine", now_s=1.1)
+    stale = view(state, 1.05 + STALE_S)
+    assert (stale.in_flight, stale.decoding, stale.in_flight_uncached_tokens) == (0, 0, 0)
+
+
+def test_an_old_report_about_own_requests_invents_no_other_gateway() -> None:
+    """The pod counted them 50 ms ago; one has had its first token since, and it may count shared prefixes twice."""
+    state = reporting()
+    for name in "abc":
+        send(state, name, 1000, 1.0)
+    state.first_token("a", now_s=1.1)
+    state.report(LoadReport(waiting=3, uncached_tokens=5000, cost=COST), now_s=1.12)
+    seen = view(state, 1.12)
+    assert seen.in_flight == 3
+    assert seen.in_flight_uncached_tokens == 2000
+
+
+def test_a_report_of_less_is_believed() -> None:
+    state = reporting()
+    send(state, "a", 10_000, 1.0)
+    state.report(LoadReport(waiting=1, uncached_tokens=1000, cost=COST), now_s=1.5)
+    assert view(state, 1.5).prefill_free_at_s == pytest.approx(1.6)
+
+
+def test_kv_use_is_taken_from_the_report() -> None:
+    state = PodState()
+    state.report(LoadReport(blocks_free=25, blocks_total=100), now_s=0.0)
+    assert view(state, 1.0).kv_used == pytest.approx(0.75)
+    assert view(state, STALE_S).kv_used == 0
+
+
+@pytest.mark.parametrize("token_s", [1e-5, 5e-4, 5e-3])
+def test_the_speed_of_a_pod_that_reports_nothing_is_learnt(token_s: float) -> None:
+    state, now_s = PodState(), 0.0
+    assert state.cost == PRIOR
+    assert view(state, now_s).cost_is_prior
+    for i in range(40):
+        tokens = 200 + 137 * i % 3000
+        state.sent(str(i), prompt_tokens=tokens + 500, uncached_tokens=tokens, output_tokens=10, now_s=now_s)
+        now_s += 0.02 + token_s * tokens
+        state.first_token(str(i), now_s=now_s, cached_tokens=500)
+        state.finished(str(i), now_s=now_s)
+    assert state.cost.token_s == pytest.approx(token_s, rel=0.15)
+    assert not view(state, now_s).cost_is_prior
+    assert view(state, now_s + 1000).cost_is_prior
+
+
+CALLS = st.lists(st.tuples(st.sampled_from(["sent", "first", "finished", "report"]), st.integers(0, 4)), max_size=40)
+
+
+@given(calls=CALLS)
+def test_counts_match_the_open_requests_whatever_is_called(calls: list[tuple[str, int]]) -> None:
+    state, now_s = PodState(), 0.0
+    waiting: set[int] = set()
+    decoding: set[int] = set()
+    for call, request in calls:
+        now_s += 0.01
+        if call == "sent":
+            send(state, str(request), 100, now_s)
+            waiting.add(request)
+            decoding.discard(request)
+        elif call == "first":
+            state.first_token(str(request), now_s=now_s)
+            if request in waiting:
+                waiting.remove(request)
+                decoding.add(request)
+        elif call == "finished":
+            state.finished(str(request), now_s=now_s)
+            waiting.discard(request)
+            decoding.discard(request)
+        else:
+            state.report(LoadReport(cost=COST), now_s=now_s)
+        seen = view(state, now_s)
+        assert (seen.in_flight, seen.decoding) == (len(waiting) + len(decoding), len(decoding))
+        assert seen.in_flight_uncached_tokens == 100 * len(waiting)
+        assert seen.context_tokens == 150 * len(decoding)

@@ -1,0 +1,183 @@
+"""Properties every policy keeps, whatever the pods look like."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
+from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
+from router.routing.types import PodId, PodView, RequestInfo
+
+NOW_S = 100.0
+COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
+
+
+@st.composite
+def pod_views(draw: st.DrawFn, prompt_tokens: int = 4000) -> PodView:
+    matched = draw(st.integers(0, prompt_tokens))
+    pending = draw(st.integers(0, 5))
+    decoding = draw(st.integers(0, 20))
+    known = draw(st.booleans())
+    return PodView(
+        PodId("unnamed"),
+        matched_tokens=matched,
+        host_tokens=draw(st.integers(0, matched)),
+        in_flight=pending + decoding,
+        in_flight_uncached_tokens=pending * 500,
+        decoding=decoding,
+        context_tokens=decoding * 1000,
+        prefill_free_at_s=NOW_S + draw(st.floats(-1, 2)),
+        cost=COST if known else StepCost(base_s=0.01, token_s=1e-4),
+        cost_is_prior=not known,
+        kv_used=draw(st.floats(0, 1)),
+    )
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[PodView]:
+    views = draw(st.lists(pod_views(), min_size=1, max_size=8))
+    return [replace(view, pod_id=PodId(f"pod-{i}")) for i, view in enumerate(views)]
+
+
+KEYS = st.lists(st.integers(0, 2**64 - 1).map(PrefixKey), max_size=20, unique=True).map(tuple)
+REQUESTS = st.builds(RequestInfo, keys=KEYS, prompt_tokens=st.just(4000), now_s=st.just(NOW_S))
+NAMES = pytest.mark.parametrize("name", POLICY_NAMES)
+
+
+def chosen(name: str, request: RequestInfo, pods: Sequence[PodView]) -> PodId:
+    return pods[make_policy(name).choose(request, pods).pod].pod_id
+
+
+@NAMES
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=4), pods=fleets())
+def test_the_choice_is_the_lowest_score_and_explaining_leaves_no_trace(name, requests, pods) -> None:
+    policy, silent = make_policy(name), make_policy(name)
+    for request in requests:
+        explained = [policy.choose(request, pods, explain=True) for _ in range(2)]
+        assert explained[0] == explained[1]
+        scores = [score.score for score in explained[0].scores]
+        assert [score.pod_id for score in explained[0].scores] == [pod.pod_id for pod in pods]
+        decision = policy.choose(request, pods)
+        assert decision == silent.choose(request, pods)
+        assert decision.pod == explained[0].pod
+        assert scores[decision.pod] == min(scores)
+        assert decision.scores == ()
+        assert decision.policy == name
+        assert decision.predicted_cached_tokens == pods[decision.pod].matched_tokens
+        assert (decision.predicted_ttft_s is not None) == (name == "predicted_ttft")
+
+
+@NAMES
+@given(request=REQUESTS, pods=fleets(), data=st.data())
+def test_the_order_of_pods_does_not_matter(name, request, pods, data) -> None:
+    shuffled = data.draw(st.permutations(pods))
+    assert chosen(name, request, pods) == chosen(name, request, shuffled)
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "predicted_ttft"])
+@given(request=REQUESTS, pods=fleets(), more=st.integers(1, 4000))
+def test_a_longer_match_never_makes_a_pod_less_attractive(name, request, pods, more) -> None:
+    best = make_policy(name).choose(request, pods).pod
+    matched = min(4000, pods[best].matched_tokens + more)
+    better = [replace(pod, matched_tokens=matched) if i == best else pod for i, pod in enumerate(pods)]
+    assert make_policy(name).choose(request, better).pod == best
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "bounded_hash", "cache_aware", "predicted_ttft"])
+@given(request=REQUESTS, pods=fleets(), more=st.integers(1, 10), data=st.data())
+def test_more_load_never_makes_a_pod_more_attractive(name, request, pods, more, data) -> None:
+    best = make_policy(name).choose(request, pods).pod
+    loaded = data.draw(st.integers(0, len(pods) - 1).filter(lambda i: i != best or len(pods) == 1))
+    before = pods[loaded]
+    worse = replace(
+        before,
+        in_flight=before.in_flight + more,
+        in_flight_uncached_tokens=before.in_flight_uncached_tokens + 500 * more,
+        prefill_free_at_s=max(NOW_S, before.prefill_free_at_s) + 0.01 * more,
+    )
+    after = make_policy(name).choose(request, [*pods[:loaded], worse, *pods[loaded + 1 :]]).pod
+    assert after != loaded or after == best
+
+
+@given(request=REQUESTS.filter(lambda request: request.keys), pods=fleets())
+def test_bounded_hash_keeps_its_bound(request, pods) -> None:
+    pod = pods[make_policy("bounded_hash").choose(request, pods).pod]
+    mean = (sum(view.in_flight for view in pods) + 1) / len(pods)
+    assert pod.in_flight <= PolicyOptions().load_bound * mean
+
+
+@given(pods=fleets(), rounds=st.integers(1, 5))
+def test_round_robin_is_fair(pods, rounds) -> None:
+    policy = make_policy("round_robin")
+    request = RequestInfo((), 10, NOW_S)
+    counts = Counter(policy.choose(request, pods).pod for _ in range(rounds * len(pods)))
+    assert set(counts.values()) == {rounds}
+
+
+def idle(count: int) -> list[PodView]:
+    return [PodView(PodId(f"pod-{i}"), cost=COST) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["prefix_hash", "bounded_hash"])
+def test_a_new_pod_takes_its_share_of_prefixes_and_moves_no_other(name: str) -> None:
+    requests = [RequestInfo((PrefixKey(i * 2**54),), 100, NOW_S) for i in range(1000)]
+    before = [chosen(name, request, idle(8)) for request in requests[:300]]
+    after = [chosen(name, request, idle(9)) for request in requests[:300]]
+    moved = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    assert all(new == "pod-8" for _, new in moved)
+    assert 10 < len(moved) < 70
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "cache_aware", "affinity_groups", "predicted_ttft"])
+def test_ties_spread_over_prefixes_and_stick_to_each(name: str) -> None:
+    requests = [RequestInfo((PrefixKey(i * 2**50 + 7),), 100, NOW_S) for i in range(400)]
+    counts = Counter(chosen(name, request, idle(8)) for request in requests)
+    assert min(counts.values()) > 25
+    assert chosen(name, requests[0], idle(8)) == chosen(name, requests[0], idle(8))
+
+
+def test_prompts_without_a_key_spread_over_time() -> None:
+    requests = [RequestInfo((), 100, NOW_S + i / 10) for i in range(200)]
+    assert len({chosen("predicted_ttft", request, idle(8)) for request in requests}) == 8
+
+
+def test_a_pod_nothing_is_known_of_counts_as_fast_as_its_peers() -> None:
+    pods = [replace(pod, in_flight=3, decoding=3) for pod in idle(3)]
+    pods.append(PodView(PodId("pod-9"), cost=StepCost(base_s=0.01, token_s=1e-4), cost_is_prior=True))
+    assert chosen("predicted_ttft", RequestInfo((PrefixKey(1),), 1000, NOW_S), pods) == "pod-9"
+
+
+def test_a_slower_tier_costs_and_pressure_costs() -> None:
+    request = RequestInfo((PrefixKey(1),), 1000, NOW_S)
+    on_gpu, on_host, on_disk, full = (replace(pod, matched_tokens=900) for pod in idle(4))
+    pods = [on_gpu, replace(on_host, host_tokens=900), replace(on_disk, disk_tokens=900), replace(full, kv_used=0.99)]
+    scores = [score.score for score in make_policy("predicted_ttft").choose(request, pods, explain=True).scores]
+    assert scores[0] < scores[1] < scores[2]
+    assert scores[0] < scores[3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_bound": 1.0},
+        {"match_share": 1.5},
+        {"hash_depth_strides": 0},
+        {"switch_margin": -0.1},
+        {"group_hysteresis_pods": 0.1},
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        PolicyOptions(**options)
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="round_robin, least_loaded"):
+        make_policy("fastest")
