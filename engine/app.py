@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import concurrent.futures
+import gc
 import logging
 import signal
 import socket

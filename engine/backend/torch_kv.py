@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -54,10 +55,11 @@ class KvPool:
 
     def slot_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
         """Rows of layer 0's key slots of positions start .. end - 1 of a sequence with these blocks, on the CPU."""
-        positions = torch.arange(start, end)
-        first = torch.tensor(blocks, dtype=torch.int64) * (self.layers * 2 * self.block_size)
-        rows: Tensor = first[positions // self.block_size] + positions % self.block_size
-        return rows
+        first, size = start // self.block_size, self.block_size
+        # numpy: for so few numbers a torch operation costs several times as much.
+        blocks_seen = np.asarray(blocks[first : -(-end // size)], dtype=np.int64) * (self.layers * 2 * size)
+        rows = (blocks_seen[:, None] + np.arange(size)).ravel()
+        return torch.from_numpy(rows[start - first * size : end - first * size])
 
     def layer_heads(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values as rows [dim], `head_rows` of them: row slot * kv_heads + head, with layer 0's slot rows."""
@@ -109,7 +111,7 @@ class PagedAttention:
             (single if sparse and len(chunk.tokens) == 1 else apart).append((chunk, row))
             row += len(chunk.tokens)
         self._views = {w: [_view(pool, chunk, row, w) for chunk, row in apart] for w in set(config.windows)}
-        self._single_rows = torch.tensor([row for _, row in single], dtype=torch.int64)
+        self._single_rows = torch.tensor([row for _, row in single], dtype=torch.int64) if apart else None
         self._sparse = {w: _sparse(pool, config, [c for c, _ in single], w) for w in set(config.windows) if single}
         pages = max((len(v.pages) for views in self._views.values() for v in views if v.pages is not None), default=0)
         self._scratch = torch.empty((pages, pool.layer_pages(0).shape[1]), dtype=pool.data.dtype, device=device)
@@ -120,13 +122,17 @@ class PagedAttention:
         window = self._windows[layer]
         out = torch.empty_like(q)
         for view in self._views[window]:
-            rows = view.step_rows
+            part = view.step_rows
             if view.pages is None:
-                _causal(q[rows], k[rows], v[rows], out[rows])
+                _causal(q[part], k[part], v[part], out[part])
             else:
-                self._attend(layer, view, view.pages, q[rows], out[rows])
+                self._attend(layer, view, view.pages, q[part], out[part])
         if sparse := self._sparse.get(window):
-            out[self._single_rows] = sparse.attend(q[self._single_rows], *self._pool.layer_heads(layer))
+            rows = self._single_rows
+            attended = sparse.attend(q if rows is None else q[rows], *self._pool.layer_heads(layer))
+            if rows is None:
+                return attended.flatten(1)
+            out[rows] = attended
         return out.flatten(1)
 
     def _attend(self, layer: int, view: _View, rows: Tensor, q: Tensor, out: Tensor) -> None:

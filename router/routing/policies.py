@@ -51,6 +51,8 @@ class PolicyOptions:
     switch_margin: float = 0.05
     """predicted_ttft: share of the duplicated prefill by which another pod must be better than the one with the
     longest match: a duplicate also evicts something."""
+    same_speed: float = 0.25
+    """predicted_ttft: pods whose learnt speed is within this share of the median pod's count as equally fast."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option that is out of range."""
@@ -58,7 +60,7 @@ class PolicyOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"policy option {name} must be above 0, not {getattr(self, name)}")
-        for name in ("group_refresh_s", "host_share", "disk_share", "pressure_weight", "switch_margin"):
+        for name in ("group_refresh_s", "host_share", "disk_share", "pressure_weight", "switch_margin", "same_speed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"policy option {name} must not be negative, not {getattr(self, name)}")
         if not self.load_bound > 1:
@@ -91,6 +93,7 @@ def _predicted_ttft(options: PolicyOptions) -> Policy:
         disk_share=options.disk_share,
         pressure_weight=options.pressure_weight,
         switch_margin=options.switch_margin,
+        same_speed=options.same_speed,
     )
 
 

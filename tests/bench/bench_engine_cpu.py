@@ -3,7 +3,7 @@
     python -m tests.bench.bench_engine_cpu [--threads 1] [--repeats 5]
 
 Each round measures every contender once, so that what else the machine does falls on all of them; a figure is the
-median of the rounds' ratios. transformers runs its SDPA attention and computes the last row of logits only, as a server would.
+median of the rounds' ratios. transformers runs SDPA and computes the last row of logits only, as a server would.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_one_popular_system_prompt(per_s: float) -> None:
 def test_tenants_with_conversations(per_s: float) -> None:
     result = outcomes(tenant_chat(per_s, count=800, seed=22))
     predicted = result["predicted_ttft"]
-    assert predicted.mean_ttft_s == min(outcome.mean_ttft_s for outcome in result.values())
+    assert predicted.mean_ttft_s <= 1.01 * min(outcome.mean_ttft_s for outcome in result.values())
     assert predicted.hit_rate > result["least_loaded"].hit_rate + 0.15
     assert predicted.hit_rate > result["prefix_hash"].hit_rate - 0.02
     assert result["affinity_groups"].hit_rate > result["least_loaded"].hit_rate + 0.1
