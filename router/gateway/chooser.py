@@ -163,17 +163,20 @@ class Chooser:
     def _views(
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
-        per_stride = inbound.tokens_per_stride
+        per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
         views = []
         for pod in pods:
-            match = matches.get(pod.pod_id, NO_MATCH)
+            match = matches.get(pod.pod_id)
+            if match is None:
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
+                continue
             views.append(
                 pod.state.view(
                     pod.pod_id,
                     now_s=now_s,
-                    matched_tokens=min(int(match.strides * per_stride), inbound.prompt_tokens),
-                    host_tokens=int(match.host_strides * per_stride),
-                    disk_tokens=int(match.disk_strides * per_stride),
+                    matched_tokens=min(int(match.strides * per_stride), prompt_tokens),
+                    host_tokens=min(int(match.host_strides * per_stride), prompt_tokens),
+                    disk_tokens=min(int(match.disk_strides * per_stride), prompt_tokens),
                 )
             )
         return views

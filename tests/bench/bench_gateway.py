@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_gateway
 
-Four kinds of process on one machine, all on uvloop: scripted engines (one process, eight ports, raw protocol), the
-gateway, the bare proxy of this file, and a load client (raw protocol). Each repeat measures both in turn, in either
+Four kinds of process on one machine, all on uvloop: scripted engines (one process, a port for each, raw protocol),
+the gateway, the bare proxy of this file, and a load client (raw protocol). Each repeat measures both in turn, in either
 order. CPU is the process's own user and system time. Prompts have 8 KB, 6 KB of it one of eight shared prefixes;
 answers have 20 chunks, 2 ms apart.
 """
@@ -29,11 +29,11 @@ import uvloop
 from aiohttp import web
 
 MODULE = "tests.bench.bench_gateway"
-PODS = 8
 CHUNKS = 20
 GAP_S = 0.002
 PROMPT_BYTES = 8192
 SHARED_BYTES = 6144
+PREFIXES = 8
 EVENT = (
     b"data: "
     + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {"content": "token"}}]}).encode()
@@ -88,10 +88,10 @@ class Engine(asyncio.Protocol):
         self.transport.write(data)
 
 
-async def run_engines() -> None:
-    """PODS engines in one process; prints their URLs."""
+async def run_engines(pods: int) -> None:
+    """`pods` engines in one process; prints their URLs."""
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0) for i in range(PODS)]  # type: ignore[misc]
+    servers = [await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0) for i in range(pods)]  # type: ignore[misc]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     print(f"listening on {','.join(urls)}", flush=True)
     await asyncio.Event().wait()
@@ -202,7 +202,7 @@ class Load:
         if not self.left:
             return None
         self.left -= 1
-        shared = f"system prompt number {self.left % PODS} ".ljust(SHARED_BYTES, "s")
+        shared = f"system prompt number {self.left % PREFIXES} ".ljust(SHARED_BYTES, "s")
         text = (shared + f"question {self.left} ").ljust(PROMPT_BYTES, "q")
         fields = {"model": "m", "stream": True, "messages": [{"role": "user", "content": text}]}
         body = json.dumps(fields).encode()
@@ -266,11 +266,11 @@ def measure(url: str, process: psutil.Process | None, count: int, connections: i
     return result
 
 
-def compare(repeats: int, count: int, policy: str) -> None:
+def compare(repeats: int, count: int, policy: str, pods: int) -> None:
     """Print the medians and the ratio."""
     me = MODULE
     with (
-        started(me, "engines") as (engines, _),
+        started(me, "engines", str(pods)) as (engines, _),
         started(me, "bare", engines) as (bare_url, bare),
         started("router", "--port", "0", "--engines", engines, "--policy", policy) as (gateway_url, gateway),
     ):
@@ -307,8 +307,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1500, help="per run")
     parser.add_argument("--policy", default="predicted_ttft")
+    parser.add_argument("--pods", type=int, default=4, help="engines behind both; a decision looks at each")
     roles = parser.add_subparsers(dest="role")
-    roles.add_parser("engines")
+    roles.add_parser("engines").add_argument("pods", type=int)
     roles.add_parser("bare").add_argument("urls")
     load = roles.add_parser("load")
     load.add_argument("url")
@@ -316,11 +317,11 @@ def main() -> None:
     load.add_argument("connections", type=int)
     args = parser.parse_args()
     if args.role is None:
-        compare(args.repeats, args.requests, args.policy)
+        compare(args.repeats, args.requests, args.policy, args.pods)
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.role == "engines":
-            runner.run(run_engines())
+            runner.run(run_engines(args.pods))
         elif args.role == "bare":
             runner.run(run_bare(args.urls.split(",")))
         else:

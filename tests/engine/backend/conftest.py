@@ -1,4 +1,4 @@
-"""looptime asks for the thread's event loop around every test, sync ones too, which would make one that nobody closes."""
+"""looptime asks for the thread's event loop around every test, sync ones too: that would make one nobody closes."""
 
 from __future__ import annotations
 
