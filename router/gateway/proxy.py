@@ -152,7 +152,11 @@ class Proxy:
                 self._metrics.broke()
                 response.force_close()
                 await relay.end_with(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
-            await response.write_eof()
+                # No last chunk: nobody takes the stream for whole, and no client puts the connection back in its pool.
+                if request.transport is not None:
+                    request.transport.close()
+            else:
+                await response.write_eof()
             is_ended = True
         except (ClientStalled, ConnectionError) as error:
             exchange.error = f"client gone: {type(error).__name__}"

@@ -95,7 +95,7 @@ class EventRelay:
         return data[:end]
 
     async def end_with(self, error: ApiError) -> None:
-        """One more event, with the error, and the end. What is held of a broken event is left out.
+        """One more event, with the error. What is held of a broken event is left out.
 
         Raises ClientStalled or ConnectionError.
         """
@@ -103,6 +103,5 @@ class EventRelay:
         try:
             async with asyncio.timeout(LAST_WORD_S):
                 await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
-                await self._sink.write_eof()
         except TimeoutError:
             raise ClientStalled from None

@@ -133,8 +133,11 @@ class RegistryReader:
                 await self._follow()
             except REDIS_ERRORS as error:
                 self._disconnected(error)
-                backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
-                self._connected = False
+            except Exception as error:  # outermost loop: a defect met in one message must not end the registry
+                log.exception("registry: starting over")
+                self._disconnected(error)
+            backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
+            self._connected = False
             self._expire()
             await asyncio.sleep(backoff_s)
 
@@ -146,6 +149,7 @@ class RegistryReader:
             for feed in self._feeds.values():
                 feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
                 feed.retry_at_s = 0.0
+            await redis.ping()
             while True:
                 raise_if_cancelled()
                 await self._load_missing(redis)

@@ -250,6 +250,27 @@ async def test_another_stride_is_refused_and_named(redis_server: RedisServer):
         assert not gateway.held(engine.pod)
 
 
+async def test_a_defect_met_in_one_message_does_not_end_the_registry(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change({1: Tier.GPU})
+        await gateway.wait_equal(engine)
+        apply, calls = gateway.index.apply, []
+
+        def fails_once(*args: object) -> None:
+            calls.append(args)
+            if len(calls) == 1:
+                raise RuntimeError("a defect")
+            apply(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(gateway.index), "apply", lambda self, *args: fails_once(*args))
+        engine.change({2: Tier.GPU, 3: Tier.GPU}, removed={1})
+        await gateway.wait_equal(engine)
+        assert calls
+
+
 async def test_a_pod_that_leaves_the_fleet_leaves_the_index(redis_server: RedisServer):
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:

@@ -190,7 +190,12 @@ class Gateway:
         """A request with a JSON body, read to its end."""
         body = fields if isinstance(fields, bytes) else orjson.dumps(fields)
         async with self.session.post(self.url + path, data=io.BytesIO(body), headers=sent) as response:
-            return Answer(response.status, response.headers.copy(), await response.read())
+            received, is_whole = b"", False
+            with contextlib.suppress(aiohttp.ClientPayloadError):
+                async for chunk in response.content.iter_any():
+                    received += chunk
+                is_whole = True
+            return Answer(response.status, response.headers.copy(), received, is_whole)
 
     async def get(self, path: str) -> Answer:
         """A GET, read to its end."""
@@ -209,6 +214,8 @@ class Answer:
     status: int
     headers: Any
     body: bytes
+    is_whole: bool = True
+    """False where the connection ended before the body's own end."""
 
     @property
     def json(self) -> Any:

@@ -131,6 +131,7 @@ async def test_a_death_after_the_first_byte_ends_in_an_error_event(sent: list[by
     assert answer.status == 200
     assert answer.body.startswith(event("a"))
     assert last_error(answer)["type"] == "upstream_error"
+    assert not answer.is_whole, "no client may take it for a whole answer, nor use the connection again"
     assert sum(len(pod.received) for pod in pods) == 1
     assert "warmroute_gateway_broken_streams_total 1.0" in text
 
@@ -156,6 +157,7 @@ async def test_a_silent_stream_ends_in_an_error_event(limit: str) -> None:
         answer = await gateway.post(STREAM)
         await wait_quiet(gateway, engine)
     assert last_error(answer)["type"] == "upstream_error"
+    assert not answer.is_whole
 
 
 @pytest.mark.parametrize(

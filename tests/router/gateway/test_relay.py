@@ -86,7 +86,7 @@ def test_a_break_anywhere_leaves_whole_events_and_the_error(texts: list[str], da
     chunks = [sent[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
     sink, broke = relay(chunks, ClientPayloadError("gone"))
     assert broke
-    assert sink.ended
+    assert not sink.ended
     before = sink.data.removesuffix(ERROR_EVENT)
     assert before + ERROR_EVENT == sink.data
     assert before == sent[: sent.rfind(b"\n\n") + 2 if b"\n\n" in sent else 0]
