@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.model.checkpoint import make_checkpoint
+from tests.e2e.programs import Program, running
+from tests.e2e.stack import PODS, Stack, gateway_before
+from tests.redis_server import RedisServer, running_redis
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +19,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_checkpoint(folder, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_position=4096)
     return folder
+
+
+@pytest.fixture(scope="module")
+def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Program]]]:
+    """Three engines with emulated devices and small pools, so that blocks are evicted."""
+    flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
+    with running_redis() as server:
+        engines = [
+            Program("engine", *flags, "--kv-pool-tokens", "4096", "--redis-url", server.url) for _ in range(PODS)
+        ]
+        with running(engines):
+            yield server, engines
+
+
+@pytest.fixture
+async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
+    async with gateway_before(*sim_engines) as stack:
+        yield stack

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport
+from router.fleet.discovery import EngineAddress
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.probe import PodIdentity, ProbeFailed, ServedModel, served_models
 from router.routing.types import PodId
@@ -45,10 +46,13 @@ class ScriptedDiscovery:
     """The sets put into `sets`, one after the other."""
 
     def __init__(self, *urls: str) -> None:
-        self.sets: asyncio.Queue[frozenset[str]] = asyncio.Queue()
-        self.sets.put_nowait(frozenset(urls))
+        self.sets: asyncio.Queue[frozenset[EngineAddress]] = asyncio.Queue()
+        self.put(*map(EngineAddress, urls))
 
-    async def watch(self) -> AsyncIterator[frozenset[str]]:
+    def put(self, *addresses: EngineAddress) -> None:
+        self.sets.put_nowait(frozenset(addresses))
+
+    async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         while True:
             yield await self.sets.get()
 
@@ -166,7 +170,7 @@ async def test_discovery_replaces_the_whole_set() -> None:
     world = World()
     async with world.running():
         world.probe.pods["http://c"] = identity("c")
-        await world.discovery.sets.put(frozenset(("http://b", "http://c")))
+        world.discovery.put(EngineAddress("http://b"), EngineAddress("http://c"))
         await asyncio.sleep(0.1)
         assert world.ids() == ["b", "c"]
         looks = len(world.probe.seen["http://a"])
