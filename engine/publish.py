@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 BATCH_S = 0.05
 BATCH_KEYS = 512
+LOAD_S = 0.1
+"""A load that has changed is reported within this: an older one takes an idle pod for a busy one."""
 HEARTBEAT_S = 0.5
 SNAPSHOT_S = 5.0
 MAX_BACKOFF_S = 2.0
@@ -73,6 +75,7 @@ class Publisher:
         self._held = held
         self._max_pending_keys = max_pending_keys
         self._pending: dict[PrefixKey, Tier | None] = {}
+        self._sent_occupancy = _occupancy(LoadReport())
         self._seq = 0
         self._needs_snapshot = True
         self._snapshot_seq = 0
@@ -136,14 +139,18 @@ class Publisher:
         self.connected = False
 
     async def _wait_for_work(self) -> None:
-        """Until a batch is full, its first change is BATCH_S old, or the heartbeat is due."""
-        if self._needs_snapshot:
-            return
-        try:
-            async with asyncio.timeout(HEARTBEAT_S):
-                await self._wake.wait()
-        except TimeoutError:
-            return
+        """Until a batch is full, its first change is BATCH_S old, the load is another, or the heartbeat is due."""
+        heartbeat_at_s = asyncio.get_running_loop().time() + HEARTBEAT_S
+        while not self._wake.is_set():
+            if self._needs_snapshot:
+                return
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                is_due = asyncio.get_running_loop().time() >= heartbeat_at_s
+                if is_due or _occupancy(self._load()) != self._sent_occupancy:
+                    return
         try:
             async with asyncio.timeout(BATCH_S):
                 await self._full.wait()
@@ -182,8 +189,10 @@ class Publisher:
             else:
                 stored[tier].append(key)
         gpu, host, disk = map(tuple, stored)
+        load = self._load()
+        self._sent_occupancy = _occupancy(load)
         message = RegistryMessage(
-            Kind.DELTA, self._stride, self._epoch, self._seq, self._load(), tuple(removed), (gpu, host, disk)
+            Kind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
         )
         entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
         async with redis.pipeline(transaction=False) as pipe:
@@ -194,3 +203,8 @@ class Publisher:
         self.stats.deltas += 1
         if not leased or wanted is not None:
             self._needs_snapshot = True
+
+
+def _occupancy(load: LoadReport) -> tuple[int, int, int]:
+    """What of a load report makes it worth sending."""
+    return load.running, load.waiting, load.uncached_tokens

@@ -91,22 +91,22 @@ async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack)
         await answer.content.readany()
         running_now = [await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]
         assert sum(running_now) == 1
-    async with asyncio.timeout(5):
-        while sum([await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    for engine in stack.engines:
-        assert await stack.metric(engine, "vllm:kv_cache_usage_perc") == 0.0
+    # At the latest when the step in progress ends, some milliseconds on this device.
+    async with asyncio.timeout(1.0):
+        for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+            while sum([await stack.metric(e, name) for e in stack.engines]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack):
     rng = random.Random(3)
-    tenants = [f"Tenant {i} has a handbook of its own. " * 30 for i in range(12)]
+    tenants = [f"Tenant {i} has a handbook of its own. " * 60 for i in range(9)]
     pods: dict[int, set[str]] = {}
     for _ in range(4):
         for i, tenant in enumerate(tenants):
             _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
             pods.setdefault(i, set()).add(pod)
-    assert sum(len(seen) == 1 for seen in pods.values()) >= 11, f"an idle fleet moves nobody: {pods}"
+    assert sum(len(seen) == 1 for seen in pods.values()) >= 8, f"an idle fleet moves nobody: {pods}"
     assert len(set().union(*pods.values())) == PODS, f"an idle fleet is used in all its width: {pods}"
 
 

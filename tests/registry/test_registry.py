@@ -108,6 +108,17 @@ async def test_changes_reach_the_index(redis_server: RedisServer):
         await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
 
 
+async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_seldom(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        await wait_until(lambda: engine.pod in gateway.loads)
+        sent = engine.publisher.stats.deltas
+        engine.keys[PrefixKey(1)] = Tier.GPU  # its load is the number of its keys, and no change of keys is offered
+        await wait_until(lambda: gateway.loads[engine.pod].running == 1, 0.35)
+        await asyncio.sleep(0.6)
+        assert engine.publisher.stats.deltas - sent <= 3
+
+
 async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer):
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as first:
