@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -15,7 +17,10 @@ from aiohttp import web
 from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
 from router.fleet.discovery import Discovery, StaticDiscovery
+from router.fleet.dns import DnsDiscovery, SystemResolver
 from router.fleet.fleet import Fleet, FleetChange
+from router.fleet.kubernetes import KubernetesDiscovery
+from router.fleet.kubernetes_login import connect, login
 from router.fleet.probe import HttpProbe
 from router.gateway.admin import Admin
 from router.gateway.admission import Admission
@@ -49,6 +54,7 @@ METRICS = web.AppKey("metrics", Metrics)
 INDEX = web.AppKey("index", PrefixIndex)
 ADMISSION = web.AppKey("admission", Admission)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
+DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 STATUS = web.AppKey("status", Status)
@@ -86,6 +92,25 @@ def _to(
         return await method(request.app[key], request)
 
     return handle
+
+
+def make_discovery(settings: GatewaySettings) -> Discovery:
+    """The source of engines that the settings name."""
+    match settings.discovery:
+        case "kubernetes":
+            assert settings.kube_selector is not None
+            credentials = partial(login, settings.kube_config, settings.kube_namespace, environ=os.environ)
+            port = settings.kube_port
+            return KubernetesDiscovery(
+                partial(connect, credentials, settings.kube_selector), port=int(port) if port.isdecimal() else port
+            )
+        case "dns":
+            assert settings.dns_name is not None
+            return DnsDiscovery(
+                SystemResolver(), settings.dns_name, settings.dns_port, max_ttl_s=settings.dns_max_ttl_s
+            )
+        case "static":
+            return StaticDiscovery(settings.engines)
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -152,9 +177,9 @@ async def _session(app: web.Application) -> AsyncIterator[None]:
 
 async def _fleet(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
-    discovery: Discovery = StaticDiscovery(settings.engines)
+    app[DISCOVERY] = make_discovery(settings)
     app[FLEET] = Fleet(
-        discovery,
+        app[DISCOVERY],
         HttpProbe(app[SESSION], settings.probe_timeout_s),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,

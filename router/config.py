@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import Settings
@@ -20,6 +21,9 @@ PolicyName = Literal[
     "predicted_ttft",
 ]
 
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
+
 
 class GatewaySettings(Settings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway."""
@@ -28,7 +32,36 @@ class GatewaySettings(Settings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one")
-    engines: list[str] = Field(description="base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000")
+    discovery: Literal["static", "kubernetes", "dns"] = Field(
+        "static",
+        description="where engines are found: in --engines, among the pods of a Kubernetes namespace, or in DNS",
+    )
+    engines: list[str] = Field(
+        default_factory=list,
+        description="static: base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000; required",
+    )
+    kube_selector: str | None = Field(
+        None, description="kubernetes: label selector of the engines' pods, e.g. app=engine,tier!=test; required"
+    )
+    kube_namespace: str | None = Field(
+        None, description="kubernetes: namespace of the engines' pods; none: the gateway's own, or the kubeconfig's"
+    )
+    kube_port: str = Field(
+        "http",
+        coerce_numbers_to_str=True,
+        description="kubernetes: TCP port of the engines, as a number or a containerPort's name; "
+        "a pod's annotation warmroute.io/port goes first",
+    )
+    kube_config: str | None = Field(
+        None, description="kubernetes: kubeconfig file whose current context is used; none: the pod's service account"
+    )
+    dns_name: str | None = Field(
+        None, description="dns: name whose A or AAAA records are the engines, e.g. a headless Service's; required"
+    )
+    dns_port: int = Field(8000, ge=1, le=65535, description="dns: TCP port of the engines")
+    dns_max_ttl_s: float = Field(
+        5.0, ge=1, description="dns: seconds after which the name is asked for again; sooner where its TTL is shorter"
+    )
     redis_url: str | None = Field(
         None, description="redis://, rediss:// or unix:// URL of the registry; none: no registry"
     )
@@ -82,8 +115,6 @@ class GatewaySettings(Settings):
     @field_validator("engines")
     @classmethod
     def _check_engines(cls, urls: list[str]) -> list[str]:
-        if not urls:
-            raise ValueError("at least one engine URL is needed")
         cleaned = [url.strip().rstrip("/") for url in urls]
         for url in cleaned:
             _check_url(url, ("http", "https"))
@@ -92,12 +123,45 @@ class GatewaySettings(Settings):
             raise ValueError(f"{', '.join(sorted(twice))} is listed twice")
         return cleaned
 
+    @field_validator("kube_port")
+    @classmethod
+    def _check_kube_port(cls, port: str) -> str:
+        is_valid = 0 < int(port) < 65536 if port.isdecimal() else PORT_NAME.fullmatch(port)
+        if not is_valid:
+            raise ValueError("must be a number from 1 to 65535 or a port's name")
+        return port
+
+    @field_validator("kube_namespace")
+    @classmethod
+    def _check_kube_namespace(cls, name: str | None) -> str | None:
+        if name is not None and not DNS_LABEL.fullmatch(name):
+            raise ValueError("is not the name of a namespace")
+        return name
+
+    @model_validator(mode="after")
+    def _check_discovery(self) -> Self:
+        required = {"static": "engines", "kubernetes": "kube_selector", "dns": "dns_name"}
+        prefixes = {"static": "engines", "kubernetes": "kube_", "dns": "dns_"}
+        for kind, prefix in prefixes.items():
+            given = sorted(name for name in self.model_fields_set if name.startswith(prefix))
+            if kind != self.discovery and given:
+                raise ValueError(f"{_flag(given[0])} needs --discovery {kind}, which is {self.discovery}")
+        name = required[self.discovery]
+        if not getattr(self, name):
+            about = type(self).model_fields[name].description
+            raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+        return self
+
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str | None) -> str | None:
         if url is not None:
             _check_url(url, ("redis", "rediss", "unix"))
         return url
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _check_url(url: str, schemes: tuple[str, ...]) -> None:

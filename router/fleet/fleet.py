@@ -7,10 +7,10 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.contract.load import LoadReport
-from router.fleet.discovery import Discovery
+from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel
 from router.routing.types import PodId
@@ -29,19 +29,30 @@ class FleetChange:
 
 
 class Member:
-    """One URL of discovery, with what is known of the engine behind it."""
+    """One engine of discovery, with what is known of it."""
 
-    __slots__ = ("admitted", "failures", "last_error", "pod", "probed", "task", "url", "wake")
+    __slots__ = ("address", "admitted", "failures", "last_error", "pod", "probed", "task", "wake")
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, address: EngineAddress) -> None:
+        self.address = address
         self.pod: Pod | None = None
         self.admitted = False
+        """The probe says that it answers. Requests need discovery's word too: `takes_requests`."""
         self.failures = 0
         self.last_error: str | None = None
         self.probed = False
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """The engine's base URL."""
+        return self.address.url
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether both the probe and discovery say so."""
+        return self.admitted and self.address.is_ready
 
 
 @dataclass(slots=True)
@@ -94,7 +105,7 @@ class Fleet:
 
     def admitted(self) -> tuple[Pod, ...]:
         """Every pod that takes requests, in order of URL."""
-        return tuple(member.pod for member in self.members() if member.pod and member.admitted)
+        return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
 
     def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
         """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
@@ -136,17 +147,25 @@ class Fleet:
     async def run(self) -> None:
         """Follow discovery and probe until cancelled."""
         async with asyncio.TaskGroup() as group:
-            async for urls in self._discovery.watch():
-                self._set(urls, group)
+            async for addresses in self._discovery.watch():
+                self._set(addresses, group)
             await asyncio.Event().wait()
 
-    def _set(self, urls: frozenset[str], group: asyncio.TaskGroup) -> None:
-        gone = [self._members.pop(url) for url in self._members.keys() - urls]
-        for member in gone:
+    def _set(self, addresses: frozenset[EngineAddress], group: asyncio.TaskGroup) -> None:
+        wanted = {address.url: address for address in addresses}
+        gone = []
+        for url, member in list(self._members.items()):
+            address = wanted.get(url)
+            if address is not None and address.life == member.address.life:
+                if address.model != member.address.model:
+                    member.wake.set()
+                member.address = address
+                continue
+            gone.append(self._members.pop(url))
             if member.task is not None:
                 member.task.cancel()
-        for url in urls - self._members.keys():
-            member = self._members[url] = Member(url)
+        for url in wanted.keys() - self._members.keys():
+            member = self._members[url] = Member(wanted[url])
             member.task = group.create_task(self._watch(member))
         self._changed(ended=frozenset(member.pod.pod_id for member in gone if member.pod))
         self._note_probed()
@@ -155,7 +174,7 @@ class Fleet:
         while True:
             member.wake.clear()
             try:
-                self._success(member, await self._probe.identify(member.url))
+                self._success(member, _restricted(await self._probe.identify(member.url), member.address.model))
             except ProbeFailed as error:
                 self._failure(member, error)
             except Exception as error:  # outermost loop: one odd answer must not end the probing
@@ -196,7 +215,7 @@ class Fleet:
                 ended.add(pod.pod_id)
             member.pod = Pod(member.url, identity)
         if not member.admitted or ended:
-            log.info("fleet: pod %s at %s takes requests", identity.pod_id, member.url)
+            log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
         self._changed(frozenset(ended))
 
@@ -224,14 +243,25 @@ class Fleet:
     def _changed(self, ended: frozenset[PodId] = frozenset()) -> None:
         table = _Table()
         pods: dict[PodId, str] = {}
-        known = [(m.pod, m.admitted) for m in self._members.values() if m.pod is not None]
-        for pod, admitted in sorted(known, key=lambda item: item[0].pod_id):
+        known = [(m.pod, m.takes_requests) for m in self._members.values() if m.pod is not None]
+        for pod, takes_requests in sorted(known, key=lambda item: item[0].pod_id):
             pods[pod.pod_id] = pod.model
             table.by_id[pod.pod_id] = pod
             for model in pod.identity.models:
                 table.cards.setdefault(model.name, model)
-                if admitted:
+                if takes_requests:
                     table.by_model[model.name] = (*table.by_model.get(model.name, ()), pod)
         self._table = table
         for listener in self._listeners:
             listener(FleetChange(pods, ended))
+
+
+def _restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
+    """`identity` with the one model that discovery names, where it names one. Raises ProbeFailed."""
+    if model is None:
+        return identity
+    chosen = tuple(served for served in identity.models if served.name == model)
+    if not chosen:
+        listed = ", ".join(served.name for served in identity.models)
+        raise ProbeFailed(f"discovery says that it serves {model}, GET /v1/models lists {listed}")
+    return replace(identity, models=chosen)

@@ -39,7 +39,6 @@ class Admin:
         self._reader = reader
         self._chooser = chooser
         self._index = index
-        self._registry = registry
         self._is_enabled = is_enabled
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -85,6 +84,5 @@ class Admin:
             return f"no answer within {RESET_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
-        if not self._registry.reports(pod.pod_id):
-            self._index.drop(pod.pod_id)
+        self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
         return "ok"

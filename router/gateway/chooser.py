@@ -31,7 +31,7 @@ TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 NO_MATCH = Match(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Where a request goes. `strides`: leading prefix keys the pod was believed to hold."""
 
@@ -62,7 +62,11 @@ class Chooser:
         speculation_ttl_s: float,
         foreign_ttl_s: float,
     ) -> None:
-        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys."""
+        """Needs the running loop, for its clock.
+
+        `make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
+        """
+        self._clock = asyncio.get_running_loop().time
         self._fleet = fleet
         self._index = index
         self._registry = registry
@@ -79,7 +83,7 @@ class Chooser:
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
         started_s = time.perf_counter()
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
         if policy.name != inbound.policy:
@@ -93,7 +97,7 @@ class Chooser:
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         pods = self._pods(inbound, ())
         policy = self._policy(inbound, now_s)
         matches = self._index.match(inbound.keys, now_s)
@@ -132,7 +136,7 @@ class Chooser:
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
         if held + slack < choice.strides:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._clock()
             self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
             self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
 
@@ -170,15 +174,12 @@ class Chooser:
             if match is None:
                 views.append(pod.state.view(pod.pod_id, now_s=now_s))
                 continue
-            views.append(
-                pod.state.view(
-                    pod.pod_id,
-                    now_s=now_s,
-                    matched_tokens=min(int(match.strides * per_stride), prompt_tokens),
-                    host_tokens=min(int(match.host_strides * per_stride), prompt_tokens),
-                    disk_tokens=min(int(match.disk_strides * per_stride), prompt_tokens),
-                )
-            )
+            tokens = min(int(match.strides * per_stride), prompt_tokens)
+            view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+            if match.host_strides or match.disk_strides:
+                view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+            views.append(view)
         return views
 
 

@@ -40,14 +40,17 @@ class Generate:
         self._metrics = metrics
         self._request_log = request_log
         self._total_timeout_s = total_timeout_s
+        self._clock = asyncio.get_running_loop().time
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s)
         try:
             with self._admission:
-                response = await self._answer(request, exchange)
+                body = await self._body(request, exchange.deadline_s)
+                inbound = exchange.inbound = self._reader.read(Endpoint(request.path), body, request.headers)
+                response = await self._proxy.forward(request, exchange, inbound)
             exchange.status = exchange.status or response.status
             return response
         except ApiError as error:
@@ -59,16 +62,17 @@ class Generate:
         finally:
             self._record(request, exchange)
 
-    async def _answer(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+    @staticmethod
+    async def _body(request: web.Request, deadline_s: float) -> bytes:
         try:
-            async with asyncio.timeout_at(exchange.deadline_s):
-                body = await request.read()
+            if request.content.is_eof():  # here already, as small bodies are: nothing to wait for
+                return await request.read()
+            async with asyncio.timeout_at(deadline_s):
+                return await request.read()
         except TimeoutError:
             raise DeadlineExceeded("the request's body did not arrive in time") from None
         except web.HTTPRequestEntityTooLarge as error:
             raise TooLarge(f"the request body is larger than {request.client_max_size} bytes") from error
-        exchange.inbound = self._reader.read(Endpoint(request.path), body, request.headers)
-        return await self._proxy.forward(request, exchange, exchange.inbound)
 
     def _record(self, request: web.Request, exchange: Exchange) -> None:
         choice, inbound, first_byte_s = exchange.choice, exchange.inbound, exchange.first_byte_s
@@ -81,7 +85,7 @@ class Generate:
                 self._chooser.learn(inbound, choice, exchange.usage)
         if not self._request_log.enabled:
             return
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         self._request_log.write(
             RequestRecord(
                 request_id=exchange.request_id,

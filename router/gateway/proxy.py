@@ -17,7 +17,7 @@ from router.gateway.errors import BadGateway
 from router.gateway.exchange import CLIENT_GONE, Exchange
 from router.gateway.headers import answer_headers, upstream_headers
 from router.gateway.inbound import Inbound
-from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke
+from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke, send_whole
 from router.gateway.upstream import Opened, PodFailed, open_answer
 from router.gateway.usage import TAIL_BYTES, Tail, header_usage, usage_in
 from router.routing.types import PodId
@@ -53,6 +53,7 @@ class Proxy:
         self._chooser = chooser
         self._metrics = metrics
         self._limits = limits
+        self._clock = asyncio.get_running_loop().time
 
     async def forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
         """The answer, already sent where it is a stream. Raises ApiError when there is none to pass on."""
@@ -67,6 +68,8 @@ class Proxy:
                     raise
                 break
             result = await self._attempt(request, exchange, inbound, choice)
+            if isinstance(result, web.Response):
+                return await self._send_whole(request, exchange, result)
             if not isinstance(result, Failure):
                 return result
             failure = result
@@ -74,10 +77,10 @@ class Proxy:
             exchange.error = failure.error.message
             self._metrics.retried(failure.reason)
             excluded.add(choice.pod.pod_id)
-            if asyncio.get_running_loop().time() >= exchange.deadline_s:
+            if self._clock() >= exchange.deadline_s:
                 break
         if answer is not None:
-            return answer
+            return await self._send_whole(request, exchange, answer)
         assert failure is not None
         raise failure.error
 
@@ -87,7 +90,6 @@ class Proxy:
         """One attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index."""
         exchange.choice = choice
         exchange.attempts += 1
-        clock = asyncio.get_running_loop().time
         opened: Opened | None = None
         try:
             with self._fleet.lease(
@@ -102,7 +104,7 @@ class Proxy:
                     error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
                     return Failure("status", error, _whole_answer(opened, exchange, choice))
                 exchange.usage = header_usage(opened.response.headers)
-                exchange.first_byte_s = clock()
+                exchange.first_byte_s = self._clock()
                 lease.first_token(exchange.usage.cached_tokens)
                 if opened.is_stream:
                     return await self._stream(request, exchange, choice, opened)
@@ -121,7 +123,7 @@ class Proxy:
     async def _open(self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice) -> Opened:
         deadline_s = exchange.deadline_s
         if inbound.stream:  # any other answer may begin only when it is complete
-            deadline_s = min(deadline_s, asyncio.get_running_loop().time() + self._limits.first_byte_s)
+            deadline_s = min(deadline_s, self._clock() + self._limits.first_byte_s)
         return await open_answer(
             self._session,
             choice.pod.targets[inbound.endpoint],
@@ -166,6 +168,17 @@ class Proxy:
             if not is_ended and request.transport is not None:
                 request.transport.abort()  # so that nothing can end the stream as if it were whole
         return response
+
+    async def _send_whole(self, request: web.Request, exchange: Exchange, answer: web.Response) -> web.StreamResponse:
+        """Send an answer that is here already; its pod is done with it."""
+        try:
+            await send_whole(request, answer, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s)
+        except (ClientStalled, ConnectionError) as error:
+            exchange.error = f"client gone: {type(error).__name__}"
+            exchange.status = CLIENT_GONE
+            if request.transport is not None:
+                request.transport.abort()
+        return answer
 
 
 def _whole_answer(opened: Opened, exchange: Exchange, choice: Choice) -> web.Response:

@@ -1,10 +1,10 @@
-"""Copy an event stream from an engine to a client, chunk for chunk, without reading what is in it."""
+"""Copy an answer from an engine to a client: a stream chunk for chunk, unread; any other in pieces once it is whole."""
 
 from __future__ import annotations
 
 import asyncio
 
-from aiohttp import ClientError, StreamReader
+from aiohttp import ClientError, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 
 from engine.contract.errors import ApiError
@@ -15,6 +15,8 @@ HELD_BYTES = 2**18
 """An event may be this long before its first bytes go out ahead of its last."""
 LAST_WORD_S = 1.0
 """How long a client may take to accept the error event that ends a broken stream."""
+PIECE_BYTES = 2**16
+"""So much of a whole answer the client has to take within the idle timeout."""
 REARM_SHARE = 0.25
 """The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more."""
 
@@ -105,3 +107,33 @@ class EventRelay:
                 await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
         except TimeoutError:
             raise ClientStalled from None
+
+
+async def send_whole(request: web.Request, answer: web.Response, *, idle_s: float, deadline_s: float) -> None:
+    """Send `answer`, and wait until nothing of it is left in this process.
+
+    The client has `idle_s` for each piece, and for all of them until `deadline_s`, or `idle_s` where that is longer.
+    Raises ClientStalled, or ConnectionError when the client is gone.
+    """
+    transport, body = request.transport, answer.body
+    if transport is None:
+        raise ConnectionResetError("the client is gone")
+    assert isinstance(body, bytes)
+    clock = asyncio.get_running_loop().time
+    deadline_s = max(deadline_s, clock() + idle_s)
+    transport.set_write_buffer_limits(high=0)  # else the last 64 KiB would count as taken while they wait here
+    try:
+        async with asyncio.timeout(idle_s) as limit:
+            writer = await answer.prepare(request)
+            assert writer is not None  # only a HEAD request has none
+            for start in range(0, len(body), PIECE_BYTES):
+                limit.reschedule(min(clock() + idle_s, deadline_s))
+                await writer.write(body[start : start + PIECE_BYTES])
+                await writer.drain()
+            await writer.write_eof()
+            await answer.write_eof()
+    except TimeoutError:
+        raise ClientStalled from None
+    finally:
+        if not transport.is_closing():
+            transport.set_write_buffer_limits()

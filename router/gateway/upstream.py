@@ -20,7 +20,7 @@ LARGE_BODY_BYTES = 2**20
 """A larger request body is written in pieces, so that other requests get their turn in between."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
     """An answer that has begun. `first`: the first chunk of a stream, or the whole body of any other answer."""
 

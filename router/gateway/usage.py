@@ -19,7 +19,7 @@ _NUMBER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts of one answer; None where the engine did not say."""
 

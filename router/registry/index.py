@@ -99,28 +99,34 @@ class PrefixIndex:
             self._expire(now_s)
         shards, alive = self._shards, self._live
         previous = -1
-        strides = in_host = on_disk = 0
+        start = in_host = on_disk = 0
         ends: list[tuple[int, int]] = []
         host: Counter[int] = Counter()
         disk: Counter[int] = Counter()
-        for key in keys:
+        for strides, key in enumerate(keys):
             mask = shards[key >> _SHARD_SHIFT].get(key, 0)
-            if mask is not previous:
-                still = (mask | mask >> _SPECULATIVE_SHIFT) & alive
-                if still != alive:
-                    if strides:
-                        ends.append((alive ^ still, strides))
-                    alive = still
-                    if not alive:
-                        break
-                previous, in_host, on_disk = mask, mask >> 1 & alive, mask >> 2 & alive
-            strides += 1
+            if mask is previous:
+                continue
             if in_host:
-                host[in_host] += 1
+                host[in_host] += strides - start
             if on_disk:
-                disk[on_disk] += 1
-        if alive and strides:
-            ends.append((alive, strides))
+                disk[on_disk] += strides - start
+            previous, start = mask, strides
+            still = (mask | mask >> _SPECULATIVE_SHIFT) & alive
+            if still != alive:
+                if strides:
+                    ends.append((alive ^ still, strides))
+                alive = still
+                if not alive:
+                    break
+            in_host, on_disk = mask >> 1 & alive, mask >> 2 & alive
+        else:
+            if alive and keys:
+                ends.append((alive, len(keys)))
+                if in_host:
+                    host[in_host] += len(keys) - start
+                if on_disk:
+                    disk[on_disk] += len(keys) - start
         matches: dict[PodId, Match] = {}
         for slots, held in ends:
             matches |= dict.fromkeys(self._pods_in(slots), Match(held))
@@ -185,16 +191,16 @@ class PrefixIndex:
         """
         slot = self._slot(pod)
         shards, reported = self._shards, 1 << slot
-        new = [key for key in keys if not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
-        if not new:
-            return
         speculation = self._speculations.get(pod)
         if speculation is None:
             speculation = self._speculations[pod] = Speculation(self._speculative_limit)
-        dropped = speculation.use(new, now_s, ttl_s)
-        self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
-        self._change(dropped, slot, 0)
-        self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+        believed = speculation.believed
+        guessed = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
+        if guessed:
+            new, dropped = speculation.use(guessed, now_s, ttl_s)
+            self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
+            self._change(dropped, slot, 0)
+            self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> None:
         """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay."""

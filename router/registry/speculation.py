@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,11 +11,15 @@ from engine.contract.keys import PrefixKey
 
 SETTLED_S = 5.0
 """A use older than this has been computed (or lost) for good; a younger one may still be in the pod's queue."""
+_EXPIRY_GRID_S = 0.0625
+"""Entries expire up to this late, many at a time: the oldest is found slowly in a dict whose front has been emptied."""
+_ROOM_SHARE = 1 / 64
+"""At the limit, this share of it is given up at a time; for the same reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Use:
-    """One use of consecutive keys; shared by them, so that an entry costs one pointer."""
+    """One use of consecutive keys; shared by them, so that an entry costs one pointer. Never changed."""
 
     used_at_s: float
     expires_at_s: float
@@ -31,42 +36,46 @@ class Speculation:
     deepest key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
     """
 
-    __slots__ = ("_limit", "_newest_expiry_s", "_uses")
+    __slots__ = ("_limit", "_newest_expiry_s", "_uses", "believed", "next_expiry_s")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._uses: dict[PrefixKey, _Use] = {}
-        self._newest_expiry_s = float("-inf")
+        self._newest_expiry_s = -math.inf
+        self.believed = self._uses.keys()
+        """The keys that have an entry."""
+        self.next_expiry_s = math.inf
+        """No entry expires before this; infinity without one."""
 
     def __len__(self) -> int:
         return len(self._uses)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._uses
-
-    @property
-    def next_expiry_s(self) -> float:
-        """When the first entry expires; infinity without one."""
-        for use in self._uses.values():
-            return use.expires_at_s
-        return float("inf")
-
-    def use(self, keys: Sequence[PrefixKey], now_s: float, ttl_s: float) -> list[PrefixKey]:
-        """Enter `keys`, shortest prefix first, as just used; the entries that had to make room for them."""
-        expires_at_s = self._newest_expiry_s = max(now_s + ttl_s, self._newest_expiry_s)
+    def use(
+        self, keys: Sequence[PrefixKey], now_s: float, ttl_s: float
+    ) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
+        """Enter `keys`, shortest prefix first, as just used: those new among them, and what had to make room."""
+        expires_at_s = math.ceil((now_s + ttl_s) / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+        expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
+        self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
+        uses = self._uses
+        new = []
         first = latest = _Use(now_s, expires_at_s, None, True)
         before: _Use | None = None
         for key in reversed(keys):
-            old = self._uses.pop(key, None)
+            old = uses.pop(key, None)
             if old is None:
-                self._uses[key] = first
+                uses[key] = first
+                new.append(key)
                 continue
             if old is not before:
                 before = old
                 settled_at_s = old.used_at_s if now_s - old.used_at_s >= SETTLED_S else old.settled_at_s
                 latest = _Use(now_s, expires_at_s, settled_at_s, False)
-            self._uses[key] = latest
-        return self.discard(list(islice(self._uses, max(0, len(self._uses) - self._limit))))
+            uses[key] = latest
+        if len(uses) <= self._limit:
+            return new, ()
+        room = len(uses) - self._limit + int(self._limit * _ROOM_SHARE)
+        return new, self.discard(list(islice(uses, room)))
 
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
         """Drop those of `keys` that one use alone vouches for; the dropped."""
@@ -94,8 +103,10 @@ class Speculation:
     def expire(self, now_s: float) -> list[PrefixKey]:
         """Drop the entries whose time is up; the dropped."""
         expired = []
+        self.next_expiry_s = math.inf
         for key, use in self._uses.items():
             if use.expires_at_s > now_s:
+                self.next_expiry_s = use.expires_at_s
                 break
             expired.append(key)
         return self.discard(expired)

@@ -12,7 +12,8 @@ OBSERVATION_S = 60.0
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
 _PRIOR_WEIGHT = 0.1
-_PRIOR_TOKENS = (0.0, 2000.0)
+_PRIOR_TOKENS = 2000.0
+"""The prior counts as two requests of that weight: one of no tokens, one of so many."""
 _OUTLIER = 10.0
 """A time this many times the expected one counts as that: one stall must not spoil the fit, a slow pod still shows."""
 _FASTEST_TOKEN_S = 1e-7
@@ -84,14 +85,13 @@ class _LatencyFit:
         self._cost = self._solve()
 
     def _solve(self) -> StepCost:
-        w, t, tt, y, ty = self._w, self._t, self._tt, self._y, self._ty
-        for tokens in _PRIOR_TOKENS:
-            seconds = PRIOR.base_s + PRIOR.token_s * tokens
-            w += _PRIOR_WEIGHT
-            t += _PRIOR_WEIGHT * tokens
-            tt += _PRIOR_WEIGHT * tokens**2
-            y += _PRIOR_WEIGHT * seconds
-            ty += _PRIOR_WEIGHT * tokens * seconds
+        tokens = _PRIOR_WEIGHT * _PRIOR_TOKENS
+        seconds = PRIOR.base_s + PRIOR.token_s * _PRIOR_TOKENS
+        w = self._w + 2 * _PRIOR_WEIGHT
+        t = self._t + tokens
+        tt = self._tt + tokens * _PRIOR_TOKENS
+        y = self._y + _PRIOR_WEIGHT * (PRIOR.base_s + seconds)
+        ty = self._ty + tokens * seconds
         token_s = max((w * ty - t * y) / (w * tt - t * t), _FASTEST_TOKEN_S)
         base_s = (y - token_s * t) / w
         if base_s < 0:

@@ -20,9 +20,9 @@ def load(pod: PodView) -> float:
 def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float]) -> int:
     """Index of the lowest score. Ties go by rendezvous hash: one pod for equal prompts, spread over unlike ones."""
     best = min(scores)
+    if scores.count(best) == 1:
+        return scores.index(best)
     tied = [i for i, score in enumerate(scores) if score == best]
-    if len(tied) == 1:
-        return tied[0]
     seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
     return max(tied, key=lambda i: (xxh3_64_intdigest(pods[i].pod_id.encode(), seed), pods[i].pod_id))
 
@@ -36,8 +36,10 @@ def decide(
     predicted_ttft_s: float | None = None,
 ) -> Decision:
     """The decision for `pods[pod]`; give `scores` (and the parts they are made of) only where they were asked for."""
-    explained = tuple(
-        PodScore(view.pod_id, score, dict(parts[i]) if parts else {})
-        for i, (view, score) in enumerate(zip(pods, scores, strict=False))
-    )
+    explained: tuple[PodScore, ...] = ()
+    if scores:
+        explained = tuple(
+            PodScore(view.pod_id, score, dict(parts[i]) if parts else {})
+            for i, (view, score) in enumerate(zip(pods, scores, strict=True))
+        )
     return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained)

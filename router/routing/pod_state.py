@@ -172,48 +172,57 @@ class PodState:
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
     ) -> PodView:
         """The pod as a policy sees it, for a request of which it holds `matched_tokens`."""
-        self._settle(now_s)
-        trust = self._trust(now_s)
-        others, report = self._others, self._report
-        kv_used = 0.0
-        if trust and report is not None and report.blocks_total:
-            kv_used = trust * min(1.0, max(0.0, 1 - report.blocks_free / report.blocks_total))
-        others_left = 0.0
-        if others.uncached_tokens and self._others_until_s > now_s:
-            drained = (self._others_until_s - now_s) / max(self._others_until_s - self._reported_s, 1e-9)
-            others_left = others.uncached_tokens * drained
-        return PodView(
+        free_at_s = self._free_at_s
+        if self._pending:
+            self._settle(now_s)
+            free_at_s = self._overdue_free_at_s(now_s)
+        decoding, speed = len(self._decoding), self._speed
+        view = PodView(
             pod_id,
             matched_tokens,
             host_tokens,
             disk_tokens,
-            len(self._pending) + len(self._decoding) + round(trust * others.running),
-            self._pending_tokens + round(trust * others_left),
-            len(self._decoding) + round(trust * others.decoding),
-            self._context_tokens + round(trust * others.context_tokens),
-            self._prefill_free_at_s(now_s, trust),
-            self.cost,
-            not self._speed.is_known(now_s),
-            kv_used,
+            len(self._pending) + decoding,
+            self._pending_tokens,
+            decoding,
+            self._context_tokens,
+            free_at_s,
+            speed.cost,
+            not speed.is_known(now_s),
         )
+        if self._report is not None:
+            self._add_reported(view, self._report, now_s)
+        return view
 
-    def _trust(self, now_s: float) -> float:
-        """Weight of the last report, 1 while fresh, 0 when stale or missing."""
-        if self._report is None:
-            return 0.0
-        return min(1.0, max(0.0, (STALE_S - (now_s - self._reported_s)) / (STALE_S - FRESH_S)))
-
-    def _prefill_free_at_s(self, now_s: float, trust: float) -> float:
+    def _overdue_free_at_s(self, now_s: float) -> float:
         """A pod that keeps a request waiting past its time is taken to need as long again, and a step.
 
         Else a pod that is slower than thought, or hangs, would drain with the clock, look idle, and draw every request.
         """
-        free_at_s = self._free_at_s
-        oldest = next((request for request in self._pending.values() if request.streams), None)
-        if oldest is not None and oldest.due_s < now_s:
-            free_at_s = max(free_at_s, 2 * now_s - oldest.due_s + self._step_s())
+        for oldest in self._pending.values():
+            if oldest.streams:
+                if oldest.due_s < now_s:
+                    return max(self._free_at_s, 2 * now_s - oldest.due_s + self._step_s())
+                break
+        return self._free_at_s
+
+    def _add_reported(self, view: PodView, report: LoadReport, now_s: float) -> None:
+        """Add to `view` what the last report says beyond this gateway's own requests; the older, the less it counts."""
+        age_s = now_s - self._reported_s
+        if age_s >= STALE_S:
+            return
+        trust = 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
+        if report.blocks_total:
+            view.kv_used = trust * min(1.0, max(0.0, 1 - report.blocks_free / report.blocks_total))
+        others = self._others
+        view.in_flight += round(trust * others.running)
+        view.decoding += round(trust * others.decoding)
+        view.context_tokens += round(trust * others.context_tokens)
         others_s = self._others_until_s - now_s
-        return max(free_at_s, now_s) + trust * others_s if others_s > 0 else free_at_s
+        if others_s > 0:
+            drained = others_s / max(self._others_until_s - self._reported_s, 1e-9)
+            view.in_flight_uncached_tokens += round(trust * others.uncached_tokens * drained)
+            view.prefill_free_at_s = max(view.prefill_free_at_s, now_s) + trust * others_s
 
     def _step_s(self) -> float:
         """Seconds of a step of the pod, apart from its prefill."""

@@ -51,7 +51,7 @@ class PolicyOptions:
     switch_margin: float = 0.05
     """predicted_ttft: share of the duplicated prefill by which another pod must be better than the one with the
     longest match: a duplicate also evicts something."""
-    same_speed: float = 0.25
+    same_speed: float = 0.5
     """predicted_ttft: pods whose learnt speed is within this share of the median pod's count as equally fast."""
 
     def __post_init__(self) -> None:

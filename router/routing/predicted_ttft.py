@@ -32,17 +32,13 @@ class _Cost:
     pressure_s: float
     duplicate_s: float
     """Part of `own_s` that a pod with the longest match would be spared."""
-    switch_s: float = 0.0
-    credit_s: float = 0.0
+    switch_s: float
+    credit_s: float
     """What is owed to the prefix, taken off for a pod that would be a further copy."""
 
     @property
     def ttft_s(self) -> float:
         return self.wait_s + self.own_s + self.step_s + self.fetch_s
-
-    @property
-    def score_s(self) -> float:
-        return self.ttft_s + self.externality_s + self.pressure_s + self.switch_s - self.credit_s
 
 
 class PredictedTtft:
@@ -69,20 +65,17 @@ class PredictedTtft:
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are seconds."""
-        costs = self._costs(request, pods)
-        strides = math.ceil(max(pod.matched_tokens for pod in pods) * len(request.keys) / request.prompt_tokens)
+        longest = max([pod.matched_tokens for pod in pods])
+        strides = math.ceil(longest * len(request.keys) / request.prompt_tokens)
         account = self._debts.account(request.keys, min(strides, len(request.keys)))
         owed_s = 0.0 if account is None else self._debts.owed_s(account, request.now_s)
-        for cost in costs:
-            cost.switch_s = self._switch_margin * cost.duplicate_s
-            cost.credit_s = min(owed_s, cost.duplicate_s + cost.switch_s)
-        scores = [cost.score_s for cost in costs]
+        costs, scores = self._costs(request, pods, longest, owed_s)
         chosen = self._choose_equal(request, pods, costs, scores)
         if explain:
             parts = [{name: getattr(cost, name) for name in _Cost.__slots__} for cost in costs]
             return decide(self.name, pods, chosen, scores, parts, costs[chosen].ttft_s)
         if account is not None:
-            self._debts.book(account, _owed_after(costs, costs[chosen], owed_s), request.now_s)
+            self._debts.book(account, _owed_after(costs, scores, chosen, owed_s), request.now_s)
         uncached = max(1, request.prompt_tokens - pods[chosen].matched_tokens)
         self._recent.add(pods[chosen].pod_id, uncached + request.output_tokens, request.now_s)
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
@@ -108,61 +101,66 @@ class PredictedTtft:
         Learnt constants of equal pods differ by noise. Taken at their word they send every new prefix of an idle fleet
         to one pod, whose cache then turns over while the others' lie empty.
         """
-        known = sorted((pod.cost for pod in pods if not pod.cost_is_prior), key=_unit_s)
+        # One number for a pod's speed: seconds of a step of _UNIT_TOKENS prefill tokens.
+        units_s = [pod.cost.base_s + _UNIT_TOKENS * pod.cost.token_s for pod in pods]
+        known = sorted([i for i, pod in enumerate(pods) if not pod.cost_is_prior], key=units_s.__getitem__)
         if not known:
             return [pod.cost for pod in pods]
-        median = known[len(known) // 2]
-        low, high = _unit_s(median) / (1 + self._same_speed), _unit_s(median) * (1 + self._same_speed)
-        return [median if pod.cost_is_prior or low <= _unit_s(pod.cost) <= high else pod.cost for pod in pods]
+        middle = known[len(known) // 2]
+        median, median_s = pods[middle].cost, units_s[middle]
+        low_s, high_s = median_s / (1 + self._same_speed), median_s * (1 + self._same_speed)
+        return [
+            median if pod.cost_is_prior or low_s <= unit_s <= high_s else pod.cost
+            for unit_s, pod in zip(units_s, pods, strict=True)
+        ]
 
-    def _costs(self, request: RequestInfo, pods: Sequence[PodView]) -> list[_Cost]:
+    def _costs(
+        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
+    ) -> tuple[list[_Cost], list[float]]:
+        """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
+        now_s, prompt = request.now_s, request.prompt_tokens
         speeds = self._speeds(pods)
         # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
         waits_s = [
-            max(0.0, pod.prefill_free_at_s - request.now_s) * (cost.token_s / pod.cost.token_s)
+            (pod.prefill_free_at_s - now_s) * (cost.token_s / pod.cost.token_s)
+            if pod.prefill_free_at_s > now_s
+            else 0.0
             for pod, cost in zip(pods, speeds, strict=True)
         ]
         mean_wait_s = math.fsum(waits_s) / len(pods)
-        longest = max(pod.matched_tokens for pod in pods)
-        return [
-            self._cost(request, pod, cost, wait_s, mean_wait_s, longest)
-            for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True)
-        ]
-
-    def _cost(
-        self,
-        request: RequestInfo,
-        pod: PodView,
-        cost: StepCost,
-        wait_s: float,
-        mean_wait_s: float,
-        longest_match: int,
-    ) -> _Cost:
-        prompt = request.prompt_tokens
-        step_s = decode_s(cost, pod.decoding, pod.context_tokens)
-        own_s = prefill_s(cost, max(1, prompt - pod.matched_tokens), prompt)
-        full = min(pod.kv_used, 0.98)
-        return _Cost(
-            # A pod with anything in flight is within a step, and a step that has begun is half over on average.
-            wait_s=max(wait_s, step_s / 2 if pod.in_flight else 0.0),
-            own_s=own_s,
-            step_s=step_s,
-            fetch_s=cost.token_s * (self._host_share * pod.host_tokens + self._disk_share * pod.disk_tokens),
-            externality_s=min(own_s, mean_wait_s),
-            # Out of blocks, the pod preempts: work of about this prompt's size is done twice, the likelier the fuller.
-            pressure_s=self._pressure_weight * cost.token_s * prompt * full**4 / (1 - full),
-            duplicate_s=own_s - prefill_s(cost, max(1, prompt - longest_match), prompt),
-        )
+        least_tokens = max(1, prompt - longest_match)
+        costs, scores = [], []
+        for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
+            step_s = decode_s(cost, pod.decoding, pod.context_tokens)
+            if pod.in_flight and wait_s < step_s / 2:
+                wait_s = step_s / 2  # a pod with anything in flight is within a step, on average halfway
+            uncached = max(1, prompt - pod.matched_tokens)
+            own_s = prefill_s(cost, uncached, prompt)
+            externality_s = min(own_s, mean_wait_s)
+            fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
+            if pod.host_tokens or pod.disk_tokens:
+                fetch_s = cost.token_s * (self._host_share * pod.host_tokens + self._disk_share * pod.disk_tokens)
+            if pod.kv_used:
+                # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
+                full = min(pod.kv_used, 0.98)
+                pressure_s = self._pressure_weight * cost.token_s * prompt * full**4 / (1 - full)
+            if uncached > least_tokens:
+                duplicate_s = own_s - prefill_s(cost, least_tokens, prompt)
+                switch_s = self._switch_margin * duplicate_s
+                credit_s = min(owed_s, duplicate_s + switch_s)
+            costs.append(
+                _Cost(wait_s, own_s, step_s, fetch_s, externality_s, pressure_s, duplicate_s, switch_s, credit_s)
+            )
+            scores.append(wait_s + own_s + step_s + fetch_s + externality_s + pressure_s + switch_s - credit_s)
+        return costs, scores
 
 
-def _owed_after(costs: Sequence[_Cost], chosen: _Cost, owed_s: float) -> float:
+def _owed_after(costs: Sequence[_Cost], scores: Sequence[float], chosen: int, owed_s: float) -> float:
     """The debt after this request: paid down by a copy, else grown by what the request would have saved with one."""
-    if chosen.duplicate_s > 0:
-        return owed_s - chosen.credit_s
-    lost_s = chosen.score_s - min(cost.score_s + cost.credit_s - cost.switch_s - cost.duplicate_s for cost in costs)
-    return min(owed_s + max(0.0, lost_s), max(cost.duplicate_s + cost.switch_s for cost in costs))
-
-
-def _unit_s(cost: StepCost) -> float:
-    """One number for a pod's speed: seconds of a step of _UNIT_TOKENS prefill tokens."""
-    return cost.base_s + _UNIT_TOKENS * cost.token_s
+    if costs[chosen].duplicate_s > 0:
+        return owed_s - costs[chosen].credit_s
+    with_copy_s = [
+        score + cost.credit_s - cost.switch_s - cost.duplicate_s for cost, score in zip(costs, scores, strict=True)
+    ]
+    price_s = max([cost.duplicate_s + cost.switch_s for cost in costs])
+    return min(owed_s + max(0.0, scores[chosen] - min(with_copy_s)), price_s)

@@ -1,4 +1,8 @@
-"""What a policy sees and what it answers. Times are seconds of the gateway's monotonic clock."""
+"""What a policy sees and what it answers. Times are seconds of the gateway's monotonic clock.
+
+What is made for every request is never changed once it was given away, though not frozen: freezing makes making it five
+times as dear, and a decision makes a view for each pod.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ PodId = NewType("PodId", str)
 """What an engine calls itself (`x-warmroute-pod`), or host:port of one that has no name for itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestInfo:
     """A request, as far as routing cares."""
 
@@ -26,7 +30,7 @@ class RequestInfo:
     """Expected length of the answer: learnt mean, or less where the request says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PodView:
     """One pod that may serve the request, at the moment of the decision."""
 
@@ -63,7 +67,7 @@ class PodScore:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Where to send a request, and why."""
 

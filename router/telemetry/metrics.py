@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+Labels = tuple[str | int, ...]
 
 TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 DECISION_BUCKETS_S = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01)
@@ -24,36 +31,86 @@ class GaugeValues:
     registry_pods_synced: int
 
 
+class Tally(Collector):
+    """A counter by labels. What a request counts is kept here: the library's own counters lock, and cost five times."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._about = (name, text)
+        self._labels = labels
+        self.counts: defaultdict[Labels, int] = defaultdict(int)
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        family = CounterMetricFamily(*self._about, labels=self._labels)
+        for labels, count in self.counts.items():
+            family.add_metric([str(label) for label in labels], count)
+        yield family
+
+
+class Distribution(Collector):
+    """A histogram by labels; as `Tally`."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> None:
+        """`buckets`: upper bounds, lowest first, without infinity."""
+        self._about = (name, text)
+        self._labels = labels
+        self._bounds = buckets
+        self._counts: dict[Labels, list[int]] = {}
+        """Observations in each bucket, not cumulative."""
+        self._sums: dict[Labels, float] = {}
+        if not labels:
+            self._add(())
+
+    def _add(self, labels: Labels) -> list[int]:
+        self._sums[labels] = 0.0
+        self._counts[labels] = [0] * (len(self._bounds) + 1)
+        return self._counts[labels]
+
+    def observe(self, value: float, labels: Labels = ()) -> None:
+        """One more value."""
+        counts = self._counts.get(labels) or self._add(labels)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        family = HistogramMetricFamily(*self._about, labels=self._labels)
+        bounds = [*map(repr, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([str(label) for label in labels], buckets, self._sums[labels])
+        yield family
+
+
 class Metrics:
     """The gateway's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self._requests = Counter(
+        self._requests = Tally(
             "warmroute_gateway_requests",
             "Answers given, by policy, pod (empty: none) and HTTP status",
             ("policy", "pod", "status"),
-            registry=registry,
         )
-        self._first_byte = Histogram(
+        self._first_byte = Distribution(
             "warmroute_gateway_first_byte_seconds",
             "Seconds from a request's arrival to the first byte of its answer",
             ("policy",),
-            buckets=TTFB_BUCKETS_S,
-            registry=registry,
+            TTFB_BUCKETS_S,
         )
-        self._decision = Histogram(
+        self._decision = Distribution(
             "warmroute_gateway_decision_seconds",
-            "Seconds to compute keys, match them and choose a pod",
-            buckets=DECISION_BUCKETS_S,
-            registry=registry,
+            "Seconds to match a request's keys, look at the pods, choose one and remember it",
+            (),
+            DECISION_BUCKETS_S,
         )
-        self._tokens = Counter(
+        self._tokens = Tally(
             "warmroute_gateway_tokens",
             "Tokens of answered requests whose pod reported them: prompt, cached, and cached as predicted",
             ("policy", "kind"),
-            registry=registry,
         )
+        for collector in (self._requests, self._first_byte, self._decision, self._tokens):
+            registry.register(collector)
         self._retries = Counter(
             "warmroute_gateway_retries", "Attempts that failed before the first byte", ("reason",), registry=registry
         )
@@ -77,27 +134,21 @@ class Metrics:
                 ("registry_pods_synced", "Pods whose registry entries are current"),
             )
         }
-        self._seen: dict[tuple[str, str, int], Counter] = {}
-        self._by_policy: dict[str, tuple[Histogram, Counter, Counter, Counter]] = {}
 
     def answered(self, policy: str, pod: str, status: int) -> None:
         """Count one answer to a client."""
-        key = (policy, pod, status)
-        child = self._seen.get(key)
-        if child is None:
-            child = self._seen[key] = self._requests.labels(policy, pod, str(status))
-        child.inc()
+        self._requests.counts[policy, pod, status] += 1
 
     def first_byte(self, policy: str, seconds: float) -> None:
         """Observe the time to the first byte of an answer."""
-        self._children(policy)[0].observe(seconds)
+        self._first_byte.observe(seconds, (policy,))
 
     def cached(self, policy: str, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
         """Count a request's prompt tokens, those reused, and those expected to be."""
-        _, prompt, cached, predicted = self._children(policy)
-        prompt.inc(prompt_tokens)
-        cached.inc(cached_tokens)
-        predicted.inc(predicted_tokens)
+        counts = self._tokens.counts
+        counts[policy, "prompt"] += prompt_tokens
+        counts[policy, "cached"] += cached_tokens
+        counts[policy, "predicted"] += predicted_tokens
 
     def decided(self, seconds: float) -> None:
         """Observe the time of one decision."""
@@ -118,20 +169,11 @@ class Metrics:
     def keep_pods(self, pods: Iterable[str]) -> None:
         """Forget the counters of pods not among `pods`, so that labels stay bounded."""
         keep = {"", *pods}
-        for key in [key for key in self._seen if key[1] not in keep]:
-            del self._seen[key]
-            self._requests.remove(key[0], key[1], str(key[2]))
+        for labels in [labels for labels in self._requests.counts if labels[1] not in keep]:
+            del self._requests.counts[labels]
 
     def render(self, values: GaugeValues) -> bytes:
         """The exposition text."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))
         return generate_latest(self._registry)
-
-    def _children(self, policy: str) -> tuple[Histogram, Counter, Counter, Counter]:
-        children = self._by_policy.get(policy)
-        if children is None:
-            tokens: Callable[[str], Counter] = lambda kind: self._tokens.labels(policy, kind)  # noqa: E731
-            children = (self._first_byte.labels(policy), tokens("prompt"), tokens("cached"), tokens("predicted"))
-            self._by_policy[policy] = children
-        return children

@@ -180,6 +180,56 @@ async def test_discovery_replaces_the_whole_set() -> None:
 
 
 @pytest.mark.looptime
+async def test_a_url_taken_over_by_another_engine_is_a_new_life() -> None:
+    world = World()
+    world.probe.pods["http://a"] = identity("a", None)  # the engine itself does not tell its lives apart
+    world.discovery.sets.get_nowait()
+    world.discovery.put(EngineAddress("http://a", "uid-1"))
+    async with world.running():
+        old = world.fleet.pods("m")[0]
+        world.discovery.put(EngineAddress("http://a", "uid-2"))
+        await asyncio.sleep(0.1)
+        assert world.fleet.pods("m")[0] is not old
+        assert {"a"} in [change.ended for change in world.changes]
+
+
+@pytest.mark.looptime
+async def test_what_discovery_calls_not_ready_gets_no_requests_and_keeps_its_state() -> None:
+    world = World()
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        assert pod.url == "http://a"
+        world.discovery.put(EngineAddress("http://a", is_ready=False), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert world.ids() == ["b"]
+        assert [p.pod_id for p in world.fleet.admitted()] == ["b"]
+        assert world.changes[-1].pods == {"a": "m", "b": "m"}
+        looks = len(world.probe.seen["http://a"])
+        await asyncio.sleep(3)
+        assert len(world.probe.seen["http://a"]) > looks
+        assert world.ids() == ["b"], "a good probe does not overrule discovery"
+        world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert world.fleet.pods("m")[0] is pod
+        assert not any(change.ended for change in world.changes)
+
+
+@pytest.mark.looptime
+async def test_the_model_that_discovery_names_is_the_one_it_serves() -> None:
+    world = World()
+    world.probe.pods["http://a"] = identity("a", 1, "m", "n")
+    world.discovery.sets.get_nowait()
+    world.discovery.put(EngineAddress("http://a", model="n"), EngineAddress("http://b", model="other"))
+    async with world.running():
+        assert (world.ids("m"), world.ids("n"), world.ids("other")) == ([], ["a"], [])
+        (wrong,) = (m.last_error for m in world.fleet.members() if m.url == "http://b")
+        assert wrong == "discovery says that it serves other, GET /v1/models lists m"
+        world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert (world.ids("m"), world.ids("n")) == (["a", "b"], ["a"])
+
+
+@pytest.mark.looptime
 async def test_two_urls_with_one_pod_id_count_once_until_the_first_is_gone() -> None:
     world = World()
     world.probe.pods["http://b"] = identity("a")

@@ -15,6 +15,7 @@ from engine.contract import headers
 from engine.contract.settings import ConfigError
 from router.app import CHOOSER, INDEX
 from router.config import GatewaySettings, PolicyName
+from router.gateway.registry import NoRegistry
 from router.registry.reader import RegistryStatus
 from router.routing.policies import POLICY_NAMES
 from router.telemetry.log import REQUESTS, RequestLog
@@ -169,7 +170,11 @@ async def test_pods_shows_the_fleet() -> None:
     assert pod["load"]["in_flight"] == 0
 
 
-async def test_reset_reaches_every_engine_and_empties_what_is_believed() -> None:
+@pytest.mark.parametrize("publishes", [False, True])
+async def test_reset_reaches_every_engine_and_empties_what_is_believed(
+    publishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NoRegistry, "reports", lambda self, pod: publishes)
     engines = [ScriptedEngine(name, GOOD) for name in "ab"]
     async with running(*engines, enable_admin=True) as gateway:
         await gateway.post(STREAM)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey, prefix_keys
 from router.registry.index import Match, PrefixIndex
@@ -61,6 +64,27 @@ def test_speculation_is_bounded_and_drops_the_longest_unused_tail_first() -> Non
     assert [index.match(chain(name, 4), 3.0)[POD].strides for name in "abc"] == [2, 4, 4]
     index.speculate(POD, chain("long", 30), 3.0, HOUR_S)
     assert index.match(chain("long", 30), 3.0) == {POD: Match(10)}
+
+
+def test_a_full_speculation_makes_room_for_several_requests_at_once() -> None:
+    """The oldest entry is found slowly in a dict emptied from its front, so it is looked for now and then only."""
+    index = PrefixIndex(speculative_limit=640)
+    sizes = []
+    for i in range(200):
+        index.speculate(POD, chain(f"request {i}", 4), float(i), HOUR_S)
+        sizes.append(index.statistics().speculative)
+    assert max(sizes) <= 640
+    assert min(sizes[160:]) == 630
+    assert [index.match(chain(f"request {i}", 4), 200.0) for i in (0, 199)] == [{}, {POD: Match(4)}]
+
+
+@given(now_s=st.floats(0, 1e6), ttl_s=st.floats(0.01, 600))
+def test_speculation_lives_at_least_as_long_as_asked_for_and_hardly_longer(now_s: float, ttl_s: float) -> None:
+    index = PrefixIndex()
+    index.speculate(POD, chain("a", 2), now_s, ttl_s)
+    assert index.match(chain("a", 2), now_s + 0.999 * ttl_s) == {POD: Match(2)}
+    assert index.match(chain("a", 2), now_s + ttl_s + 0.0626) == {}
+    assert index.statistics().speculative == 0
 
 
 def test_tiers_are_counted_within_the_match_alone() -> None:

@@ -1,0 +1,113 @@
+"""Engines behind a DNS name, as a headless Service has one: every address of the name is an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import dns.asyncresolver
+import dns.exception
+
+from router.fleet.discovery import EngineAddress
+
+log = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 5.0
+SHORTEST_S, LONGEST_RETRY_S = 1.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DnsAnswer:
+    """IP addresses, none where the name has none, and the seconds the answer is good for."""
+
+    ips: frozenset[str]
+    ttl_s: float
+
+
+class LookupFailed(Exception):
+    """The name could not be resolved."""
+
+
+class Resolver(Protocol):
+    """A DNS client."""
+
+    async def resolve(self, name: str) -> DnsAnswer:
+        """The addresses of `name`, within a deadline. Raises LookupFailed."""
+
+
+class SystemResolver:
+    """The servers and search domains of /etc/resolv.conf, or one `nameserver` (IP, port) instead."""
+
+    def __init__(self, nameserver: tuple[str, int] | None = None) -> None:
+        self._nameserver = nameserver
+
+    async def resolve(self, name: str) -> DnsAnswer:
+        """IPv4 addresses, or IPv6 ones where there are none: a dual-stack pod counts once. Raises LookupFailed."""
+        try:
+            resolver = await self._resolver()
+            ttl_s = 0.0
+            for kind in ("A", "AAAA"):
+                answer = await resolver.resolve(
+                    name, kind, raise_on_no_answer=False, lifetime=LOOKUP_TIMEOUT_S, search=True
+                )
+                ttl_s = float(answer.chaining_result.minimum_ttl)
+                if answer.rrset is not None:
+                    return DnsAnswer(frozenset(record.address for record in answer.rrset), ttl_s)
+            return DnsAnswer(frozenset(), ttl_s)
+        except (dns.exception.DNSException, OSError) as error:
+            raise LookupFailed(f"{type(error).__name__}: {error}") from None
+
+    async def _resolver(self) -> dns.asyncresolver.Resolver:
+        if self._nameserver is None:
+            return await asyncio.to_thread(dns.asyncresolver.Resolver)
+        resolver = dns.asyncresolver.Resolver(configure=False)
+        host, resolver.port = self._nameserver
+        resolver.nameservers = [host]
+        return resolver
+
+
+class DnsDiscovery:
+    """Every address of `name`, at `port`. It is asked again when the answer's TTL is over, `max_ttl_s` at the latest.
+
+    An address that goes from one engine to another between two looks is not noticed here: only engines that report an
+    epoch are told apart then.
+    """
+
+    def __init__(
+        self, resolver: Resolver, name: str, port: int, *, max_ttl_s: float, rng: random.Random | None = None
+    ) -> None:
+        self._resolver = resolver
+        self._name = name
+        self._port = port
+        self._max_ttl_s = max_ttl_s
+        self._rng = rng or random.Random()
+
+    async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
+        """The addresses, after each change. While the name cannot be resolved, the last ones hold."""
+        known: frozenset[str] | None = None
+        failures = 0
+        while True:
+            try:
+                answer = await self._resolver.resolve(self._name)
+            except LookupFailed as error:
+                if not failures:
+                    log.error("discovery: %s is not resolved (%s); the engines known so far stay", self._name, error)
+                pause_s = min(LONGEST_RETRY_S, SHORTEST_S * 2 ** min(failures, 10))
+                failures += 1
+            else:
+                if failures:
+                    log.info("discovery: %s is resolved again", self._name)
+                failures = 0
+                pause_s = max(SHORTEST_S, min(answer.ttl_s, self._max_ttl_s))
+                if answer.ips != known:
+                    known = answer.ips
+                    log.info("discovery: %s has %d addresses", self._name, len(known))
+                    yield frozenset(EngineAddress(self._url(ip)) for ip in known)
+            await asyncio.sleep(pause_s * self._rng.uniform(0.8, 1.2))
+
+    def _url(self, ip: str) -> str:
+        return f"http://[{ip}]:{self._port}" if ":" in ip else f"http://{ip}:{self._port}"
