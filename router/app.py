@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from router.gateway.registry import NoRegistry
 from router.gateway.status import Status
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
+from router.registry.share_sync import ShareSync
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import Metrics
@@ -257,6 +259,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(_running(registry.run()))
+            shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
+            await running.enter_async_context(_running(shares.run()))
         await running.enter_async_context(_running(app[FLEET].run()))
         await running.enter_async_context(_running(sweep()))
         await running.enter_async_context(_running(warm_up()))

@@ -17,6 +17,8 @@ from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
+from router.routing.affinity_groups import AffinityGroups
+from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
 from router.telemetry.metrics import Metrics
 
@@ -151,6 +153,11 @@ class Chooser:
         if not pods:
             raise Unavailable(f"no engine serving {inbound.model!r} is up", retry_after_s=RETRY_AFTER_S)
         return pods
+
+    def traffic_shares(self) -> dict[str, TrafficShares]:
+        """The counters behind `affinity_groups`, by model: what gateways exchange."""
+        groups = {model: policies["affinity_groups"] for model, policies in self._policies.items()}
+        return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
 
     def _policy(self, inbound: Inbound, now_s: float) -> Policy:
         policies = self._policies.get(inbound.model)

@@ -51,9 +51,11 @@ class ShareSync:
     async def _exchange(self, redis: Redis, model: str, shares: TrafficShares) -> None:
         now_s = asyncio.get_running_loop().time()
         key = shares_key(model)
+        own = shares.export(now_s)
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, self._gateway_id, encode_report(shares.export(now_s)))
-            pipe.expire(key, FORGET_S)
+            if own.total > 0:
+                pipe.hset(key, self._gateway_id, encode_report(own))
+                pipe.expire(key, FORGET_S)
             pipe.hgetall(key)
             *_, reports = await pipe.execute()
         for gateway, data in reports.items():

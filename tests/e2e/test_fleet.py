@@ -10,7 +10,7 @@ from pathlib import Path
 import redis
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import INDEX
+from router.app import CHOOSER, INDEX
 from router.routing.types import PodId
 from tests.conftest import wait_until
 from tests.e2e.programs import Program, running
@@ -108,6 +108,17 @@ async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack
             pods.setdefault(i, set()).add(pod)
     assert sum(len(seen) == 1 for seen in pods.values()) >= 8, f"an idle fleet moves nobody: {pods}"
     assert len(set().union(*pods.values())) == PODS, f"an idle fleet is used in all its width: {pods}"
+
+
+async def test_gateways_agree_on_traffic_shares(stack: Stack):
+    async with gateway_before(stack.redis, stack.engines, policy="affinity_groups") as second:
+        prompt = "What everybody asks about. " * 40
+        key = prefix_keys(prompt.encode(), key_seed("tiny"))[0]
+        await second.ask(prompt)
+        async with gateway_before(stack.redis, stack.engines, policy="affinity_groups") as third:
+            await third.ask("something else entirely, and too short to have a key")
+            now_s = asyncio.get_running_loop().time
+            await wait_until(lambda: third.app[CHOOSER].traffic_shares()["tiny"].share(key, now_s()) > 0.5)
 
 
 async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_checkpoint: Path):
