@@ -9,43 +9,52 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+
+_SUM = 0
+"""embedding_bag's mode."""
 
 
 class SparseDecode:
     """The indexes of one step's decoding sequences, for the layers of one window."""
 
-    def __init__(self, slots: Sequence[Tensor], *, heads: int, kv_heads: int, dim: int, rows: int) -> None:
-        """`slots`: per sequence, the key slots that it sees, as `KvPool.slot_rows`.
+    def __init__(self, runs: Sequence[NDArray[np.int64]], *, heads: int, kv_heads: int, dim: int, rows: int) -> None:
+        """`runs`: [sequences, slots], the key slots seen by neighbouring sequences that see equally many.
 
         `rows`: length of the tables that `attend` is given.
         """
-        head = torch.arange(heads)[:, None] // (heads // kv_heads)
-        index = torch.int32 if rows < 2**31 else torch.int64
-        self._columns = torch.cat([(seen * kv_heads + head).flatten() for seen in slots]).to(index)
-        lengths = torch.tensor([len(seen) for seen in slots]).repeat_interleave(heads)
-        self._ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(index)
+        index: np.dtype[Any] = np.dtype(np.int32 if rows < 2**31 else np.int64)
+        # numpy: for so few numbers a torch operation costs several times as much.
+        head = np.arange(heads, dtype=index)[:, None] // (heads // kv_heads)
+        columns = [(run.astype(index)[:, None] * kv_heads + head).ravel() for run in runs]
+        lengths = np.repeat([run.shape[1] for run in runs], [run.shape[0] * heads for run in runs])
+        ends = np.zeros(len(lengths) + 1, dtype=index)
+        lengths.cumsum(out=ends[1:])
+        self._columns, self._ends = torch.from_numpy(np.concatenate(columns)), torch.from_numpy(ends)
         self._scores = torch.sparse_csr_tensor(
             self._ends, self._columns, torch.zeros(len(self._columns)), (len(lengths), rows), check_invariants=False
         )
         self._weights = torch.empty(len(self._columns))
-        sizes = [heads * len(seen) for seen in slots]
-        parts = zip(torch.split(self._scores.values(), sizes), torch.split(self._weights, sizes), strict=True)
-        self._per_sequence = [(scores.view(heads, -1), weights.view(heads, -1)) for scores, weights in parts]
+        sizes = [len(column) for column in columns]
+        parts = zip(runs, torch.split(self._scores.values(), sizes), torch.split(self._weights, sizes), strict=True)
+        self._runs = [(scores.view(-1, run.shape[1]), weights.view(-1, run.shape[1])) for run, scores, weights in parts]
         self._scale = dim**-0.5
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [sequences, heads, dim]; keys and values [rows, dim] of a layer, row = slot * kv_heads + head -> like q."""
         torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), beta=0, alpha=self._scale, out=self._scores)
-        for scores, weights in self._per_sequence:
+        for scores, weights in self._runs:
             torch.softmax(scores, -1, out=weights)
-        summed = embedding_bag(
-            self._columns, values, self._ends, mode="sum", per_sample_weights=self._weights, include_last_offset=True
-        )
-        return summed.view_as(q)
+        # torch's own binding: the checks of torch.nn.functional.embedding_bag are not free at every layer.
+        summed: Tensor = torch.embedding_bag(
+            values, self._columns, self._ends, False, _SUM, False, self._weights, include_last_offset=True
+        )[0]
+        return summed.view(q.shape)
 
 
 def supports_sparse_decode(dtype: torch.dtype, device: torch.device) -> bool:
@@ -56,7 +65,7 @@ def supports_sparse_decode(dtype: torch.dtype, device: torch.device) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            probe = SparseDecode([torch.tensor([1])], heads=1, kv_heads=1, dim=1, rows=2)
+            probe = SparseDecode([np.array([[1]])], heads=1, kv_heads=1, dim=1, rows=2)
             probe.attend(torch.ones(1, 1, 1), table, table)
         except RuntimeError:
             return False

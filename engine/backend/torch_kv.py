@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,6 +23,20 @@ def blocks_for_budget(config: ModelConfig, budget_bytes: int, *, block_size: int
     if budget_bytes < block_bytes:
         raise ValueError(f"a KV budget of {budget_bytes} bytes holds no block; one block takes {block_bytes} bytes")
     return budget_bytes // block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer of the pool, each view shifted so that the row numbers of layer 0 mean this layer."""
+
+    pages: Tensor
+    """Rows of one page [slot * kv_head * dim]."""
+    slots: Tensor
+    """Rows of one slot [kv_head * dim]."""
+    keys: Tensor
+    """Rows of one head [dim], row slot * kv_heads + head of the key slots; as many as `values`."""
+    values: Tensor
+    """The same of the value slots, with the key slots' numbers."""
 
 
 class KvPool:
@@ -38,40 +54,40 @@ class KvPool:
         self.layers = config.layers
         shape = (block_count, config.layers, 2, block_size, config.kv_heads, config.head_dim)
         self.data = torch.empty(shape, dtype=dtype, device=device)
-        self._pages = self.data.view(block_count * config.layers * 2, -1)
-        self._slots = self.data.view(block_count * config.layers * 2 * block_size, -1)
-        self._heads = self.data.view(-1, config.head_dim)
-        self._page_heads = block_size * config.kv_heads
-        self.head_rows = len(self._heads) - (2 * self.layers - 1) * self._page_heads
+        self.views = tuple(_layer_view(self.data, layer) for layer in range(config.layers))
 
     def page_rows(self, blocks: Sequence[int]) -> Tensor:
-        """Rows of layer 0 in `layer_pages`: all key pages, then all value pages, [2 * blocks]."""
+        """Rows in `LayerView.pages`: all key pages, then all value pages, [2 * blocks]."""
         keys = torch.tensor(blocks, dtype=torch.int64) * (self.layers * 2)
         return torch.cat((keys, keys + 1)).to(self.data.device)
 
-    def layer_pages(self, layer: int) -> Tensor:
-        """The pool as rows of one page [slot * kv_head * dim], shifted so that layer 0's row numbers mean `layer`."""
-        return self._pages[2 * layer :]
+    def slot_rows(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> NDArray[np.int64]:
+        """Rows in `LayerView.slots` of the keys at positions start .. end - 1: [sequences, end - start].
 
-    def slot_rows(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
-        """Rows of layer 0's key slots of positions start .. end - 1 of a sequence with these blocks, on the CPU."""
+        `blocks`: those of each sequence. A slot's value is `block_size` rows after its key.
+        """
         first, size = start // self.block_size, self.block_size
         # numpy: for so few numbers a torch operation costs several times as much.
-        blocks_seen = np.asarray(blocks[first : -(-end // size)], dtype=np.int64) * (self.layers * 2 * size)
-        rows = (blocks_seen[:, None] + np.arange(size)).ravel()
-        return torch.from_numpy(rows[start - first * size : end - first * size])
+        seen = np.array([b[first : -(-end // size)] for b in blocks], dtype=np.int64) * (self.layers * 2 * size)
+        rows = (seen[:, :, None] + np.arange(size)).reshape(len(blocks), -1)
+        return rows[:, start - first * size : end - first * size]
 
-    def layer_heads(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as rows [dim], `head_rows` of them: row slot * kv_heads + head, with layer 0's slot rows."""
-        start = 2 * layer * self._page_heads
-        keys = self._heads[start : start + self.head_rows]
-        return keys, self._heads[start + self._page_heads :][: self.head_rows]
+    def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
+        """Store kv [T, 2, kv_heads, dim] in the slots `rows` [T, 2], numbered as `slot_rows` does."""
+        self.views[layer].slots.index_put_((rows,), kv.flatten(2))
 
-    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v [T, kv_heads, dim] in the slots that `slot_rows` named."""
-        start = 2 * layer * self.block_size
-        self._slots[start:].index_copy_(0, rows, k.flatten(1))
-        self._slots[start + self.block_size :].index_copy_(0, rows, v.flatten(1))
+
+def _layer_view(data: Tensor, layer: int) -> LayerView:
+    blocks, layers, _, block_size, kv_heads, dim = data.shape
+    first, page_heads = 2 * layer, block_size * kv_heads
+    heads = data.view(-1, dim)[first * page_heads :]
+    rows = ((blocks - 1) * layers * 2 + 1) * page_heads
+    return LayerView(
+        pages=data.view(blocks * layers * 2, -1)[first:],
+        slots=data.view(blocks * layers * 2 * block_size, -1)[first * block_size :],
+        keys=heads[:rows],
+        values=heads[page_heads:][:rows],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +117,9 @@ class PagedAttention:
         self._windows = config.windows
         self._group = config.heads // config.kv_heads
         device = pool.data.device
-        ends = [c.start + len(c.tokens) for c in chunks]
-        slots = [pool.slot_rows(c.blocks, c.start, end) for c, end in zip(chunks, ends, strict=True)]
-        self._slots = torch.cat(slots).to(device)
+        written = [_slot_rows(pool, run, run[0].start, run[0].start + len(run[0].tokens)) for run in _runs(chunks)]
+        keys = np.concatenate([rows.ravel() for rows in written])
+        self._slots = torch.from_numpy(np.stack((keys, keys + pool.block_size), axis=1)).to(device)
         apart: list[tuple[SequenceChunk, int]] = []
         single: list[tuple[SequenceChunk, int]] = []
         row = 0
@@ -114,32 +130,32 @@ class PagedAttention:
         self._single_rows = torch.tensor([row for _, row in single], dtype=torch.int64) if apart else None
         self._sparse = {w: _sparse(pool, config, [c for c, _ in single], w) for w in set(config.windows) if single}
         pages = max((len(v.pages) for views in self._views.values() for v in views if v.pages is not None), default=0)
-        self._scratch = torch.empty((pages, pool.layer_pages(0).shape[1]), dtype=pool.data.dtype, device=device)
+        self._scratch = torch.empty((pages, pool.views[0].pages.shape[1]), dtype=pool.data.dtype, device=device)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `engine.model.decoder.Attention`."""
-        self._pool.write(layer, self._slots, k, v)
+        self._pool.write(layer, self._slots, kv)
         window = self._windows[layer]
-        out = torch.empty_like(q)
+        sparse = self._sparse.get(window)
+        if sparse is not None and self._single_rows is None:
+            return sparse.attend(q, self._pool.views[layer].keys, self._pool.views[layer].values).flatten(1)
+        out = q.new_empty(q.shape)
         for view in self._views[window]:
             part = view.step_rows
             if view.pages is None:
-                _causal(q[part], k[part], v[part], out[part])
+                _causal(q[part], kv[part], out[part])
             else:
                 self._attend(layer, view, view.pages, q[part], out[part])
-        if sparse := self._sparse.get(window):
+        if sparse is not None:
             rows = self._single_rows
-            attended = sparse.attend(q if rows is None else q[rows], *self._pool.layer_heads(layer))
-            if rows is None:
-                return attended.flatten(1)
-            out[rows] = attended
+            out[rows] = sparse.attend(q[rows], self._pool.views[layer].keys, self._pool.views[layer].values)
         return out.flatten(1)
 
     def _attend(self, layer: int, view: _View, rows: Tensor, q: Tensor, out: Tensor) -> None:
         """q [n, heads, dim] over the chunk's pages; for one query, heads that share keys are one product."""
         n, heads, dim = q.shape
         pages = self._scratch[: len(rows)]
-        torch.index_select(self._pool.layer_pages(layer), 0, rows, out=pages)
+        torch.index_select(self._pool.views[layer].pages, 0, rows, out=pages)
         kv = pages.view(2, -1, heads // self._group, dim)[:, view.tokens].transpose(1, 2)
         if n == 1:
             grouped = q.view(1, heads // self._group, self._group, dim)
@@ -164,9 +180,18 @@ def _view(pool: KvPool, chunk: SequenceChunk, row: int, window: int | None) -> _
 
 
 def _sparse(pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], window: int | None) -> SparseDecode:
-    slots = [pool.slot_rows(c.blocks, _first_seen(c, window), c.start + 1) for c in chunks]
+    runs = [_slot_rows(pool, run, _first_seen(run[0], window), run[0].start + 1) for run in _runs(chunks)]
     heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-    return SparseDecode(slots, heads=heads, kv_heads=kv_heads, dim=dim, rows=pool.head_rows)
+    return SparseDecode(runs, heads=heads, kv_heads=kv_heads, dim=dim, rows=len(pool.views[0].keys))
+
+
+def _runs(chunks: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:
+    """Neighbouring chunks at the same positions of their sequences, together: they are indexed in one operation."""
+    return [list(run) for _, run in groupby(chunks, lambda chunk: (chunk.start, len(chunk.tokens)))]
+
+
+def _slot_rows(pool: KvPool, run: Sequence[SequenceChunk], start: int, end: int) -> NDArray[np.int64]:
+    return pool.slot_rows([chunk.blocks for chunk in run], start, end)
 
 
 def _first_seen(chunk: SequenceChunk, window: int | None) -> int:
@@ -174,9 +199,9 @@ def _first_seen(chunk: SequenceChunk, window: int | None) -> int:
     return max(0, chunk.start + 1 - window) if window else 0
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def _causal(q: Tensor, kv: Tensor, out: Tensor) -> None:
     """A chunk at the start of its sequence: its keys and values are at hand, contiguous enough for SDPA."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, kv[:, 0], kv[:, 1]))
     attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     out.copy_(attended[0].transpose(0, 1))
 

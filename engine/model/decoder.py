@@ -15,17 +15,17 @@ from torch.nn.functional import embedding, silu
 
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
-from engine.model.rope import cos_sin, inverse_frequencies, rotate
+from engine.model.rope import inverse_frequencies, rotate_, turns
 from engine.model.weights import LayerWeights, ModelWeights, load_weights
 
 
 class Attention(Protocol):
     """Attention of one step over the backend's KV pool."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, dim], k and v [T, kv_heads, dim], already rotated -> [T, heads * dim].
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """q [T, heads, dim], kv [T, 2, kv_heads, dim] (keys, values), already rotated -> [T, heads * dim].
 
-        Stores k and v of the step's tokens, then attends causally within each sequence, in the layer's window.
+        Stores kv of the step's tokens, then attends causally within each sequence, in the layer's window.
         """
 
 
@@ -37,50 +37,54 @@ class Decoder:
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        self._eps = torch.tensor(config.rms_norm_eps, device=self.device)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """tokens and positions [T], rows [R] indexes into T -> normalised hidden states [R, hidden_size].
 
-        Only `rows` pass the last layer's output projection and MLP: no other row is read after its attention.
+        `rows` None: all of them. Only `rows` pass the last layer's output projection and MLP: no other row is read
+        after its attention.
         """
         config, layers = self.config, self.weights.layers
         x = embedding(tokens, self.weights.embedding)
-        cos, sin = cos_sin(positions, self._frequencies, config.rope.attention_factor, self.dtype)
+        rotation = turns(positions, self._frequencies, config.rope.attention_factor)
         for i, layer in enumerate(layers):
-            attended = attention(i, *self._qkv(layer, x, cos, sin))
-            if i == len(layers) - 1:
+            attended = attention(i, *self._qkv(layer, x, rotation))
+            if rows is not None and i == len(layers) - 1:
                 x, attended = x[rows], attended[rows]
             x = x + layer.output(attended)
             x += self._mlp(layer, x)
-        return rms_norm(x, self.weights.norm, config.rms_norm_eps)
+        return rms_norm(x, self.weights.norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden_size] -> [R, vocab_size]."""
         return self.weights.head(hidden)
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, layer: LayerWeights, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        fused = layer.qkv(rms_norm(x, layer.input_norm, config.rms_norm_eps))
-        heads = fused.view(x.shape[0], -1, config.head_dim)
-        qk, v = heads[:, : -config.kv_heads], heads[:, -config.kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k, eps = qk[:, : config.heads], qk[:, config.heads :], config.rms_norm_eps
-            qk = torch.cat((rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)), dim=1)
-        qk = rotate(qk, cos, sin)
-        return qk[:, : config.heads], qk[:, config.heads :], v
+        fused = layer.qkv(rms_norm(x, layer.input_norm, self._eps))
+        heads = fused.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
+        qk = heads[:, : -config.kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(rms_norm(qk, layer.qk_norm, self._eps))
+        rotate_(qk, rotation)
+        return heads[:, : config.heads], heads[:, config.heads :].view(len(x), 2, config.kv_heads, config.head_dim)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        normed = rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        normed = rms_norm(x, layer.mlp_norm, self._eps)
+        gate, up = layer.gate_up(normed).view(len(x), 2, self.config.intermediate_size).unbind(1)
         return layer.down(silu(gate).mul_(up))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] scaled to a root mean square of 1 in float32, then by `weight` [n] (arXiv 1910.07467)."""
-    wide = x.float()
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """x [..., n] scaled to a root mean square of 1 in float32, then by `weight` [..., n] (arXiv 1910.07467).
+
+    `eps`: a float32 scalar; as a tensor it is added in the operation that squares.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    normed: Tensor = (x * scale).to(x.dtype).mul_(weight)
     return normed
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) with the scalings of `RopeConfig`, rotate-half layout."""
+"""Rotary position embedding (arXiv 2104.09864) with the scalings of `RopeConfig`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return plain
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [T], frequencies [dim / 2] -> two [T, 1, dim / 2]; angles in float32, then `dtype`."""
+def turns(positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
+    """positions [T], frequencies [dim / 2] -> complex64 [T, 1, dim / 2] for `rotate_`."""
     angles = positions[:, None, None].float() * frequencies
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    return torch.complex(angles.cos().mul_(scale), angles.sin().mul_(scale))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim], cos and sin [T, 1, dim / 2] -> a new [T, heads, dim]: pair (i, i + dim / 2) turned."""
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty_like(x)
-    half = first.shape[-1]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
+def interleaved(weight: Tensor, dim: int) -> Tensor:
+    """[heads * dim, ...] in checkpoints' order -> the same with the two rows of each rotated pair neighbours.
+
+    Checkpoints turn (i, i + dim / 2). Queries and keys in another order have the same products, if it is one for both.
+    """
+    pairs = weight.view(-1, 2, dim // 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def rotate_(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn the `interleaved` pairs of x [T, heads, dim] in place, by one complex product in float32."""
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turns)
+    return x if x.dtype == torch.float32 else x.copy_(torch.view_as_real(pairs).flatten(-2))
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:

@@ -18,20 +18,23 @@ from torch import Tensor
 from engine.model.config import DTYPES, ModelConfig
 from engine.model.errors import ModelError
 from engine.model.projection import Projection
+from engine.model.rope import interleaved
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES_SHOWN = 5
+_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+"""Modules whose outputs are rotated pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; None where the architecture has no such part."""
+    """One layer; None where the architecture has no such part. Query and key dimensions are `rope.interleaved`."""
 
     input_norm: Tensor
     qkv: Projection
     """To query, key and value heads, in this order."""
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim]"""
     output: Projection
     mlp_norm: Tensor
     gate_up: Projection
@@ -65,7 +68,7 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: str = "auto", devi
         expected = tensor_shapes(config)
         _check(files, expected, config.tied)
         name = (config.dtype or files.dtype("model.embed_tokens.weight")) if dtype == "auto" else dtype
-        return _assemble(_Loader(files, expected, getattr(torch, name), torch.device(device)), config)
+        return _assemble(_Loader(files, expected, getattr(torch, name), torch.device(device), config.head_dim), config)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: {error}") from None
 
@@ -176,6 +179,7 @@ class _Loader:
     shapes: Shapes
     dtype: torch.dtype
     device: torch.device
+    head_dim: int
 
     def fused(self, names: Sequence[str]) -> Tensor | None:
         """These tensors stacked along the rows; None where the model has none of them."""
@@ -187,7 +191,8 @@ class _Loader:
         start = 0
         for name in names:
             end = start + self.shapes[name][0]
-            out[start:end].copy_(self.files.read(name))
+            tensor = self.files.read(name)
+            out[start:end].copy_(interleaved(tensor, self.head_dim) if name.split(".")[-2] in _ROTATED else tensor)
             start = end
         return out
 
@@ -206,19 +211,20 @@ def _assemble(load: _Loader, config: ModelConfig) -> ModelWeights:
     embedding = load.required("model.embed_tokens.weight")
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(load, f"model.layers.{i}") for i in range(config.layers)),
+        layers=tuple(_layer(load, f"model.layers.{i}", config) for i in range(config.layers)),
         norm=load.required("model.norm.weight"),
         head=Projection(embedding, shared=True) if config.tied else load.projection("lm_head"),
     )
 
 
-def _layer(load: _Loader, prefix: str) -> LayerWeights:
+def _layer(load: _Loader, prefix: str, config: ModelConfig) -> LayerWeights:
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    q_norms, k_norms = [f"{attention}.q_norm.weight"] * config.heads, [f"{attention}.k_norm.weight"] * config.kv_heads
+    qk_norm = load.fused(q_norms + k_norms)
     return LayerWeights(
         input_norm=load.required(f"{prefix}.input_layernorm.weight"),
         qkv=load.projection(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-        q_norm=load.fused([f"{attention}.q_norm.weight"]),
-        k_norm=load.fused([f"{attention}.k_norm.weight"]),
+        qk_norm=None if qk_norm is None else qk_norm.view(-1, config.head_dim),
         output=load.projection(f"{attention}.o_proj"),
         mlp_norm=load.required(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=load.projection(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
