@@ -230,7 +230,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[ADMISSION], reader, chooser, proxy, metrics, RequestLog(), total_timeout_s=settings.total_timeout_s
     )
     app[STATUS] = Status(fleet, registry, app[ADMISSION], metrics)
-    app[ADMIN] = Admin(app[SESSION], fleet, reader, chooser, index, registry, is_enabled=settings.enable_admin)
+    app[ADMIN] = Admin(app[SESSION], fleet, reader, chooser, index, is_enabled=settings.enable_admin)
     yield
 
 

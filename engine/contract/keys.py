@@ -35,12 +35,9 @@ def key_seed(model: str, adapter: str = "", salt: str = "") -> int:
 
 def prefix_keys(canonical: bytes, seed: int, stride: int = DEFAULT_STRIDE_BYTES) -> tuple[PrefixKey, ...]:
     """One key for each whole stride of `stride` bytes in `canonical`, first to last."""
-    keys = []
     key = seed
-    for start in range(0, len(canonical) - stride + 1, stride):
-        key = xxh3_64_intdigest(canonical[start : start + stride], key)
-        keys.append(PrefixKey(key))
-    return tuple(keys)
+    starts = range(0, len(canonical) - stride + 1, stride)
+    return tuple([PrefixKey(key := xxh3_64_intdigest(canonical[at : at + stride], key)) for at in starts])
 
 
 def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> bytes:

@@ -13,7 +13,6 @@ from router.fleet.pod import Pod
 from router.gateway.chooser import Chooser
 from router.gateway.errors import Forbidden
 from router.gateway.inbound import Reader
-from router.gateway.registry import RegistryView
 from router.gateway.status import json_response
 from router.registry.index import PrefixIndex
 
@@ -30,7 +29,6 @@ class Admin:
         reader: Reader,
         chooser: Chooser,
         index: PrefixIndex,
-        registry: RegistryView,
         *,
         is_enabled: bool,
     ) -> None:

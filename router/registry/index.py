@@ -75,6 +75,8 @@ class PrefixIndex:
         self._sweeper: Iterator[int] | None = None
         self._speculative_limit = speculative_limit
         self._speculations: dict[PodId, Speculation] = {}
+        self._reporters: set[PodId] = set()
+        """Pods that may have reported keys; of the others nothing but speculation is known."""
         self._next_expiry_s = float("inf")
         """No speculative entry expires before this."""
 
@@ -158,6 +160,7 @@ class PrefixIndex:
     def apply(self, pod: PodId, removed: Keys, stored: tuple[Keys, Keys, Keys]) -> None:
         """Enter a pod's report: first `removed`, then `stored[tier]`. A report about a key ends its speculation."""
         slot = self._slot(pod)
+        self._reporters.add(pod)
         self._change(removed, slot, 0)
         for tier, bits in _TIER_BITS.items():
             self._change(stored[tier], slot, bits)
@@ -177,6 +180,7 @@ class PrefixIndex:
         """Forget a pod, in constant time; `sweep` frees its memory. Unknown pods are no error."""
         slot = self._slots.pop(pod, None)
         self._speculations.pop(pod, None)
+        self._reporters.discard(pod)
         if slot is not None:
             bit = 1 << slot
             del self._pods[bit]
@@ -190,14 +194,14 @@ class PrefixIndex:
         Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
         """
         slot = self._slot(pod)
-        shards, reported = self._shards, 1 << slot
         speculation = self._speculations.get(pod)
         if speculation is None:
             speculation = self._speculations[pod] = Speculation(self._speculative_limit)
-        believed = speculation.believed
-        guessed = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
-        if guessed:
-            new, dropped = speculation.use(guessed, now_s, ttl_s)
+        if pod in self._reporters:
+            shards, reported, believed = self._shards, 1 << slot, speculation.believed
+            keys = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
+        if keys:
+            new, dropped = speculation.use(keys, now_s, ttl_s)
             self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
             self._change(dropped, slot, 0)
             self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
