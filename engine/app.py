@@ -126,20 +126,22 @@ def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, in
 def _torch_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
     # Imported here: an emulated pod needs no torch, which takes seconds and hundreds of megabytes.
     from engine.backend.torch_backend import TorchBackend
+    from engine.backend.torch_kv import blocks_for_budget
     from engine.model.decoder import load_decoder
 
     model = load_decoder(settings.model, dtype=settings.dtype, device=settings.device)
-    block_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize) * settings.block_size
-    blocks = settings.kv_pool_tokens // settings.block_size or settings.kv_cache_bytes // block_bytes
-    if blocks < 1:
-        raise StartError(f"--kv-cache-bytes {settings.kv_cache_bytes} is less than one block of {block_bytes} bytes")
+    size = settings.block_size
     try:
-        backend = TorchBackend(
-            model, block_count=blocks, block_size=settings.block_size, threads=settings.threads or None
+        blocks = settings.kv_pool_tokens // size or blocks_for_budget(
+            model.config, settings.kv_cache_bytes, block_size=size, dtype=model.dtype
         )
+    except ValueError as error:
+        raise StartError(f"--kv-cache-bytes {settings.kv_cache_bytes}: {error}") from None
+    try:
+        backend = TorchBackend(model, block_count=blocks, block_size=size, threads=settings.threads or None)
     except (MemoryError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise StartError(f"the KV pool of {blocks * block_bytes} bytes does not fit the device: {reason}") from None
+        raise StartError(f"the KV pool of {blocks} blocks of {size} tokens does not fit the device: {reason}") from None
     return backend, blocks
 
 
