@@ -86,25 +86,25 @@ class Chooser:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
         started_s = time.perf_counter()
         now_s = self._clock()
-        pods = self._pods(inbound, excluded)
-        policy = self._policy(inbound, now_s)
-        if policy.name != inbound.policy:
+        choice, _, _ = self._decide(inbound, excluded, now_s)
+        if choice.policy != inbound.policy:
             self._metrics.fell_back()
-        matches = self._index.match(inbound.keys, now_s)
-        decision = policy.choose(_info(inbound, now_s), self._views(inbound, pods, matches, now_s))
-        pod = pods[decision.pod]
-        self._remember(pod.pod_id, inbound, now_s)
+        self._remember(choice.pod.pod_id, inbound, now_s)
         self._metrics.decided(time.perf_counter() - started_s)
-        return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides)
+        return choice
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
-        now_s = self._clock()
-        pods = self._pods(inbound, ())
+        return self._decide(inbound, (), self._clock(), explain=True)
+
+    def _decide(
+        self, inbound: Inbound, excluded: Collection[PodId], now_s: float, *, explain: bool = False
+    ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
+        pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
         matches = self._index.match(inbound.keys, now_s)
         views = self._views(inbound, pods, matches, now_s)
-        decision = policy.choose(_info(inbound, now_s), views, explain=True)
+        decision = policy.choose(_info(inbound, now_s), views, explain=explain)
         pod = pods[decision.pod]
         return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
 

@@ -70,7 +70,6 @@ class RegistryReader:
         self._feeds: dict[PodId, PodFeed] = {}
         self._tails: dict[str, bytes] = {}
         self._connected = False
-        self._attempted = asyncio.Event()
         self._changed = asyncio.Event()
         self._messages = 0
         self._resyncs = 0

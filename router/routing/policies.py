@@ -110,7 +110,6 @@ _MAKERS: Mapping[str, Callable[[PolicyOptions], Policy]] = MappingProxyType(
 )
 
 POLICY_NAMES = tuple(_MAKERS)
-DEFAULT_POLICY = "predicted_ttft"
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
