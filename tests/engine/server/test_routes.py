@@ -125,7 +125,8 @@ async def test_metrics_count_what_happened(engine: Engine) -> None:
 async def test_metrics_show_the_load_of_the_moment(start: Start) -> None:
     async with start(SLOW, max_running=1, max_step_tokens=64) as engine:
         tasks = [asyncio.ensure_future(engine.ask(CHAT, messages=LONG, max_tokens=20)) for _ in range(2)]
-        await wait_until(lambda: engine.service.scheduler.load().waiting == 1)
+        # Both counts: the first request waits alone for a moment before its first step.
+        await wait_until(lambda: (load := engine.service.scheduler.load()).running == load.waiting == 1)
         found = samples(await engine.text("/metrics"))
         assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
         assert 0 < found["vllm:kv_cache_usage_perc"] < 1
