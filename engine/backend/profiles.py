@@ -10,6 +10,7 @@ estimates for an 8B model, not measurements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,6 +50,19 @@ class SimProfile:
                 attention += count * (chunk.start + count / 2)
         linear_ms = max(self.w0_ms, self.a_ms + self.c1_ms * new_tokens)
         return (linear_ms + self.c2_ms * attention + self.c3_ms * context + self.c4_ms * decodes) / 1e3
+
+    def run_s(self, plan: StepPlan, steps: int) -> float:
+        """Seconds of the first `steps` steps of a run of decodes: each sequence's context grows by a token a step."""
+        growth_s = self.c3_ms / 1e3 * len(plan.chunks)
+        return steps * self.step_s(plan) + growth_s * steps * (steps - 1) / 2
+
+    def steps_by(self, plan: StepPlan, elapsed_s: float) -> int:
+        """Steps of a run of decodes that have begun `elapsed_s` after its start, at least 1."""
+        first_s, growth_s = self.step_s(plan), self.c3_ms / 1e3 * len(plan.chunks)
+        # run_s(n) <= elapsed: the root of growth/2 n^2 + (first - growth/2) n - elapsed.
+        linear_s = first_s - growth_s / 2
+        ended = 2 * elapsed_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * growth_s * elapsed_s))
+        return int(ended) + 1
 
 
 PROFILES: Mapping[str, SimProfile] = MappingProxyType(

@@ -80,6 +80,11 @@ class HeldKeys:
         """Anchor blocks per held key."""
         return dict(self._blocks_of)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is a net change since the last report."""
+        return bool(self._net)
+
     def take_changes(self) -> KeyChanges:
         """The net change since the last call."""
         removed = tuple(key for key, stored in self._net.items() if not stored)

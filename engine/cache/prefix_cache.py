@@ -149,6 +149,11 @@ class PrefixCache:
         self._keys.clear()
         return self.pool.free_idle()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` has something to tell."""
+        return self._keys.has_changes
+
     def take_changes(self) -> KeyChanges:
         """Net change of the held keys since the last call."""
         return self._keys.take_changes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,14 +45,15 @@ class CachedSequence:
     """`PrefixCache` generation in which the blocks were taken."""
     hits: int = 0
     """Leading blocks in the index when last counted: where the next count starts."""
-    _tail: list[int] = field(default_factory=list)
+    _tail: array[int] = field(default_factory=lambda: array("i"))
+    """Known tokens behind the last full block, and for a moment those just added."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More known tokens follow: digest the blocks they fill."""
         self._tail.extend(tokens)
-        full = len(self._tail) // self.block_size * self.block_size
-        if not full:
+        if len(self._tail) < self.block_size:
             return
+        full = len(self._tail) // self.block_size * self.block_size
         data = token_bytes(self._tail[:full])
         del self._tail[:full]
         stride = 4 * self.block_size

@@ -28,9 +28,12 @@ class SequenceChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: chunks of distinct requests, never empty."""
+    """One step, or a run of steps alike: chunks of distinct requests, never empty."""
 
     chunks: tuple[SequenceChunk, ...]
+    """Of the first step."""
+    steps: int = 1
+    """More than one: each chunk decodes, and as many steps may follow one another with nothing to decide between."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.cache.changes import KeyChanges
@@ -61,7 +62,8 @@ class TokenOutput:
 class Scheduler:
     """Decides every step of the requests given to it.
 
-    `schedule` begins a step, `complete` or `fail_step` ends it; the other methods may be called at any time.
+    `schedule` begins a step, `complete` or `fail_step` ends it; the other methods may be called at any time. A backend
+    that needs no word between decode steps asks for a run of them and ends it with `complete_run`.
     """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
@@ -115,8 +117,12 @@ class Scheduler:
         self._count(aborted=1)
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, in progress from here on; None where nothing waits or runs."""
+    def schedule(self, max_steps: int = 1) -> StepPlan | None:
+        """The next step, in progress from here on; None where nothing waits or runs.
+
+        Where it only decodes and nothing waits, it stands for a run of up to `max_steps` steps: until a request reaches
+        its length, or as far as the free blocks last.
+        """
         if self._step is not None:
             raise RuntimeError("a step is in progress: complete or fail it first")
         chunks: list[SequenceChunk] = []
@@ -126,7 +132,7 @@ class Scheduler:
             self._admit(chunks, budget)
         if not chunks:
             return None
-        self._step = StepPlan(tuple(chunks))
+        self._step = StepPlan(tuple(chunks), self._run_length(chunks, max_steps) if max_steps > 1 else 1)
         self._cache.begin_step()
         return self._step
 
@@ -145,6 +151,30 @@ class Scheduler:
         outputs = [self._append(entry, token) for entry, token in sampled]
         prefill_tokens = sum(len(chunk.tokens) for chunk in plan.chunks if not chunk.decodes)
         self._count(steps=1, prefill_tokens=prefill_tokens, generated_tokens=len(outputs))
+        return outputs
+
+    def complete_run(self, tokens: Mapping[int, Sequence[int]], elapsed_s: float) -> list[TokenOutput]:
+        """The run in progress has ended, perhaps early: per request its tokens, as many as steps were made.
+
+        Returns the last token of each request that was not aborted meanwhile. Raises ValueError, the run still in
+        progress, for more steps than planned, unequal counts, or a stop token that is not the last.
+        """
+        plan = self._require_step()
+        alive = [(entry, tokens[chunk.request.id]) for chunk in plan.chunks if (entry := self._entry_of(chunk))]
+        steps = len(alive[0][1]) if alive else 1
+        for entry, new in alive:
+            if not 0 < len(new) == steps <= plan.steps or not entry.request.stop_token_ids.isdisjoint(new[:-1]):
+                raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {plan.steps} steps")
+        self._end_step()
+        self._step_cost.observe(plan, elapsed_s / steps, steps)
+        outputs = []
+        for entry, new in alive:
+            self._cache.extend(entry.sequence, entry.known_tokens + steps - 1)
+            entry.request.output_tokens.extend(new[:-1])
+            self._cache.append(entry.sequence, new[:-1])
+            self._commit(entry, steps)
+            outputs.append(self._append(entry, SampledToken(new[-1])))
+        self._count(steps=steps, generated_tokens=steps * len(outputs))
         return outputs
 
     def fail_step(self) -> list[int]:
@@ -173,6 +203,14 @@ class Scheduler:
             cost=self._step_cost.cost(),
         )
 
+    def prefills(self) -> list[tuple[int, int]]:
+        """Of each request whose prefill is in progress: its tokens still to be computed, and all its known tokens."""
+        return [
+            (entry.prefill_end - entry.computed_tokens, entry.prefill_end)
+            for entry in self._running
+            if not entry.is_decoding
+        ]
+
     def take_changes(self) -> KeyChanges:
         """Net change of the held prefix keys since the last call."""
         return self._cache.take_changes()
@@ -186,8 +224,8 @@ class Scheduler:
         return self._cache.reset()
 
     def stats(self) -> SchedulerStats:
-        """Counters since the start."""
-        return self._stats
+        """Counters since the start, as of now."""
+        return replace(self._stats)
 
     def _plan_decodes(self, chunks: list[SequenceChunk]) -> bool:
         """One token of every decoding request; True where requests had to be preempted for room.
@@ -203,6 +241,15 @@ class Scheduler:
             if entry.sequence.blocks:
                 chunks.append(entry.decode_chunk())
         return any_preempted
+
+    def _run_length(self, chunks: Sequence[SequenceChunk], max_steps: int) -> int:
+        """Steps like this one until a request may end, within the free blocks; 1 where there is more to decide."""
+        if self._waiting or not all(chunk.decodes for chunk in chunks):
+            return 1
+        left = min(chunk.request.max_tokens - len(chunk.request.output_tokens) for chunk in chunks)
+        steps = min(left, max_steps)
+        missing = sum(self._cache.blocks_for(chunk.start + steps) - len(chunk.blocks) for chunk in chunks)
+        return steps if missing <= self._cache.pool.available else 1
 
     def _plan_prefills(self, chunks: list[SequenceChunk], budget: int) -> int:
         """Chunks of the prefills in progress, oldest first; returns the tokens left of the budget."""
@@ -327,4 +374,5 @@ class Scheduler:
 
     def _count(self, **increments: int) -> None:
         stats = self._stats
-        self._stats = replace(stats, **{name: getattr(stats, name) + n for name, n in increments.items()})
+        for name, n in increments.items():
+            setattr(stats, name, getattr(stats, name) + n)

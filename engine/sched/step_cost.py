@@ -45,11 +45,14 @@ class StepCostFit:
         self._coefficients = [0.0] * _FEATURES
         self._since_fit = 0
 
-    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step took so long; times that are not positive are ignored."""
+    def observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
+        """A step took so long, or each of a run of `steps` on average; times that are not positive are ignored."""
         if elapsed_s <= 0:
             return
         features = step_features(plan)
+        if steps > 1:  # each sequence grows by a token a step
+            base, tokens, attention, context, sequences = features
+            features = (base, tokens, attention, context + sequences * (steps - 1) / 2, sequences)
         predicted_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
         reference_s = predicted_s or elapsed_s
         ratio = elapsed_s / reference_s

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.contract.errors import Unavailable
-from router.fleet.fleet import Fleet
-from router.fleet.pod import Pod
+from router.fleet.pod import Clock, Pod
+from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
@@ -48,27 +47,33 @@ class Choice:
         return self.decision.predicted_cached_tokens
 
 
+class ServingPods(Protocol):
+    """The pods to choose among: `router.fleet.fleet.Fleet`, or a simulated fleet."""
+
+    def pods(self, model: str) -> Sequence[Pod]:
+        """Those that take requests for the model, in stable order."""
+        ...
+
+
 class Chooser:
     """The decision of a request. Nothing in it waits, so what it reads and what it records belong together."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServingPods,
         index: PrefixIndex,
         registry: RegistryView,
         make_policies: Callable[[], Mapping[str, Policy]],
         estimates: Estimates,
         metrics: Metrics,
         *,
+        clock: Clock,
         stride: int,
         speculation_ttl_s: float,
         foreign_ttl_s: float,
     ) -> None:
-        """Needs the running loop, for its clock.
-
-        `make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
-        """
-        self._clock = asyncio.get_running_loop().time
+        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys."""
+        self._clock = clock
         self._fleet = fleet
         self._index = index
         self._registry = registry
@@ -151,7 +156,7 @@ class Chooser:
         if excluded:
             pods = [pod for pod in pods if pod.pod_id not in excluded]
         if not pods:
-            raise Unavailable(f"no engine serving {inbound.model!r} is up", retry_after_s=RETRY_AFTER_S)
+            raise NoEngine(inbound.model, retry_after_s=RETRY_AFTER_S)
         return pods
 
     def traffic_shares(self) -> dict[str, TrafficShares]:
@@ -179,10 +184,13 @@ class Chooser:
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                views.append(pod.state.view(pod.pod_id, now_s=now_s))
+                view = pod.state.view(pod.pod_id, now_s=now_s)
+                view.weight = pod.weight
+                views.append(view)
                 continue
             tokens = min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+            view.weight = pod.weight
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)

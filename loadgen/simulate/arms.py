@@ -1,0 +1,41 @@
+"""Every router that a simulation can be run with, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from loadgen.simulate.fleet import Simulation
+from loadgen.simulate.gateway import Gateway
+from loadgen.simulate.omniscient import Omniscient
+from loadgen.simulate.peers.aibrix import AibrixPrefixCache
+from loadgen.simulate.peers.base import Peer
+from loadgen.simulate.peers.dynamo import DynamoKv
+from loadgen.simulate.peers.hashing import KubeAi, PowerOfTwo
+from loadgen.simulate.peers.llmd import LlmDApproximate, LlmDPrecise
+from loadgen.simulate.peers.preble import PrebleE2
+from loadgen.simulate.peers.sglang import SglangCacheAware, SmgLeastLoad
+from loadgen.simulate.routing import Router
+from router.routing.policies import POLICY_NAMES
+
+PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
+    {
+        peer.name: peer
+        for peer in (
+            SglangCacheAware, DynamoKv, LlmDApproximate, LlmDPrecise, KubeAi, AibrixPrefixCache, SmgLeastLoad, PrebleE2,
+            PowerOfTwo,
+        )
+    }
+)  # fmt: skip
+ARM_NAMES = (*POLICY_NAMES, *PEERS, "omniscient")
+
+
+def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Router:
+    """A gateway of the arm. Raises ValueError naming the known ones."""
+    if name in PEERS:
+        return PEERS[name](seed)
+    if name == "omniscient":
+        return Omniscient(lambda: simulation.pods)
+    if name not in POLICY_NAMES:
+        raise ValueError(f"unknown router {name!r}; known are {', '.join(ARM_NAMES)}")
+    return Gateway(name, simulation.timeline, stride=stride)

@@ -1,0 +1,339 @@
+"""Users, gateways and pods in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.contract.keys import key_seed
+from engine.sched.request import KeySpan, Request
+from engine.sched.scheduler import TokenOutput
+from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
+from loadgen.measure.records import RequestRecord
+from loadgen.simulate.faults import Fault, FaultKind
+from loadgen.simulate.gateway import MODEL, Gateway
+from loadgen.simulate.pod import PodSpec, Report, SimPod
+from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker
+from loadgen.simulate.routing import Offered, Router, Scrape
+from loadgen.simulate.timeline import Timeline
+from loadgen.workloads.base import Session, Workload
+
+MAX_ATTEMPTS = 3
+"""As the gateway's `--retries` default: two further pods."""
+SHARES_EVERY_S = 1.0
+SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
+MIN_TOKENS_LEFT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """Everything but traffic and routing."""
+
+    pods: tuple[PodSpec, ...]
+    faults: tuple[Fault, ...] = ()
+    stride: int = 256
+    network_s: float = 0.001
+    """One way between client and engine, tokenizing included."""
+    event_delay_s: float = 0.002
+    """From a pod's publishing to a gateway's index: Redis and the network."""
+    discovery_s: float = 1.0
+    """From a pod's death or birth to the gateways' knowing."""
+    refuse_s: float = 0.05
+    """For a gateway to find a dead pod unreachable."""
+    scrape_delay_s: float = 0.01
+    """From a pod's answering a scrape to its use."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request between its intended time and its end."""
+
+    session: _Play
+    turn: int
+    offered: Offered
+    router: Router
+    intended_s: float
+    request: Request | None = None
+    pod: str = ""
+    tried: list[str] = field(default_factory=list)
+    cached_tokens: int = 0
+    first_token_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Play:
+    session: Session
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    open_turns: int = 0
+
+
+class Simulation:
+    """One run. `on_record` hears of each request as it ends."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        workload: Workload,
+        arrivals: ArrivalSpec,
+        *,
+        sessions: int,
+        seed: int,
+        on_record: Callable[[RequestRecord], None],
+    ) -> None:
+        self.timeline = Timeline()
+        self.pods: dict[str, SimPod] = {}
+        self._spec = spec
+        self._workload = workload
+        self._arrivals = arrivals
+        self._sessions = sessions
+        self._seed = seed
+        self._on_record = on_record
+        self._routers: Sequence[Router] = ()
+        self._prompts = PromptMaker(key_seed(MODEL), spec.stride)
+        self._listed: list[str] = []
+        self._flights: dict[int, _Flight] = {}
+        self._count = 0
+        self._unstarted = 0
+        self._started_all = False
+        for pod in spec.pods:
+            self._start_pod(pod)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is on its way or still to come."""
+        return not self._started_all or bool(self._flights) or self._unstarted > 0
+
+    def run(self, routers: Sequence[Router]) -> None:
+        """Play everything, requests dealt to the routers in turn."""
+        self._routers = routers
+        for router in routers:
+            router.pods_changed(sorted(self.pods), 0.0)
+            if router.scrape_s:
+                self._scrape(router)
+        self._listed = sorted(self.pods)
+        for fault in self._spec.faults:
+            self.timeline.at(fault.at_s, partial(self._fault, fault))
+        self._exchange_shares()
+        self._sweep()
+        self._begin_sessions()
+        while self.busy and self.timeline.step():
+            pass
+
+    # -- users ----------------------------------------------------------------------------------------------------
+
+    def _begin_sessions(self) -> None:
+        numbers = iter(range(self._sessions))
+        if self._arrivals.kind is ArrivalKind.CLOSED:
+            self._closed = numbers
+            for _ in range(self._arrivals.concurrency):
+                self._next_closed()
+            return
+        times = None if self._arrivals.kind is ArrivalKind.TRACE else start_times_s(self._arrivals, self._seed)
+        self._next_open(numbers, times)
+
+    def _next_open(self, numbers: Iterator[int], times: Iterator[float] | None) -> None:
+        number = next(numbers, None)
+        if number is None:
+            self._started_all = True
+            return
+        session = self._workload.session(number)
+        at_s = next(times) if times is not None else session.start_s or 0.0
+
+        def begin() -> None:
+            self._play(session)
+            self._next_open(numbers, times)
+
+        self.timeline.at(at_s, begin)
+
+    def _next_closed(self) -> None:
+        number = next(self._closed, None)
+        if number is None:
+            self._started_all = True
+        else:
+            self._play(self._workload.session(number))
+
+    def _play(self, session: Session) -> None:
+        self._go_on(_Play(session), after=-1)
+
+    def _go_on(self, play: _Play, after: int) -> None:
+        """Send the turns that go on from `after`, each after its pause."""
+        for turn, following in enumerate(play.session.turns):
+            if following.after == after:
+                play.open_turns += 1
+                self._unstarted += 1
+                self.timeline.after(following.think_s, partial(self._ask, play, turn))
+        if not play.open_turns and self._arrivals.kind is ArrivalKind.CLOSED:
+            self._next_closed()
+
+    def _ask(self, play: _Play, turn: int) -> None:
+        self._unstarted -= 1
+        number = self._count
+        self._count += 1
+        prompt = self._prompts.prompt(play.session, turn, play.answers)
+        router = self._routers[number % len(self._routers)]
+        output_tokens = max(1, play.session.turns[turn].output_tokens)
+        offered = Offered(number, play.session.number, prompt.tokens, prompt.keys, output_tokens, prompt.user_start)
+        flight = self._flights[number] = _Flight(play, turn, offered, router, self.timeline.now_s)
+        self._route(flight)
+
+    # -- a request's way ------------------------------------------------------------------------------------------
+
+    def _route(self, flight: _Flight) -> None:
+        pod = flight.router.choose(flight.offered, flight.tried, self.timeline.now_s)
+        if pod is None:
+            self._finish(flight, "no pod")
+            return
+        flight.pod = pod
+        flight.tried.append(pod)
+        self.timeline.after(self._spec.network_s, partial(self._reach, flight))
+
+    def _reach(self, flight: _Flight) -> None:
+        pod = self.pods.get(flight.pod)
+        if pod is None:
+            self.timeline.after(self._spec.refuse_s, partial(self._lost, flight))
+            return
+        tokens_per_key = self._spec.stride // TOKEN_BYTES
+        spans = tuple([KeySpan(key, (i + 1) * tokens_per_key) for i, key in enumerate(flight.offered.keys)])
+        flight.request = Request(
+            flight.offered.number, flight.offered.tokens, flight.offered.output_tokens, key_spans=spans
+        )
+        try:
+            pod.submit(flight.request)
+        except ValueError:
+            flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
+            self._finish(flight, "too long")
+
+    def _lost(self, flight: _Flight) -> None:
+        """The pod is gone: another one where nothing was heard yet, else the request has failed."""
+        flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
+        if flight.first_token_s is None and len(flight.tried) < MAX_ATTEMPTS:
+            self._route(flight)
+        else:
+            self._finish(flight, "disconnected")
+
+    def _output(self, output: TokenOutput) -> None:
+        flight = self._flights.get(output.request_id)
+        if flight is not None:
+            self.timeline.after(self._spec.network_s, partial(self._heard, flight, output))
+
+    def _heard(self, flight: _Flight, output: TokenOutput) -> None:
+        now_s = self.timeline.now_s
+        if flight.first_token_s is None:
+            flight.first_token_s = now_s
+            flight.cached_tokens = output.cached_tokens
+            flight.router.first_token(flight.offered, flight.pod, output.cached_tokens, now_s)
+        if output.finish:
+            flight.router.ended(flight.offered, flight.pod, now_s, completed=True)
+            self._finish(flight, None)
+
+    def _finish(self, flight: _Flight, failure: str | None) -> None:
+        del self._flights[flight.offered.number]
+        self._on_record(self._record(flight, failure))
+        play = flight.session
+        play.open_turns -= 1
+        if failure is None:
+            assert flight.request is not None
+            play.answers[flight.turn] = flight.request.output_tokens
+            self._go_on(play, after=flight.turn)
+        elif not play.open_turns and self._arrivals.kind is ArrivalKind.CLOSED:
+            self._next_closed()
+
+    def _record(self, flight: _Flight, failure: str | None) -> RequestRecord:
+        session = flight.session.session
+        return RequestRecord(
+            session=session.number,
+            turn=flight.turn,
+            group=session.group,
+            intended_s=flight.intended_s,
+            sent_s=flight.intended_s,
+            finished_s=self.timeline.now_s,
+            first_token_s=flight.first_token_s,
+            prompt_tokens=len(flight.offered.tokens),
+            cached_tokens=flight.cached_tokens,
+            output_tokens=flight.offered.output_tokens if failure is None else 0,
+            has_usage=failure is None,
+            pod=flight.pod,
+            policy=flight.router.name,
+            failure=failure,
+            prompt_bytes=TOKEN_BYTES * len(flight.offered.tokens),
+            prefix_keys=flight.offered.keys,
+        )
+
+    # -- pods -----------------------------------------------------------------------------------------------------
+
+    def _start_pod(self, spec: PodSpec) -> None:
+        self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published)
+
+    def _fault(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.SLOW:
+                if fault.pod in self.pods:
+                    self.pods[fault.pod].slow_to(fault.speed)
+                return
+            case FaultKind.JOIN:
+                assert fault.spec is not None
+                self._start_pod(fault.spec)
+            case FaultKind.DIE:
+                self._kill(fault.pod)
+        self.timeline.after(self._spec.discovery_s, self._discover)
+
+    def _kill(self, name: str) -> None:
+        pod = self.pods.pop(name, None)
+        if pod is None:
+            return
+        pod.die()
+        for flight in [flight for flight in self._flights.values() if flight.pod == name and flight.request]:
+            self.timeline.after(self._spec.network_s, partial(self._lost, flight))
+
+    def _discover(self) -> None:
+        for router in self._routers:
+            router.pods_changed(sorted(self.pods), self.timeline.now_s)
+
+    def _published(self, pod: str, report: Report) -> None:
+        for router in self._routers:
+            if router.takes_reports:
+                self.timeline.after(self._spec.event_delay_s, partial(self._deliver, router, pod, report))
+
+    def _deliver(self, router: Router, pod: str, report: Report) -> None:
+        if pod in self.pods:
+            router.reported(pod, report, self.timeline.now_s)
+
+    # -- what goes on beside the requests -------------------------------------------------------------------------
+
+    def _scrape(self, router: Router) -> None:
+        for name, pod in self.pods.items():
+            load = pod.scheduler.load()
+            used = 1 - load.blocks_free / load.blocks_total
+            scrape = Scrape(load.running, load.waiting, used)
+            self.timeline.after(self._spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
+        if self.busy:
+            self.timeline.after(router.scrape_s, partial(self._scrape, router))
+
+    def _scraped(self, router: Router, pod: str, scrape: Scrape) -> None:
+        router.scraped(pod, scrape, self.timeline.now_s)
+
+    def _gateways(self) -> list[Gateway]:
+        return [router for router in self._routers if isinstance(router, Gateway)]
+
+    def _exchange_shares(self) -> None:
+        """What `router.registry.share_sync` does through Redis."""
+        gateways = self._gateways()
+        if len(gateways) < 2:
+            return
+        now_s = self.timeline.now_s
+        for i, gateway in enumerate(gateways):
+            for model, shares in gateway.traffic_shares().items():
+                report = shares.export(now_s)
+                for other in gateways:
+                    theirs = other.traffic_shares().get(model)
+                    if other is not gateway and theirs is not None:
+                        theirs.merge(str(i), report, now_s)
+        if self.busy:
+            self.timeline.after(SHARES_EVERY_S, self._exchange_shares)
+
+    def _sweep(self) -> None:
+        for gateway in self._gateways():
+            gateway.sweep(SWEEP_KEYS)
+        if self.busy:
+            self.timeline.after(SWEEP_EVERY_S, self._sweep)

@@ -1,0 +1,180 @@
+"""warmroute's gateway in the simulation: the production chooser, index, policies and load book-keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.contract.errors import Unavailable
+from engine.contract.requests import Endpoint
+from loadgen.simulate.pod import Report
+from loadgen.simulate.routing import Offered, Scrape
+from loadgen.simulate.timeline import Timeline
+from router.fleet.pod import Lease, Pod
+from router.fleet.probe import PodIdentity
+from router.gateway.chooser import Choice, Chooser
+from router.gateway.estimates import Estimates
+from router.gateway.inbound import Inbound
+from router.gateway.usage import Usage
+from router.registry.index import PrefixIndex
+from router.registry.reader import RegistryStatus
+from router.routing.policies import PolicyOptions, make_policy
+from router.routing.shares import TrafficShares
+from router.routing.types import PodId, Policy
+from router.telemetry.metrics import Metrics
+
+MODEL = "simulated"
+SPECULATION_TTL_S = 10.0
+FOREIGN_TTL_S = 600.0
+"""Defaults of the gateway's settings."""
+
+
+@dataclass(slots=True)
+class _Open:
+    inbound: Inbound
+    choice: Choice
+    lease: Lease
+    cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class _Registry:
+    """All pods publish, or none does."""
+
+    publishes: bool
+    expired: bool = False
+
+    def reports(self, pod: PodId) -> bool:
+        return self.publishes
+
+    def status(self) -> RegistryStatus:
+        return RegistryStatus(True, 0, 0, self.expired, 0, 0, None)
+
+
+@dataclass(slots=True)
+class _Serving:
+    by_name: dict[str, Pod] = field(default_factory=dict)
+    listed: list[Pod] = field(default_factory=list)
+
+    def pods(self, model: str) -> Sequence[Pod]:
+        return self.listed
+
+
+class Gateway:
+    """A `Router` that decides as `warmroute-gateway --policy POLICY` does."""
+
+    scrape_s = 0.0
+
+    def __init__(
+        self,
+        policy: str,
+        timeline: Timeline,
+        *,
+        stride: int,
+        publishes: bool = True,
+        options: PolicyOptions | None = None,
+    ) -> None:
+        """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through."""
+        self.name = policy
+        self.takes_reports = publishes
+        self._clock = timeline.clock
+        self._stride = stride
+        self._serving = _Serving()
+        self._index = PrefixIndex()
+        self._estimates = Estimates()
+        self._open: dict[int, _Open] = {}
+        self._policy: Policy = make_policy(policy, options)
+        self._chooser = Chooser(
+            self._serving,
+            self._index,
+            _Registry(publishes),
+            lambda: {policy: self._policy},
+            self._estimates,
+            Metrics(),
+            clock=self._clock,
+            stride=stride,
+            speculation_ttl_s=SPECULATION_TTL_S,
+            foreign_ttl_s=FOREIGN_TTL_S,
+        )
+
+    def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
+        """See `Router`."""
+        serving = self._serving
+        for name in serving.by_name.keys() - set(pods):
+            self._index.drop(PodId(name))
+            del serving.by_name[name]
+        for name in pods:
+            if name not in serving.by_name:
+                serving.by_name[name] = Pod(f"http://{name}", PodIdentity(PodId(name), None, ()))
+        serving.listed = [serving.by_name[name] for name in sorted(pods)]
+
+    def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
+        """See `Router`."""
+        inbound = self._inbound(request)
+        try:
+            choice = self._chooser.choose(inbound, [PodId(name) for name in excluded])
+        except Unavailable:
+            return None
+        lease = Lease(
+            choice.pod,
+            str(request.number),
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+            streams=True,
+            clock=self._clock,
+        )
+        lease.__enter__()
+        self._open[request.number] = _Open(inbound, choice, lease)
+        return choice.pod.pod_id
+
+    def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
+        """See `Router`."""
+        opened = self._open[request.number]
+        opened.cached_tokens = cached_tokens
+        opened.lease.first_token(cached_tokens)
+
+    def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
+        """See `Router`."""
+        opened = self._open.pop(request.number)
+        opened.lease.__exit__()
+        if completed:
+            usage = Usage(len(request.tokens), request.output_tokens, opened.cached_tokens)
+            self._chooser.learn(opened.inbound, opened.choice, usage)
+        elif opened.cached_tokens is None:
+            self._chooser.undo(opened.inbound, opened.choice)
+
+    def reported(self, pod: str, report: Report, now_s: float) -> None:
+        """See `Router`."""
+        known = self._serving.by_name.get(pod)
+        if known is not None:
+            self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
+            known.state.report(report.load, now_s=now_s)
+
+    def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
+        """See `Router`; it reads no metrics."""
+
+    def sweep(self, keys: int) -> None:
+        """Forget a few keys of pods that left."""
+        self._index.sweep(keys)
+
+    def traffic_shares(self) -> Mapping[str, TrafficShares]:
+        """What gateways exchange through Redis."""
+        return self._chooser.traffic_shares()
+
+    def _inbound(self, request: Offered) -> Inbound:
+        prompt_tokens = len(request.tokens)
+        expected = round(self._estimates.of(MODEL).output_tokens)
+        return Inbound(
+            endpoint=Endpoint.COMPLETIONS,
+            model=MODEL,
+            stream=True,
+            policy=self.name,
+            keys=request.keys,
+            prompt_bytes=4 * prompt_tokens,
+            prompt_tokens=prompt_tokens,
+            tokens_per_stride=self._stride / 4,
+            output_tokens=max(1, min(expected, request.output_tokens)),
+            teaches_tokens=False,
+            body=b"",
+        )

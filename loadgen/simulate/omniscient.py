@@ -1,0 +1,124 @@
+"""The floor: `predicted_ttft`'s decision with every pod's exact cache, queue and cost at that instant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.backend.profiles import SimProfile
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
+from engine.contract.load import StepCost
+from loadgen.simulate.pod import Report, SimPod
+from loadgen.simulate.routing import Offered, Scrape
+from router.routing.latency import prefill_s
+from router.routing.policies import PolicyOptions, make_policy
+from router.routing.types import PodId, PodView, RequestInfo
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    sequence: CachedSequence
+    uncached_tokens: int
+
+
+class Omniscient:
+    """A `Router` that looks into the pods. Of requests still waiting at a pod it knows what they add."""
+
+    name = "omniscient"
+    scrape_s = 0.0
+    takes_reports = False
+
+    def __init__(self, pods: Callable[[], Mapping[str, SimPod]], options: PolicyOptions | None = None) -> None:
+        self._pods = pods
+        self._policy = make_policy("predicted_ttft", options)
+        self._waiting: dict[str, dict[int, _Waiting]] = {}
+        self._coming: dict[str, Counter[bytes]] = {}
+        """Pod -> digests of the blocks its open requests hold or will have computed."""
+
+    def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
+        """See `Router`; it sees them anyway."""
+
+    def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
+        """See `Router`."""
+        pods = [pod for name, pod in sorted(self._pods().items()) if name not in excluded]
+        if not pods:
+            return None
+        sequence = _sequence(request, pods[0].spec.block_size)
+        views = [self._view(pod, sequence, len(request.tokens), now_s) for pod in pods]
+        info = RequestInfo(request.keys, len(request.tokens), now_s, request.output_tokens)
+        chosen = self._policy.choose(info, views).pod
+        name = pods[chosen].spec.name
+        uncached = max(1, len(request.tokens) - views[chosen].matched_tokens)
+        self._waiting.setdefault(name, {})[request.number] = _Waiting(sequence, uncached)
+        self._coming.setdefault(name, Counter()).update(sequence.digests)
+        return name
+
+    def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
+        """See `Router`."""
+        self._settle(request.number, pod)
+
+    def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
+        """See `Router`."""
+        self._settle(request.number, pod)
+
+    def reported(self, pod: str, report: Report, now_s: float) -> None:
+        """See `Router`; reports would be old news."""
+
+    def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
+        """See `Router`; so would metrics."""
+
+    def _settle(self, number: int, pod: str) -> None:
+        waiting = self._waiting.get(pod, {}).pop(number, None)
+        if waiting is not None:
+            coming = self._coming[pod]
+            coming.subtract(waiting.sequence.digests)
+            for digest in waiting.sequence.digests:
+                if not coming[digest]:
+                    del coming[digest]
+
+    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
+        coming = self._coming.get(pod.spec.name, Counter())
+        limit = (prompt_tokens - 1) // pod.spec.block_size
+        sequence.hits = 0
+        hits = pod.cache.count_hits(sequence, prompt_tokens)
+        while hits < limit and sequence.digests[hits] in coming:
+            hits += 1
+        load = pod.scheduler.load()
+        cost = exact_cost(pod.spec.profile, pod.speed)
+        started = pod.scheduler.prefills()
+        waiting = list(self._waiting.get(pod.spec.name, {}).values())
+        waiting = waiting[len(started) :]  # the oldest have begun
+        work = [*started, *((w.uncached_tokens, len(w.sequence.digests) * pod.spec.block_size) for w in waiting)]
+        tokens = sum(left for left, _ in work)
+        busy_s = sum(prefill_s(cost, left, known) for left, known in work)
+        steps = -(-tokens // pod.spec.max_step_tokens)
+        step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
+        return PodView(
+            PodId(pod.spec.name),
+            matched_tokens=hits * pod.spec.block_size,
+            in_flight=load.running + len(waiting),
+            in_flight_uncached_tokens=tokens,
+            decoding=load.decoding,
+            context_tokens=load.context_tokens,
+            prefill_free_at_s=pod.step_end_s() + busy_s + steps * step_s if load.running or waiting else now_s,
+            cost=cost,
+            kv_used=1 - load.blocks_free / load.blocks_total,
+        )
+
+
+def exact_cost(profile: SimProfile, speed: float) -> StepCost:
+    """The profile's constants in seconds; its floor stands for the fixed part, as most steps only decode."""
+    scale = 1e-3 / speed
+    return StepCost(
+        profile.w0_ms * scale,
+        profile.c1_ms * scale,
+        profile.c2_ms * scale,
+        profile.c3_ms * scale,
+        profile.c4_ms * scale,
+    )
+
+
+def _sequence(request: Offered, block_size: int) -> CachedSequence:
+    return PrefixCache(1, block_size).open(request.tokens)

@@ -1,0 +1,47 @@
+"""AIBrix' `prefix-cache` strategy, from its source's constants."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from loadgen.simulate.peers.base import History, Peer
+from loadgen.simulate.routing import Offered
+
+IMBALANCE = 8
+"""Difference of running requests beyond which the prefix is not looked at."""
+STANDARD_DEVIATIONS = 1.0
+EVICTION_S = 20 * 60.0
+BLOCKS = 200_000
+
+
+class AibrixPrefixCache(Peer):
+    """Difference of running requests above 8: fewest requests. Else by matched share, then requests: the first pod with
+    at most mean + 1 standard deviation of them. The table is what it sent, forgotten after 20 minutes.
+    """
+
+    name = "aibrix_prefix_cache"
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._table = History(BLOCKS, EVICTION_S)
+
+    def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
+        """See `Peer`."""
+        running = [self.in_flight[pod] for pod in pods]
+        if max(running) - min(running) <= IMBALANCE:
+            bound = statistics.fmean(running) + STANDARD_DEVIATIONS * statistics.pstdev(running)
+            matched = {pod: self._table.match(pod, request.keys) for pod in pods}
+            for pod in sorted(pods, key=lambda pod: (-matched[pod], self.in_flight[pod])):
+                if matched[pod] and self.in_flight[pod] <= bound:
+                    return pod
+        return self.fewest(pods, self.in_flight)
+
+    def routed(self, request: Offered, pod: str, now_s: float) -> None:
+        """See `Peer`."""
+        self._table.add(pod, request.keys, now_s)
+
+    def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
+        """See `Router`."""
+        super().pods_changed(pods, now_s)
+        self._table.forget(pods)

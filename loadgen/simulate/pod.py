@@ -1,0 +1,194 @@
+"""An emulated engine: the production scheduler and cache on a device that takes the time its profile says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.backend.profiles import SimProfile
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.events import Keys
+from engine.contract.load import LoadReport
+from engine.sched.plan import SampledToken, StepPlan, StepResult
+from engine.sched.request import Request
+from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from loadgen.simulate.timeline import Timeline
+
+BATCH_S, LOAD_S, HEARTBEAT_S = 0.05, 0.1, 0.5
+"""As `engine.publish`: changed keys are told within the first, a changed load within the second."""
+MAX_RUN_STEPS = 100_000
+_IDS = 0x3FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpec:
+    """An emulated pod."""
+
+    name: str
+    profile: SimProfile
+    speed: float = 1.0
+    """Steps take 1 / speed of the profile's time."""
+    block_size: int = 16
+    kv_tokens: int = 0
+    """Tokens whose KV the pool holds; 0: the profile's."""
+    max_step_tokens: int = 2048
+    max_running: int = 256
+    max_waiting: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a pod publishes to the registry: the net change of the keys it holds, and its load."""
+
+    removed: Keys
+    stored: Keys
+    load: LoadReport
+
+
+class SimPod:
+    """One life of one engine. `on_output` hears of first tokens and ends, `on_report` of what it publishes."""
+
+    def __init__(
+        self,
+        spec: PodSpec,
+        timeline: Timeline,
+        on_output: Callable[[TokenOutput], None],
+        on_report: Callable[[str, Report], None],
+    ) -> None:
+        self.spec = spec
+        self.speed = self._next_speed = spec.speed
+        self.alive = True
+        self.busy_s = 0.0
+        blocks = (spec.kv_tokens or spec.profile.kv_tokens) // spec.block_size
+        self.cache = PrefixCache(blocks, spec.block_size)
+        config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
+        self.scheduler = Scheduler(self.cache, config)
+        self._timeline = timeline
+        self._on_output = on_output
+        self._on_report = on_report
+        self._plan: StepPlan | None = None
+        self._began_s = 0.0
+        self._steps = 0
+        """Steps after which the run in progress ends."""
+        self._turn = 0
+        """Grows when a step's end is moved: the end asked for before is void."""
+        self._started: set[int] = set()
+        self._is_waking = False
+        self._tell_at_s = math.inf
+
+    def submit(self, request: Request) -> None:
+        """Queue the request. Raises QueueFull, and ValueError for one that can never run."""
+        self.scheduler.add(request)
+        if self._plan is not None:
+            if self._plan.steps > 1:
+                self._cut_run()
+        elif not self._is_waking:
+            # As in the engine, all that comes at the same moment is in the first step.
+            self._is_waking = True
+            self._timeline.after(0, self._begin)
+        self._tell_soon()
+
+    def abort(self, request_id: int) -> None:
+        """Drop the request, if it has not ended."""
+        self._started.discard(request_id)
+        self.scheduler.abort(request_id)
+
+    def die(self) -> None:
+        """Nothing is heard of the pod from here on."""
+        self.alive = False
+        self._turn += 1
+
+    def slow_to(self, speed: float) -> None:
+        """Take 1 / `speed` of the profile's time from the next step on."""
+        self._next_speed = speed
+        if self._plan is not None and self._plan.steps > 1:
+            self._cut_run()
+
+    def step_end_s(self) -> float:
+        """When the step in progress ends, the one of a run that is being made; now for an idle pod."""
+        if self._plan is None:
+            return self._timeline.now_s
+        steps = self._steps
+        if self._plan.steps > 1:
+            steps = min(steps, self._steps_begun())
+        return self._end_s(steps)
+
+    def _begin(self) -> None:
+        self._is_waking = False
+        if not self.alive:
+            return
+        self.speed = self._next_speed
+        plan = self._plan = self.scheduler.schedule(MAX_RUN_STEPS)
+        if plan is None:
+            return
+        self._began_s = self._timeline.now_s
+        self._steps = plan.steps
+        self._end_at(self._end_s(self._steps))
+
+    def _cut_run(self) -> None:
+        steps = self._steps_begun()
+        if steps < self._steps:
+            self._steps = steps
+            self._end_at(self._end_s(steps))
+
+    def _steps_begun(self) -> int:
+        assert self._plan is not None
+        return self.spec.profile.steps_by(self._plan, (self._timeline.now_s - self._began_s) * self.speed)
+
+    def _end_s(self, steps: int) -> float:
+        assert self._plan is not None
+        profile = self.spec.profile
+        step_s = profile.run_s(self._plan, steps) if steps > 1 else profile.step_s(self._plan)
+        return self._began_s + step_s / self.speed
+
+    def _end_at(self, when_s: float) -> None:
+        self._turn += 1
+        turn = self._turn
+        self._timeline.at(when_s, lambda: self._end() if turn == self._turn else None)
+
+    def _end(self) -> None:
+        plan, now_s = self._plan, self._timeline.now_s
+        assert plan is not None
+        elapsed_s = now_s - self._began_s
+        self.busy_s += elapsed_s
+        if plan.steps > 1:
+            tokens = {chunk.request.id: _tokens(chunk.request, self._steps) for chunk in plan.chunks}
+            outputs = self.scheduler.complete_run(tokens, elapsed_s)
+        else:
+            sampled = {c.request.id: SampledToken(_tokens(c.request, 1)[0]) for c in plan.chunks if c.samples}
+            outputs = self.scheduler.complete(StepResult(sampled, elapsed_s))
+        for output in outputs:
+            is_first = output.request_id not in self._started
+            self._started.add(output.request_id)
+            if output.finish:
+                self._started.discard(output.request_id)
+            if is_first or output.finish:
+                self._on_output(output)
+        self._tell_soon()
+        self._begin()
+
+    def _tell_soon(self) -> None:
+        """Publish what changed, at the next due time."""
+        self._tell_at(self._timeline.now_s + (BATCH_S if self.cache.has_changes else LOAD_S))
+
+    def _tell_at(self, when_s: float) -> None:
+        if when_s < self._tell_at_s:
+            self._tell_at_s = when_s
+            self._timeline.at(when_s, lambda: self._tell(when_s))
+
+    def _tell(self, due_s: float) -> None:
+        if not self.alive or due_s != self._tell_at_s:
+            return
+        self._tell_at_s = math.inf
+        changes, load = self.scheduler.take_changes(), self.scheduler.load()
+        stored = tuple([key for key, _ in changes.stored])
+        self._on_report(self.spec.name, Report(tuple(changes.removed), stored, load))
+        if self.scheduler.has_work:
+            self._tell_at(due_s + HEARTBEAT_S)
+
+
+def _tokens(request: Request, count: int) -> list[int]:
+    """Made-up answer tokens: of the request's number and the position alone."""
+    first = (request.id * 2654435761 + len(request.output_tokens)) & _IDS
+    return [(first + i) & _IDS for i in range(count)]

@@ -1,0 +1,78 @@
+"""Prompts as token ids: what a piece of text is to a tokenizer, without the text.
+
+A token is 4 bytes of canonical text, so prefix keys are made as for prompts of token ids and each covers exactly
+`stride / 4` tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from engine.contract.keys import PrefixKey, prefix_keys
+from loadgen.workloads.base import Piece, Session, conversation
+
+TOKEN_BYTES = 4
+_ID_BITS = 0x7FFFFFFF
+_CACHED_TOKENS = 16 * 2**20
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One request's prompt."""
+
+    tokens: array[int]
+    """int32."""
+    keys: tuple[PrefixKey, ...]
+    user_start: int
+    """Index of the first token of the first user message."""
+
+
+class PromptMaker:
+    """Token ids of prompts: equal pieces, equal ids. Long pieces are kept, the most recently used ones."""
+
+    def __init__(self, seed: int, stride_bytes: int) -> None:
+        self._seed = seed
+        self._stride_bytes = stride_bytes
+        self._pieces: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+        self._cached_tokens = 0
+
+    def prompt(self, session: Session, turn: int, answers: Mapping[int, Sequence[int]]) -> Prompt:
+        """The prompt of a turn; `answers`: token ids by turn, of those it goes on from."""
+        parts: list[bytes] = []
+        user_start: int | None = None
+        for step in conversation(session, turn):
+            for message in session.turns[step].messages:
+                if message.role == "user" and user_start is None:
+                    user_start = sum(map(len, parts)) // TOKEN_BYTES
+                parts += [self._ids(piece) for piece in message.pieces]
+            if step != turn:
+                parts.append(array("i", answers[step]).tobytes())
+        data = b"".join(parts)
+        tokens = array("i")
+        tokens.frombytes(data)
+        return Prompt(tokens, prefix_keys(data, self._seed, self._stride_bytes), user_start or 0)
+
+    def _ids(self, piece: Piece) -> bytes:
+        name = (piece.key if piece.text is None else piece.text, piece.style, piece.tokens)
+        found = self._pieces.get(name)
+        if found is not None:
+            self._pieces.move_to_end(name)
+            return found
+        first = xxh3_64_intdigest(f"{piece.style}/{name[0]}".encode())
+        # A shorter piece of the same key is a prefix of a longer one: ids count up from where the key says.
+        ids = ((first + np.arange(piece.tokens, dtype=np.uint64)) & _ID_BITS).astype("<i4").tobytes()
+        self._keep(name, ids)
+        return ids
+
+    def _keep(self, name: tuple[str, str, int], ids: bytes) -> None:
+        self._pieces[name] = ids
+        self._cached_tokens += name[2]
+        while self._cached_tokens > _CACHED_TOKENS:
+            (_, _, tokens), _ = self._pieces.popitem(last=False)
+            self._cached_tokens -= tokens

@@ -1,0 +1,135 @@
+"""An emulated pod takes the time that the real engine loop takes on `--device sim`, step for step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+import looptime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.backend.profiles import PROFILES
+from engine.backend.sim import SimBackend
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.keys import PrefixKey
+from engine.loop import EngineLoop
+from engine.metrics import EngineMetrics
+from engine.sched.plan import SequenceChunk, StepPlan
+from engine.sched.request import KeySpan, Request
+from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from loadgen.simulate.pod import BATCH_S, PodSpec, Report, SimPod
+from loadgen.simulate.timeline import Timeline
+
+PROFILE = PROFILES["h100-8b"]
+SPEC = PodSpec("pod", PROFILE, kv_tokens=8000, max_step_tokens=512, max_running=5)
+Arrival = tuple[float, int, int, int]
+"""Seconds, tokens of a shared prefix, tokens of its own, tokens of the answer."""
+Seen = dict[tuple[int, str], tuple[float, int]]
+"""(request, 'first' or its end) -> (seconds, cached tokens)."""
+
+TICK_S = 0.0011731
+"""Arrivals at multiples of this never fall on the end of a step, where the order is anybody's guess."""
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 900).map(TICK_S.__mul__), st.integers(0, 600), st.integers(1, 900), st.integers(1, 30)),
+    min_size=1,
+    max_size=8,
+).map(sorted)
+
+
+def request(number: int, arrival: Arrival) -> Request:
+    _, shared, own, answer = arrival
+    prompt = [7] * shared + [1000 + number] * own
+    return Request(number, prompt, answer)
+
+
+def emulated(arrivals: Sequence[Arrival]) -> Seen:
+    timeline, seen = Timeline(), Seen()
+    pod = SimPod(SPEC, timeline, lambda output: note(seen, output, timeline.now_s), lambda name, report: None)
+    for number, arrival in enumerate(arrivals):
+        timeline.at(arrival[0], partial(pod.submit, request(number, arrival)))
+    while pod.scheduler.has_work or len([key for key in seen if key[1] != "first"]) < len(arrivals):
+        assert timeline.step()
+    return seen
+
+
+def note(seen: Seen, output: TokenOutput, now_s: float) -> None:
+    seen.setdefault((output.request_id, "first"), (round(now_s, 6), output.cached_tokens))
+    if output.finish:
+        seen[output.request_id, str(output.finish)] = (round(now_s, 6), output.cached_tokens)
+
+
+def real(arrivals: Sequence[Arrival]) -> Seen:
+    seen = Seen()
+
+    async def play() -> None:
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
+        config = SchedulerConfig(SPEC.max_step_tokens, SPEC.max_running, SPEC.max_waiting)
+        scheduler = Scheduler(PrefixCache(SPEC.kv_tokens // SPEC.block_size, SPEC.block_size), config)
+        backend = SimBackend(PROFILE, vocab_size=2**31 - 1)
+        loop = EngineLoop(scheduler, backend, on_changes=lambda changes: None, metrics=EngineMetrics("m"))
+
+        async def user(number: int, arrival: Arrival) -> None:
+            await asyncio.sleep(start_s + arrival[0] - clock())
+            async with loop.submit([request(number, arrival)]) as stream:
+                async for output in stream:
+                    note(seen, output, clock() - start_s)
+
+        task = asyncio.create_task(loop.run())
+        await asyncio.gather(*(user(number, arrival) for number, arrival in enumerate(arrivals)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(play())
+    return seen
+
+
+@given(ARRIVALS)
+@settings(max_examples=30, deadline=None)
+def test_an_emulated_pod_takes_the_time_of_the_real_engine(arrivals: list[Arrival]):
+    ours, theirs = emulated(arrivals), real(arrivals)
+    assert ours.keys() == theirs.keys()
+    for key, (at_s, cached) in theirs.items():
+        assert ours[key][1] == cached
+        assert ours[key][0] == pytest.approx(at_s, abs=2e-4)
+
+
+@given(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 400))
+def test_a_run_lasts_as_long_as_its_steps_and_knows_where_it_is(decodes: int, context: int, steps: int):
+    def plan(grown: int) -> StepPlan:
+        held = Request(1, [1], 1)
+        return StepPlan(tuple(SequenceChunk(held, context + grown, (1,), (), True, True) for _ in range(decodes)))
+
+    one_by_one_s = sum(PROFILE.step_s(plan(i)) for i in range(steps))
+    assert PROFILE.run_s(plan(0), steps) == pytest.approx(one_by_one_s)
+    assert PROFILE.steps_by(plan(0), one_by_one_s - 1e-6) == steps
+    assert PROFILE.steps_by(plan(0), one_by_one_s + 1e-6) == steps + 1
+    assert PROFILE.steps_by(plan(0), 0.0) == 1
+
+
+def test_what_a_pod_publishes_adds_up_to_what_it_holds():
+    timeline, held = Timeline(), set()
+    reports: list[Report] = []
+
+    def take(name: str, report: Report) -> None:
+        reports.append(report)
+        held.difference_update(report.removed)
+        held.update(report.stored)
+
+    pod = SimPod(SPEC, timeline, lambda output: None, take)
+    for number in range(40):
+        prompt = [number % 7] * 400 + [1000 + number] * 300
+        keys = tuple(KeySpan(PrefixKey(100 * (number % 7) + i), 64 * (i + 1)) for i in range(6))
+        timeline.at(number * 0.03, partial(pod.submit, Request(number, prompt, 20, key_spans=keys)))
+    while timeline.now_s < 30 and timeline.step():
+        pass
+    assert not pod.scheduler.has_work
+    assert held == set(pod.scheduler.held_keys()[0])
+    assert held
+    assert reports[0].load.running or reports[0].load.waiting
+    assert reports[-1].load.running == reports[-1].load.waiting == 0
+    assert timeline.now_s > BATCH_S
