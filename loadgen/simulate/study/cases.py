@@ -1,0 +1,161 @@
+"""The cases of the policy table: what is asked, how much of it, of which fleet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.backend.profiles import find_profile
+from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
+from loadgen.simulate.faults import Fault, FaultKind
+from loadgen.simulate.fleet import FleetSpec
+from loadgen.simulate.pod import PodSpec
+from loadgen.workloads.base import Session, Workload
+from loadgen.workloads.chat import Chat
+from loadgen.workloads.published import GeneratedSharedPrefix
+from loadgen.workloads.single import Diverse
+from loadgen.workloads.traces import load_mooncake
+
+PODS = 8
+PROFILE = "h100-8b"
+LOW, HIGH = 0.6, 0.9
+"""Shares of the knee."""
+FAULT_AT = 0.4
+"""Share of the run after which a pod dies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    about: str
+    workload: Callable[[int], Workload]
+    """By seed."""
+    requests: int
+    """Sessions of a run."""
+    load: float = 1.0
+    """Share of the knee; infinite: all at once. For a trace with `speed`, unused."""
+    speed: float = 0.0
+    """Above 0: the trace's own times, so many times as fast."""
+    knee_of: str = ""
+    """The case whose knee counts; empty: its own."""
+    gateways: int = 1
+    slow_pod: bool = False
+    dying_pod: bool = False
+
+    def arrivals(self, knee: float) -> ArrivalSpec:
+        """When sessions begin, the knee being `knee` sessions per second."""
+        if self.speed:
+            return ArrivalSpec(ArrivalKind.TRACE)
+        return ArrivalSpec(ArrivalKind.POISSON, math.inf if math.isinf(self.load) else self.load * knee)
+
+    def fleet(self, knee: float) -> FleetSpec:
+        """The pods, and what happens to them."""
+        profile = find_profile(PROFILE)
+        pods = tuple(
+            PodSpec(f"pod-{i}", profile, speed=0.5 if self.slow_pod and i == PODS // 2 else 1.0) for i in range(PODS)
+        )
+        at_s = FAULT_AT * self.requests / (self.load * knee) if self.dying_pod else 0.0
+        faults = (Fault(at_s, FaultKind.DIE, f"pod-{PODS // 2}"),) if self.dying_pod else ()
+        return FleetSpec(pods, faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some consecutive sessions of a trace, from time 0."""
+
+    trace: Workload
+    first: int
+    count: int
+    speed: float
+
+    @property
+    def name(self) -> str:
+        """The trace's."""
+        return self.trace.name
+
+    @property
+    def length(self) -> int | None:
+        """Sessions of the window."""
+        return self.count
+
+    def session(self, number: int) -> Session:
+        """Session `first + number`, its time from the window's start."""
+        start_s = self.trace.session(self.first).start_s or 0.0
+        whole = self.trace.session(self.first + number)
+        return Session(number, whole.group, whole.turns, ((whole.start_s or 0.0) - start_s) / self.speed)
+
+    def about(self) -> Mapping[str, str]:
+        """The trace's, and which part of it."""
+        return {**self.trace.about(), "window": f"{self.count} requests from number {self.first}"}
+
+
+def gsp(seed: int) -> Workload:
+    """SGLang's default: 64 groups x 16, 2,048 + 128 tokens, 256 of answer; more prompts of each group, all unique."""
+    return GeneratedSharedPrefix(seed=seed, prompts_per_group=64)
+
+
+def tenants_150(seed: int) -> Workload:
+    """llm-d's benchmark with unique questions: 150 tenants, 6,000 + 1,200 tokens, 1,000 of answer."""
+    return Chat("150-tenants", seed, 150, 0.0, 6000, 6000, 1200, 1200, turns_min=1, turns_max=1, output_tokens=1000)
+
+
+def tenants_zipf(seed: int) -> Workload:
+    """200 tenants with popularity 1 / rank, 3,000 + 300 tokens, 200 of answer."""
+    return Chat("200-tenants-zipf", seed, 200, 1.0, 3000, 3000, 300, 300, turns_min=1, turns_max=1, output_tokens=200)
+
+
+def multi_turn(seed: int) -> Workload:
+    """Conversations of 3 to 8 turns under five system prompts, 5 s between an answer and the next question."""
+    return Chat("multi-turn", seed, 5, 0.5, 800, 800, 50, 400, turns_min=3, turns_max=8, think_s=5.0, output_tokens=200)
+
+
+def zero_sharing(seed: int) -> Workload:
+    """Equal lengths, nothing shared: 2,048 tokens, 128 of answer."""
+    return Diverse("zero-sharing", seed, 2048, 2048, 128)
+
+
+def trace_window(path: Path, count: int, speed: float) -> Callable[[int], Workload]:
+    """A part of a Mooncake trace by seed; times in coarse buckets are spread."""
+
+    def window(seed: int) -> Workload:
+        trace = load_mooncake(path, seed=1, jitter_bucket=True)
+        assert trace.length is not None
+        return Window(trace, (seed * 2003) % max(1, trace.length - count), count, speed)
+
+    return window
+
+
+SYNTHETIC = (
+    Case("gsp_60", "shared prefixes at 0.6 of the knee", gsp, 2000, LOW, knee_of="gsp"),
+    Case("gsp_90", "shared prefixes at 0.9 of the knee", gsp, 3000, HIGH, knee_of="gsp"),
+    Case("gsp_burst", "shared prefixes, 1,024 at once", gsp, 1024, math.inf),
+    Case("tenants_60", "150 tenants at 0.6 of the knee", tenants_150, 1200, LOW, knee_of="tenants"),
+    Case("tenants_90", "150 tenants at 0.9 of the knee", tenants_150, 1500, HIGH, knee_of="tenants"),
+    Case("zipf_60", "200 tenants, Zipf 1, at 0.6 of the knee", tenants_zipf, 2000, LOW, knee_of="zipf"),
+    Case("zipf_90", "200 tenants, Zipf 1, at 0.9 of the knee", tenants_zipf, 2500, HIGH, knee_of="zipf"),
+    Case("multi_60", "multi-turn at 0.6 of the knee", multi_turn, 450, LOW, knee_of="multi"),
+    Case("multi_90", "multi-turn at 0.9 of the knee", multi_turn, 600, HIGH, knee_of="multi"),
+    Case("slow_pod", "shared prefixes at 0.75, one pod at half speed", gsp, 2500, 0.75, knee_of="gsp", slow_pod=True),
+    Case("dying_pod", "shared prefixes at 0.75, one pod dies", gsp, 2500, 0.75, knee_of="gsp", dying_pod=True),
+    Case("gateways_2", "shared prefixes at 0.75, two gateways", gsp, 2500, 0.75, knee_of="gsp", gateways=2),
+    Case("gateways_4", "shared prefixes at 0.75, four gateways", gsp, 2500, 0.75, knee_of="gsp", gateways=4),
+    Case("zero_60", "nothing shared at 0.6 of the knee", zero_sharing, 2000, LOW, knee_of="zero"),
+    Case("zero_75", "nothing shared at 0.75 of the knee", zero_sharing, 2000, 0.75, knee_of="zero"),
+)
+NOTHING_SHARED = frozenset(("zero_60", "zero_75"))
+
+
+def trace_cases(folder: Path) -> tuple[Case, ...]:
+    """The cases of the traces found in `folder`, by their published file names."""
+    cases: list[Case] = []
+    for name, fast in (("conversation", 3.0), ("synthetic", 3.0)):
+        found = [path for path in (folder / f"{name}_trace.jsonl", folder / f"{name}_trace.jsonl.gz") if path.exists()]
+        for path in found[:1]:
+            for label, speed in (("1x", 1.0), (f"{fast:g}x", fast)):
+                about = f"Mooncake's {name} trace at {label} speed"
+                cases.append(Case(f"{name}_{label}", about, trace_window(path, 1500, speed), 1500, speed=speed))
+    return tuple(cases)

@@ -1,0 +1,94 @@
+"""One cell of the policy table: a router on a case with a seed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
+from loadgen.measure.records import RequestRecord
+from loadgen.simulate.arms import make_router
+from loadgen.simulate.fleet import FleetSpec, Simulation
+from loadgen.simulate.study.cases import PODS, Case
+from loadgen.workloads.base import Workload
+
+WARM_REQUESTS = 500
+"""Requests served before the comparison with the omniscient arm begins."""
+STRIDE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one run measured. Latencies of completed requests, from the intended time."""
+
+    mean_ttft_ms: float
+    p99_ttft_ms: float
+    warm_mean_ttft_ms: float
+    """Without the first `WARM_REQUESTS` sent."""
+    mean_e2e_ms: float
+    hit_rate: float
+    """Cached / prompt tokens."""
+    max_over_mean_load: float
+    """Largest / mean over the pods of their requests."""
+    completed: int
+    failed: int
+
+
+def run_cell(case: Case, arm: str, seed: int, knee: float) -> Cell:
+    """Play the case once."""
+    return measure(case.workload(seed), case.arrivals(knee), case.fleet(knee), arm, seed, case.requests, case.gateways)
+
+
+def measure(
+    workload: Workload, arrivals: ArrivalSpec, fleet: FleetSpec, arm: str, seed: int, requests: int, gateways: int = 1
+) -> Cell:
+    """Play a workload once, `requests` sessions at most."""
+    records: list[RequestRecord] = []
+    sessions = min(requests, workload.length or requests)
+    simulation = Simulation(fleet, workload, arrivals, sessions=sessions, seed=seed, on_record=records.append)
+    simulation.run([make_router(arm, simulation, 1000 * seed + i, STRIDE) for i in range(gateways)])
+    return summary(records)
+
+
+def summary(records: list[RequestRecord]) -> Cell:
+    """The numbers of a run."""
+    records = sorted(records, key=lambda record: record.intended_s)
+    done = [record for record in records if record.failure is None]
+    ttft = np.array([1e3 * (r.first_token_s - r.intended_s) for r in done if r.first_token_s is not None])
+    warm = [r.first_token_s - r.intended_s for r in records[WARM_REQUESTS:] if r.failure is None and r.first_token_s]
+    prompt = sum(record.prompt_tokens for record in done)
+    requests = Counter(record.pod for record in done)
+    return Cell(
+        mean_ttft_ms=float(ttft.mean()) if len(ttft) else math.nan,
+        p99_ttft_ms=float(np.percentile(ttft, 99)) if len(ttft) else math.nan,
+        warm_mean_ttft_ms=1e3 * float(np.mean(warm)) if warm else math.nan,
+        mean_e2e_ms=1e3 * float(np.mean([r.finished_s - r.intended_s for r in done])) if done else math.nan,
+        hit_rate=sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
+        max_over_mean_load=max(requests.values(), default=0) * PODS / max(1, len(done)),
+        completed=len(done),
+        failed=len(records) - len(done),
+    )
+
+
+def find_knee(case: Case, seed: int = 1) -> float:
+    """The knee in sessions per second: the highest rate at which the omniscient arm's mean TTFT stays within three
+    times that of a nearly idle fleet; found by doubling and six halvings, so within 2 %.
+    """
+
+    def mean_ms(rate: float) -> float:
+        arrivals = ArrivalSpec(ArrivalKind.POISSON, rate)
+        cell = measure(case.workload(seed), arrivals, case.fleet(rate), "omniscient", seed, case.requests)
+        return cell.mean_ttft_ms
+
+    low = 1.0
+    limit_ms = 3 * mean_ms(low)
+    high = 2 * low
+    while mean_ms(high) <= limit_ms:
+        low, high = high, 2 * high
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_ms(middle) <= limit_ms else (low, middle)
+    return low

@@ -1,0 +1,166 @@
+"""Workloads by name: their flags, and the one that is chosen. A flag it does not have is refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.contract.settings import Settings
+from loadgen.workloads.base import Workload
+from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag_help, kinds_with
+from loadgen.workloads.rag import RagOrder
+from loadgen.workloads.wrappers import Recycled, Sized, with_pressure
+
+__all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload"]
+
+
+def _flag(name: str, text: str, **limits: Any) -> Any:
+    return Field(None, description=flag_help(name, text), **limits)
+
+
+class WorkloadSettings(Settings):
+    """What is sent. The same settings and seed give the same sessions in every process."""
+
+    workload: str = Field("tenants", description="; ".join(f"{name}: {about}" for name, about in NAMES.items()))
+    seed: int = Field(1, description="decides prompts and schedule")
+    reuse_prompts: int = Field(
+        0, ge=0, description="sessions of a fixed pool that is sent again and again; 0: every prompt is unique"
+    )
+    cache_pressure: float | None = Field(
+        None,
+        gt=0,
+        description="working set / --cluster-kv-tokens: decides how many tenants, documents, ...; none: as given",
+    )
+    cluster_kv_tokens: int | None = Field(
+        None, ge=1, description="KV capacity of all pods in tokens, for --cache-pressure"
+    )
+
+    tenants: int | None = _flag("tenants", "system prompts", ge=1, le=100_000)
+    zipf: float | None = _flag("zipf", "thing i has popularity i ** -zipf; 0: all alike", ge=0, le=5)
+    system_tokens_min: int | None = _flag("system_tokens_min", "shortest system prompt, tokens", ge=1)
+    system_tokens_max: int | None = _flag("system_tokens_max", "longest system prompt, tokens", ge=1)
+    question_tokens_min: int | None = _flag("question_tokens_min", "shortest user turn, tokens", ge=1)
+    question_tokens_max: int | None = _flag("question_tokens_max", "longest user turn, tokens", ge=1)
+    prompt_tokens_min: int | None = _flag("prompt_tokens_min", "shortest unique prompt, tokens", ge=1)
+    prompt_tokens_max: int | None = _flag("prompt_tokens_max", "longest unique prompt, tokens", ge=1)
+    turns_min: int | None = _flag("turns_min", "fewest turns of a session", ge=1)
+    turns_max: int | None = _flag("turns_max", "most turns of a session", ge=1)
+    think_s: float | None = _flag("think_s", "mean seconds between an answer and the next question", ge=0)
+    output_tokens: int | None = _flag("output_tokens", "answer asked for, tokens", ge=1)
+    unique_share: float | None = _flag("unique_share", "share of sessions with nothing shared, 0 to 1", ge=0, le=1)
+    regenerate_share: float | None = _flag("regenerate_share", "probability that an answer is regenerated", ge=0, le=1)
+    edit_share: float | None = _flag("edit_share", "probability that a question is edited", ge=0, le=1)
+    branch_after_s: float | None = _flag("branch_after_s", "seconds until a question is regenerated or edited", ge=0)
+
+    documents: int | None = _flag("documents", "documents in all", ge=1, le=100_000)
+    document_tokens: int | None = _flag("document_tokens", "size of a document, tokens", ge=1)
+    documents_per_question: int | None = _flag("documents_per_question", "documents in a prompt", ge=1, le=1000)
+    rag_order: RagOrder | None = _flag(
+        "rag_order", "documents of a prompt: as a fixed list, shuffled, or sorted by number"
+    )
+    instruction_tokens: int | None = _flag("instruction_tokens", "shared instructions, tokens", ge=1)
+    templates: int | None = _flag("templates", "blocks of examples", ge=1, le=100_000)
+    examples: int | None = _flag("examples", "examples in a block", ge=1, le=1000)
+    example_tokens: int | None = _flag("example_tokens", "size of an example, tokens", ge=1)
+    batch_size: int | None = _flag("batch_size", "items of a job", ge=1)
+    item_tokens_min: int | None = _flag("item_tokens_min", "smallest item, tokens", ge=1)
+    item_tokens_max: int | None = _flag("item_tokens_max", "largest item, tokens", ge=1)
+    repositories: int | None = _flag("repositories", "repositories with a context each", ge=1, le=100_000)
+    repository_tokens: int | None = _flag("repository_tokens", "context of a repository, tokens", ge=1)
+    file_tokens_min: int | None = _flag("file_tokens_min", "smallest file at the session's start, tokens", ge=1)
+    file_tokens_max: int | None = _flag("file_tokens_max", "largest file at the session's start, tokens", ge=1)
+    typed_tokens: int | None = _flag("typed_tokens", "growth of the file between requests, tokens", ge=0)
+    after_cursor_tokens: int | None = _flag("after_cursor_tokens", "code below the cursor, tokens", ge=1)
+
+    gsp_num_groups: int | None = _flag("gsp_num_groups", "system prompts", ge=1)
+    gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts under each", ge=1)
+    gsp_system_prompt_len: int | None = _flag("gsp_system_prompt_len", "system prompt, tokens", ge=1)
+    gsp_question_len: int | None = _flag("gsp_question_len", "question, tokens", ge=1)
+    gsp_output_len: int | None = _flag("gsp_output_len", "answer, tokens", ge=1)
+    gsp_range_ratio: float | None = _flag(
+        "gsp_range_ratio", "lengths are uniform between this share of the given ones and all of them", ge=0, le=1
+    )
+    gsp_num_turns: int | None = _flag("gsp_num_turns", "turns of each prompt", ge=1)
+    gsp_ordered: bool | None = _flag("gsp_ordered", "group after group, not shuffled")
+    prefix_repetition_prefix_len: int | None = _flag("prefix_repetition_prefix_len", "prefix, tokens", ge=1)
+    prefix_repetition_suffix_len: int | None = _flag("prefix_repetition_suffix_len", "unique suffix, tokens", ge=1)
+    prefix_repetition_num_prefixes: int | None = _flag("prefix_repetition_num_prefixes", "prefixes", ge=1)
+    prefix_repetition_output_len: int | None = _flag("prefix_repetition_output_len", "answer, tokens", ge=1)
+    random_input_len: int | None = _flag("random_input_len", "unique part of the prompt, tokens", ge=1)
+    random_output_len: int | None = _flag("random_output_len", "answer, tokens", ge=1)
+    random_range_ratio: float | None = _flag(
+        "random_range_ratio", "r: lengths are uniform in [len (1 - r), len (1 + r)]", ge=0, lt=1
+    )
+    random_prefix_len: int | None = _flag("random_prefix_len", "prefix shared by all, tokens", ge=0)
+
+    dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
+    dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
+    sharegpt_output_len: int | None = _flag("sharegpt_output_len", "answers, tokens; 0: as the recorded ones", ge=0)
+    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next one")
+    speedup: float | None = _flag("speedup", "factor by which the trace's own times pass faster", gt=0)
+
+    @field_validator("workload")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        return canonical_name(name)
+
+    @model_validator(mode="after")
+    def _check_workload(self) -> Self:
+        self._check_foreign()
+        self._check_ranges()
+        self._check_pressure()
+        if KINDS[self.workload].reads_file and self.dataset_path is None:
+            raise ValueError(f"--workload {self.workload} needs --dataset-path FILE")
+        return self
+
+    def shape(self) -> dict[str, Any]:
+        """The workload's flags that were given, by name."""
+        return {name: value for name in KINDS[self.workload].flags if (value := getattr(self, name)) is not None}
+
+    def _check_foreign(self) -> None:
+        own = KINDS[self.workload].flags
+        for name in sorted(self.model_fields_set):
+            others = kinds_with(name)
+            if others and name not in own and getattr(self, name) is not None:
+                raise ValueError(f"{_dashed(name)} is a flag of {', '.join(others)}, not of --workload {self.workload}")
+
+    def _check_ranges(self) -> None:
+        values = {**KINDS[self.workload].flags, **self.shape()}
+        for name in values:
+            high = f"{name.removesuffix('_min')}_max"
+            if name.endswith("_min") and values[name] > values[high]:
+                raise ValueError(f"{_dashed(name)} {values[name]} is above {_dashed(high)} {values[high]}: give both")
+        if values.get("regenerate_share", 0) + values.get("edit_share", 0) > 1:
+            raise ValueError("--regenerate-share and --edit-share together are above 1")
+
+    def _check_pressure(self) -> None:
+        if (self.cache_pressure is None) != (self.cluster_kv_tokens is None):
+            raise ValueError("--cache-pressure and --cluster-kv-tokens go together: give both or none")
+        if self.cache_pressure is None:
+            return
+        kind = KINDS[self.workload]
+        if not kind.is_scalable:
+            able = ", ".join(name for name, other in KINDS.items() if other.is_scalable)
+            raise ValueError(f"--cache-pressure cannot size --workload {self.workload}; it can {able}")
+        units = kind.prefix + getattr(kind.make, "units", "")
+        if getattr(self, units) is not None:
+            raise ValueError(f"--cache-pressure decides {_dashed(units)}: give one of them")
+
+
+def build_workload(settings: WorkloadSettings) -> Workload:
+    """The workload that the settings describe. Raises DatasetError where a file cannot be used."""
+    workload: Any = KINDS[settings.workload].build(settings.workload, settings.seed, settings.shape())
+    if settings.cache_pressure is not None and settings.cluster_kv_tokens is not None:
+        sized = with_pressure(workload, settings.cache_pressure, settings.cluster_kv_tokens)
+        workload = Sized(sized, settings.cluster_kv_tokens)
+    if settings.reuse_prompts:
+        length = workload.length
+        pool = settings.reuse_prompts if length is None else min(settings.reuse_prompts, length)
+        workload = Recycled(workload, pool)
+    built: Workload = workload
+    return built
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,92 @@
+"""Conversations under shared system prompts: one prompt for all, one per tenant, or none; straight or branching."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
+from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Multi-tenant chat: each turn goes on from the live answer before it. Questions are unique by their keys."""
+
+    name: str = "tenants"
+    seed: int = 1
+    tenants: int = 8
+    """System prompts, each shared by the sessions of one tenant."""
+    zipf: float = 0.8
+    """Tenant i (from 1) has popularity i ** -zipf; 0: all alike."""
+    system_tokens_min: int = 1500
+    system_tokens_max: int = 2000
+    question_tokens_min: int = 20
+    question_tokens_max: int = 60
+    turns_min: int = 2
+    turns_max: int = 4
+    think_s: float = 1.0
+    """Mean of the exponentially distributed pause between an answer and the next question."""
+    unique_share: float = 0.0
+    """Share of sessions that are one long question without a system prompt: nothing in them is shared."""
+    output_tokens: int = 32
+    regenerate_share: float = 0.0
+    """Probability of a turn that its answer is asked for once more; the conversation goes on from the second answer."""
+    edit_share: float = 0.0
+    """Probability of a turn that its question is replaced by another; the conversation goes on from that one."""
+    branch_after_s: float = 10.0
+    """From the time a question may be sent to its being regenerated or edited: reading the answer."""
+    _popularity: Zipf = field(init=False, repr=False, compare=False)
+
+    units: ClassVar[str] = "tenants"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_popularity", Zipf(self.tenants, self.zipf))
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    @property
+    def unit_tokens(self) -> float:
+        """Shared tokens of a tenant."""
+        return (self.system_tokens_min + self.system_tokens_max) / 2
+
+    def session(self, number: int) -> Session:
+        """A conversation of one tenant, or a single long question of nobody's."""
+        rng = rng_of(self.seed, "session", checked(number, None))
+        if rng.random() < self.unique_share:
+            tokens = rng.randint(self.system_tokens_min, self.system_tokens_max)
+            alone = ChatMessage("user", (Piece(f"u{self.seed}-{number}", tokens),))
+            return Session(number, "", (Turn((alone,), self.output_tokens),))
+        tenant = self._popularity.draw(rng)
+        tokens = whole_between(self.system_tokens_min, self.system_tokens_max, self.seed, "tenant", tenant)
+        system = ChatMessage("system", (Piece(f"t{self.seed}-{tenant + 1}", tokens),))
+        return Session(number, f"tenant {tenant + 1}", self._turns(rng, number, system))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+    def _turns(self, rng: random.Random, number: int, system: ChatMessage) -> tuple[Turn, ...]:
+        turns: list[Turn] = []
+        latest = -1
+        for step in range(rng.randint(self.turns_min, self.turns_max)):
+            opening = (system,) if step == 0 else ()
+            pause_s = rng.expovariate(1 / self.think_s) if step and self.think_s else 0.0
+            asked = self._question(rng, f"q{self.seed}-{number}.{step}")
+            turns.append(Turn((*opening, asked), self.output_tokens, latest, pause_s))
+            roll = rng.random() - self.regenerate_share
+            if roll < self.edit_share:
+                if roll >= 0:
+                    asked = self._question(rng, f"q{self.seed}-{number}.{step}e")
+                turns.append(Turn((*opening, asked), self.output_tokens, latest, pause_s + self.branch_after_s))
+            latest = len(turns) - 1
+        return tuple(turns)
+
+    def _question(self, rng: random.Random, key: str) -> ChatMessage:
+        tokens = rng.randint(self.question_tokens_min, self.question_tokens_max)
+        return ChatMessage("user", (Piece(key, tokens, "question"),))

@@ -1,0 +1,72 @@
+"""Code completion: a repository's context shared by its editors, a file that grows, a cursor that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
+from loadgen.workloads.draws import Zipf, checked, facts, rng_of
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCompletion:
+    """A session is one file being typed: each request has the repository, the file up to the cursor, what follows it.
+
+    Requests do not wait for answers, they come with the typing: each begins a prompt of its own.
+    """
+
+    name: str = "code"
+    seed: int = 1
+    repositories: int = 8
+    zipf: float = 0.8
+    repository_tokens: int = 3000
+    """Context of a repository: the same for all its sessions."""
+    file_tokens_min: int = 200
+    file_tokens_max: int = 1200
+    """Of the file when the session begins."""
+    typed_tokens: int = 40
+    """By which the file has grown from one request to the next."""
+    after_cursor_tokens: int = 60
+    """Code below the cursor, which moves with it: no request has that of another."""
+    turns_min: int = 4
+    turns_max: int = 12
+    think_s: float = 1.0
+    """Mean of the exponentially distributed time between a session's requests."""
+    output_tokens: int = 32
+    _popularity: Zipf = field(init=False, repr=False, compare=False)
+
+    units: ClassVar[str] = "repositories"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_popularity", Zipf(self.repositories, self.zipf))
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    @property
+    def unit_tokens(self) -> float:
+        """Shared tokens of a repository."""
+        return self.repository_tokens
+
+    def session(self, number: int) -> Session:
+        """One file being typed."""
+        rng = rng_of(self.seed, "session", checked(number, None))
+        repository = self._popularity.draw(rng)
+        context = ChatMessage("system", (Piece(f"r{self.seed}-{repository + 1}", self.repository_tokens, "code"),))
+        file_tokens = rng.randint(self.file_tokens_min, self.file_tokens_max)
+        turns: list[Turn] = []
+        at_s = 0.0
+        for step in range(rng.randint(self.turns_min, self.turns_max)):
+            at_s += rng.expovariate(1 / self.think_s) if step and self.think_s else 0.0
+            typed = Piece(f"f{self.seed}-{number}", file_tokens + step * self.typed_tokens, "code")
+            below = Piece(f"b{self.seed}-{number}.{step}", self.after_cursor_tokens, "code")
+            turns.append(Turn((context, ChatMessage("user", (typed, below))), self.output_tokens, -1, at_s))
+        return Session(number, f"repository {repository + 1}", tuple(turns))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)

@@ -1,0 +1,176 @@
+"""Data set files, plain or gzipped, read record by record; every error names file, place and field."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from engine.contract.settings import ConfigError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_CHUNK_CHARACTERS = 2**20
+
+
+class DatasetError(ConfigError):
+    """A data set file that cannot be used; the text says which, where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of a file, and where it is."""
+
+    where: str
+    """As '/data/trace.jsonl:17' or '/data/chats.json, entry 17'."""
+    fields: Mapping[str, Any]
+
+    def error(self, field: str, wanted: str) -> DatasetError:
+        """The error that says what is wrong with a field."""
+        given = f"got {str(self.fields[field])[:80]!r}" if field in self.fields else "it is missing"
+        return DatasetError(f"{self.where}: field {field!r} must be {wanted}; {given}")
+
+    def whole(self, field: str, low: int = 0) -> int:
+        """A whole number of at least `low`; also from text, as CSV has it. Raises DatasetError."""
+        value = self.fields.get(field)
+        try:
+            number = int(value) if isinstance(value, str) else value
+        except ValueError:
+            raise self.error(field, f"a whole number of at least {low}") from None
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if not isinstance(number, int) or isinstance(number, bool) or number < low:
+            raise self.error(field, f"a whole number of at least {low}")
+        return number
+
+    def number(self, field: str) -> float:
+        """A finite number; also from text. Raises DatasetError."""
+        value = self.fields.get(field)
+        try:
+            number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+        except ValueError:
+            number = None
+        if number is None or not abs(number) < float("inf"):
+            raise self.error(field, "a number")
+        return number
+
+    def text(self, field: str) -> str:
+        """Text that is not empty. Raises DatasetError."""
+        value = self.fields.get(field)
+        if not isinstance(value, str) or not value:
+            raise self.error(field, "text that is not empty")
+        return value
+
+    def time_s(self, field: str) -> float:
+        """Seconds since 1970 from an ISO 8601 time; UTC where it names no zone. Raises DatasetError."""
+        try:
+            time = datetime.fromisoformat(self.text(field))
+        except ValueError:
+            raise self.error(field, "a time such as 2023-11-16 18:15:46.68") from None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def jsonl_entries(path: Path) -> Iterator[Entry]:
+    """Objects of a JSON-lines file; empty lines are passed over. Raises DatasetError."""
+    with _opened(path) as file:
+        for number, line in enumerate(_lines(path, file), 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                fields = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DatasetError(f"{where}: not JSON: {error}") from None
+            if not isinstance(fields, dict):
+                raise DatasetError(f"{where}: must be a JSON object, got {line.strip()[:80]!r}")
+            yield Entry(where, fields)
+
+
+def csv_entries(path: Path, columns: tuple[str, ...]) -> Iterator[Entry]:
+    """Rows of a CSV file that has these columns and maybe others. Raises DatasetError."""
+    with _opened(path) as file:
+        rows = csv.reader(_lines(path, file))
+        try:
+            header = [name.strip().removeprefix("\ufeff") for name in next(rows, [])]
+            missing = [name for name in columns if name not in header]
+            if missing:
+                raise DatasetError(
+                    f"{path}:1: column {missing[0]!r} is missing; the first line has {', '.join(header)}"
+                )
+            for row in rows:
+                if row:
+                    yield Entry(f"{path}:{rows.line_num}", dict(zip(header, row, strict=False)))
+        except csv.Error as error:
+            raise DatasetError(f"{path}:{rows.line_num}: not CSV: {error}") from None
+
+
+def json_entries(path: Path) -> Iterator[Entry]:
+    """Objects of a file that is one JSON array, or JSON lines, without holding the file. Raises DatasetError."""
+    with _opened(path) as file:
+        beginning = next((line.lstrip() for line in _lines(path, file) if line.strip()), "")
+    if not beginning.startswith("["):
+        yield from jsonl_entries(path)
+        return
+    with _opened(path) as file:
+        for number, fields in enumerate(_array_items(path, file), 1):
+            where = f"{path}, entry {number}"
+            if not isinstance(fields, dict):
+                raise DatasetError(f"{where}: must be a JSON object, got {str(fields)[:80]!r}")
+            yield Entry(where, fields)
+
+
+def _array_items(path: Path, file: IO[str]) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
+    buffer, size = _read(path, file, _CHUNK_CHARACTERS).lstrip().removeprefix("["), _CHUNK_CHARACTERS
+    number = 0
+    while True:
+        buffer = buffer.lstrip(" \t\r\n,")
+        if buffer.startswith("]"):
+            return
+        try:
+            item, end = decoder.raw_decode(buffer)
+        except json.JSONDecodeError as error:
+            more = _read(path, file, size)
+            if not more:
+                raise DatasetError(f"{path}, entry {number + 1}: not JSON: {error.msg}") from None
+            buffer += more
+            size *= 2  # an item larger than the buffer is decoded again only as often as the buffer doubles
+            continue
+        number += 1
+        buffer, size = buffer[end:], _CHUNK_CHARACTERS
+        yield item
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        with path.open("rb") as file:
+            gzipped = file.read(2) == _GZIP_MAGIC
+        return (
+            gzip.open(path, "rt", encoding="utf-8", newline="") if gzipped else path.open(encoding="utf-8", newline="")
+        )
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+    try:
+        yield from file
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _read(path: Path, file: IO[str], size: int) -> str:
+    try:
+        return file.read(size)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> DatasetError:
+    return DatasetError(f"--dataset-path {path} cannot be read: {error}")

@@ -1,0 +1,184 @@
+"""The table of workloads: what each is, which flags it has, how it is built from them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from loadgen.workloads.base import Workload
+from loadgen.workloads.chat import Chat
+from loadgen.workloads.code import CodeCompletion
+from loadgen.workloads.datasets import load_custom, load_sharegpt
+from loadgen.workloads.published import GeneratedSharedPrefix, PrefixRepetition, RandomLengths
+from loadgen.workloads.rag import Rag
+from loadgen.workloads.single import Batch, Diverse, FewShot
+from loadgen.workloads.traces import load_azure, load_bailian, load_burstgpt, load_mooncake
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One entry of the catalog."""
+
+    about: str
+    """One line for `--help`."""
+    make: Callable[..., Workload]
+    """A dataclass or a loader; its parameters are the workload's flags and their defaults."""
+    preset: Mapping[str, Value] = field(default_factory=dict)
+    """Defaults that differ from those of `make`."""
+    prefix: str = ""
+    """Before the name of each parameter in the flag, as 'gsp_'."""
+
+    flags: Mapping[str, Any] = field(init=False)
+    """Names of the flags, underscored, and their defaults; without `seed`, which all have."""
+
+    def __post_init__(self) -> None:
+        flags: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.make).parameters.items():
+            if name not in ("name", "seed"):
+                default = self.preset.get(name, parameter.default)
+                flags[name if name.startswith("dataset_") else self.prefix + name] = default
+        object.__setattr__(self, "flags", MappingProxyType(flags))
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether its working set can be sized."""
+        return hasattr(self.make, "units")
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether it needs `--dataset-path`."""
+        return "dataset_path" in self.flags
+
+    def build(self, name: str, seed: int, given: Mapping[str, Value]) -> Workload:
+        """The workload, from flags that were given. Raises DatasetError."""
+        known = inspect.signature(self.make).parameters
+        values: dict[str, Any] = dict(self.preset)
+        values |= {flag if flag in known else flag.removeprefix(self.prefix): value for flag, value in given.items()}
+        if "dataset_path" in values:
+            values["dataset_path"] = Path(values["dataset_path"])
+        values |= {key: value for key, value in (("name", name), ("seed", seed)) if key in known}
+        return self.make(**values)
+
+
+CONTROLS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "zero-sharing": Kind("control: nothing is shared, so routing by cache cannot help", Diverse),
+        "one-hot-prefix": Kind(
+            "control: one long prompt for all, so routing by prefix alone overloads a pod",
+            Chat,
+            {"tenants": 1, "system_tokens_min": 4000, "system_tokens_max": 4000, "turns_min": 1, "turns_max": 1},
+        ),
+        "short-prompts": Kind(
+            "control: prompts of a few dozen tokens, too short for a cache to matter",
+            Chat,
+            {
+                "system_tokens_min": 16,
+                "system_tokens_max": 32,
+                "question_tokens_min": 16,
+                "question_tokens_max": 32,
+                "turns_min": 1,
+                "turns_max": 1,
+            },
+        ),
+        "decode-heavy": Kind(
+            "control: short prompts and long answers, so that prefill hardly counts",
+            Chat,
+            {
+                "system_tokens_min": 200,
+                "system_tokens_max": 300,
+                "turns_min": 1,
+                "turns_max": 1,
+                "output_tokens": 1000,
+            },
+        ),
+        "large-cache": Kind(
+            "control: two small tenants, which every pod's cache soon holds, wherever requests go",
+            Chat,
+            {"tenants": 2, "system_tokens_min": 500, "system_tokens_max": 500, "turns_min": 1, "turns_max": 1},
+        ),
+    }
+)
+"""Negative controls: where routing by cache should gain nothing, or may lose."""
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "shared-prompt": Kind(
+            "one system prompt for all, a unique question each",
+            Chat,
+            {"tenants": 1, "zipf": 0.0, "turns_min": 1, "turns_max": 1},
+        ),
+        "tenants": Kind("chats of several tenants with a system prompt each, some more popular (the demo's)", Chat),
+        "multi-turn": Kind(
+            "long conversations that go on from live answers, under one short system prompt",
+            Chat,
+            {
+                "tenants": 1,
+                "system_tokens_min": 100,
+                "system_tokens_max": 100,
+                "question_tokens_min": 40,
+                "question_tokens_max": 200,
+                "turns_min": 5,
+                "turns_max": 10,
+                "output_tokens": 128,
+            },
+        ),
+        "branching": Kind(
+            "chats in which answers are regenerated and questions edited",
+            Chat,
+            {"turns_min": 3, "turns_max": 6, "regenerate_share": 0.2, "edit_share": 0.1},
+        ),
+        "rag": Kind("questions over documents of Zipf popularity, in an order to choose", Rag),
+        "few-shot": Kind("a block of examples per template, a unique question each", FewShot),
+        "code": Kind("completions in a growing file after a repository's shared context", CodeCompletion),
+        "batch": Kind("jobs: the same instructions for every item", Batch),
+        "diverse": Kind("unique prompts of mixed lengths, nothing shared", Diverse),
+        "gsp": Kind("SGLang's generated-shared-prefix", GeneratedSharedPrefix, prefix="gsp_"),
+        "prefix-repetition": Kind("vLLM's prefix_repetition", PrefixRepetition, prefix="prefix_repetition_"),
+        "random": Kind("vLLM's random", RandomLengths, prefix="random_"),
+        "sharegpt": Kind("a ShareGPT file: conversations with live answers", load_sharegpt),
+        "custom": Kind("JSON lines with prompt or messages, and maybe output_tokens", load_custom),
+        "mooncake": Kind("a Mooncake trace: lengths, times, 512-token blocks", load_mooncake),
+        "bailian": Kind("a Qwen-Bailian trace: lengths, times, 16-token blocks", load_bailian),
+        "burstgpt": Kind("a BurstGPT CSV: lengths and times, nothing shared", load_burstgpt),
+        "azure": Kind("an Azure LLM inference CSV: lengths and times, nothing shared", load_azure),
+        **CONTROLS,
+    }
+)
+NAMES: Mapping[str, str] = MappingProxyType({name: kind.about for name, kind in KINDS.items()})
+"""Name and one line about it, as `--help` shows them."""
+_ALIASES = MappingProxyType({"generated-shared-prefix": "gsp"})
+
+
+def canonical_name(name: str) -> str:
+    """The catalog's name for a workload as users of other tools write it. Raises ValueError naming the known ones."""
+    dashed = name.replace("_", "-")
+    dashed = _ALIASES.get(dashed, dashed)
+    if dashed not in KINDS:
+        raise ValueError(f"{name!r} is unknown; workloads are {', '.join(KINDS)}")
+    return dashed
+
+
+def kinds_with(flag: str) -> list[str]:
+    """Names of the workloads that have this flag."""
+    return [name for name, kind in KINDS.items() if flag in kind.flags]
+
+
+def flag_help(flag: str, text: str) -> str:
+    """A flag's text for `--help`, with what each workload that has it takes where the flag is not given."""
+    by_default: dict[Any, list[str]] = {}
+    for name in kinds_with(flag):
+        by_default.setdefault(KINDS[name].flags[flag], []).append(name)
+    if list(by_default) == [inspect.Parameter.empty]:
+        return f"{text} ({', '.join(kinds_with(flag))})"
+    values = (f"{_shown(value)} ({', '.join(names)})" for value, names in by_default.items())
+    return f"{text}; none: {', '.join(values)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,142 @@
+"""Synthetic data sets of other tools, with their flags, defaults and order: SGLang's and vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
+from loadgen.workloads.draws import checked, facts, permuted, whole_between
+
+_ROUND = 16
+"""Requests of each prefix in one shuffled round of prefix-repetition."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedSharedPrefix:
+    """SGLang's generated-shared-prefix (`bench_serving --gsp-*`): groups of prompts under one system prompt each."""
+
+    name: str = "gsp"
+    seed: int = 1
+    num_groups: int = 64
+    prompts_per_group: int = 16
+    system_prompt_len: int = 2048
+    question_len: int = 128
+    output_len: int = 256
+    range_ratio: float = 1.0
+    """Lengths are uniform between this share of what is given and all of it; 1: fixed."""
+    num_turns: int = 1
+    ordered: bool = False
+    """Group after group; else in random order."""
+
+    units: ClassVar[str] = "num_groups"
+
+    @property
+    def length(self) -> int | None:
+        """Groups times prompts."""
+        return self.num_groups * self.prompts_per_group
+
+    @property
+    def unit_tokens(self) -> float:
+        """Mean shared tokens of a group."""
+        return self.system_prompt_len * (1 + self.range_ratio) / 2
+
+    def session(self, number: int) -> Session:
+        """One prompt of a group, with its further turns."""
+        size = self.num_groups * self.prompts_per_group
+        place = checked(number, size) if self.ordered else permuted(checked(number, size), size, self.seed)
+        group = place // self.prompts_per_group
+        system = self._piece(f"g{self.seed}-{group + 1}", self.system_prompt_len)
+        turns = []
+        for step in range(self.num_turns):
+            asked = self._piece(f"q{self.seed}-{number}.{step}", self.question_len)
+            pieces = (system, asked) if step == 0 else (asked,)
+            answer = self._drawn(self.output_len, f"a{number}.{step}")
+            turns.append(Turn((ChatMessage("user", pieces),), answer, step - 1))
+        return Session(number, f"group {group + 1}", tuple(turns))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings, under SGLang's names."""
+        return {f"gsp {name}" if name != "seed" else name: value for name, value in facts(self).items()}
+
+    def _piece(self, key: str, tokens: int) -> Piece:
+        return Piece(key, self._drawn(tokens, key))
+
+    def _drawn(self, tokens: int, name: str) -> int:
+        return whole_between(max(1, int(tokens * self.range_ratio)), tokens, self.seed, name)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRepetition:
+    """vLLM's prefix_repetition: some prefixes, each with as many unique suffixes, shuffled.
+
+    vLLM shuffles the whole run. Here every 16 requests times prefixes are a round, shuffled in itself, with 16 of each
+    prefix: so session i does not depend on how many there are.
+    """
+
+    name: str = "prefix-repetition"
+    seed: int = 1
+    prefix_len: int = 256
+    suffix_len: int = 256
+    num_prefixes: int = 10
+    output_len: int = 128
+
+    units: ClassVar[str] = "num_prefixes"
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    @property
+    def unit_tokens(self) -> float:
+        """Tokens of a prefix."""
+        return self.prefix_len
+
+    def session(self, number: int) -> Session:
+        """A prefix and a suffix of its own."""
+        size = self.num_prefixes * _ROUND
+        turn_of, place = divmod(checked(number, None), size)
+        prefix = permuted(place, size, self.seed + (turn_of << 32)) % self.num_prefixes + 1
+        pieces = (Piece(f"p{self.seed}-{prefix}", self.prefix_len), Piece(f"u{self.seed}-{number}", self.suffix_len))
+        return Session(number, f"prefix {prefix}", (Turn((ChatMessage("user", pieces),), self.output_len),))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLengths:
+    """vLLM's random: unique prompts of varying length, all after one shared prefix if there is one."""
+
+    name: str = "random"
+    seed: int = 1
+    input_len: int = 1024
+    """Tokens without the prefix."""
+    output_len: int = 128
+    range_ratio: float = 0.0
+    """r: lengths are uniform in [len (1 - r), len (1 + r)], as in vLLM."""
+    prefix_len: int = 0
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    def session(self, number: int) -> Session:
+        """One prompt."""
+        own = Piece(f"u{self.seed}-{checked(number, None)}", self._drawn(self.input_len, "input", number))
+        shared = (Piece(f"p{self.seed}", self.prefix_len),) if self.prefix_len else ()
+        turn = Turn((ChatMessage("user", (*shared, own)),), self._drawn(self.output_len, "output", number))
+        return Session(number, "prefix" if shared else "", (turn,))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+    def _drawn(self, tokens: int, *names: str | int) -> int:
+        low, high = math.floor(tokens * (1 - self.range_ratio)), math.ceil(tokens * (1 + self.range_ratio))
+        return whole_between(max(1, low), max(1, high), self.seed, *names)

@@ -1,0 +1,121 @@
+"""Single requests: few-shot prompts, batches with shared instructions, and prompts that share nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
+from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
+
+
+@dataclass(frozen=True, slots=True)
+class FewShot:
+    """Instructions and a block of examples, shared by the requests of a template; then a unique question."""
+
+    name: str = "few-shot"
+    seed: int = 1
+    templates: int = 16
+    zipf: float = 0.8
+    instruction_tokens: int = 100
+    examples: int = 8
+    """Of each template."""
+    example_tokens: int = 150
+    question_tokens_min: int = 20
+    question_tokens_max: int = 60
+    output_tokens: int = 16
+    _popularity: Zipf = field(init=False, repr=False, compare=False)
+
+    units: ClassVar[str] = "templates"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_popularity", Zipf(self.templates, self.zipf))
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    @property
+    def unit_tokens(self) -> float:
+        """Shared tokens of a template."""
+        return self.instruction_tokens + self.examples * self.example_tokens
+
+    def session(self, number: int) -> Session:
+        """One question under a template."""
+        rng = rng_of(self.seed, "session", checked(number, None))
+        template = self._popularity.draw(rng)
+        name = f"{self.seed}-{template + 1}"
+        shots = tuple(Piece(f"e{name}.{shot}", self.example_tokens) for shot in range(self.examples))
+        tokens = rng.randint(self.question_tokens_min, self.question_tokens_max)
+        asked = Piece(f"q{self.seed}-{number}", tokens, "question")
+        messages = (
+            ChatMessage("system", (Piece(f"i{name}", self.instruction_tokens),)),
+            ChatMessage("user", (*shots, asked)),
+        )
+        return Session(number, f"template {template + 1}", (Turn(messages, self.output_tokens),))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Jobs one after the other: the same instructions for every item of a job, and a unique item each."""
+
+    name: str = "batch"
+    seed: int = 1
+    batch_size: int = 100
+    """Items of a job; sessions 0 .. batch_size - 1 are the first job."""
+    instruction_tokens: int = 600
+    item_tokens_min: int = 100
+    item_tokens_max: int = 400
+    output_tokens: int = 32
+
+    @property
+    def length(self) -> int | None:
+        """Without end: as many jobs as are asked for."""
+        return None
+
+    def session(self, number: int) -> Session:
+        """One item of a job."""
+        job = checked(number, None) // self.batch_size + 1
+        tokens = whole_between(self.item_tokens_min, self.item_tokens_max, self.seed, "session", number)
+        messages = (
+            ChatMessage("system", (Piece(f"j{self.seed}-{job}", self.instruction_tokens),)),
+            ChatMessage("user", (Piece(f"u{self.seed}-{number}", tokens),)),
+        )
+        return Session(number, f"job {job}", (Turn(messages, self.output_tokens),))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Diverse:
+    """Prompts that share nothing: no cache can help, and no router should hurt."""
+
+    name: str = "diverse"
+    seed: int = 1
+    prompt_tokens_min: int = 200
+    prompt_tokens_max: int = 2000
+    output_tokens: int = 64
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    def session(self, number: int) -> Session:
+        """One prompt of its own."""
+        low, high = self.prompt_tokens_min, self.prompt_tokens_max
+        tokens = whole_between(low, high, self.seed, "session", checked(number, None))
+        piece = Piece(f"u{self.seed}-{number}", tokens)
+        return Session(number, "", (Turn((ChatMessage("user", (piece,)),), self.output_tokens),))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)

@@ -1,0 +1,107 @@
+"""Workloads made of another one: a pool of prompts sent again and again, a working set sized by cache capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from engine.contract.settings import ConfigError
+from loadgen.workloads.base import Session, Workload
+from loadgen.workloads.draws import checked
+
+MAX_UNITS = 1_000_000
+
+
+class Scalable(Workload, Protocol):
+    """A workload whose shared tokens come in units of about equal size, such as tenants. A frozen dataclass."""
+
+    units: ClassVar[str]
+    """Name of the field that says how many."""
+
+    @property
+    def unit_tokens(self) -> float:
+        """Mean shared tokens of a unit."""
+        ...
+
+
+S = TypeVar("S", bound=Scalable)
+
+
+@dataclass(frozen=True, slots=True)
+class Recycled:
+    """A fixed pool of sessions, sent round and round: later rounds find whole prompts in the cache, suffixes too."""
+
+    workload: Workload
+    pool: int
+    """Sessions of the pool."""
+
+    @property
+    def name(self) -> str:
+        """That of the workload."""
+        return self.workload.name
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    def session(self, number: int) -> Session:
+        """The pool's session, under a number of its own."""
+        again = self.workload.session(checked(number, None) % self.pool)
+        return replace(again, number=number, start_s=None)
+
+    def about(self) -> Mapping[str, str]:
+        """What the workload says, and the pool."""
+        return {**self.workload.about(), "reused prompts": f"a pool of {self.pool:,} sessions, sent again and again"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A workload whose working set was made to fit a share of the cluster's KV capacity."""
+
+    workload: Scalable
+    cluster_kv_tokens: int
+
+    @property
+    def name(self) -> str:
+        """That of the workload."""
+        return self.workload.name
+
+    @property
+    def length(self) -> int | None:
+        """That of the workload."""
+        return self.workload.length
+
+    def session(self, number: int) -> Session:
+        """That of the workload."""
+        return self.workload.session(number)
+
+    def about(self) -> Mapping[str, str]:
+        """What the workload says, and the pressure reached: a whole number of units."""
+        tokens = working_set_tokens(self.workload)
+        return {
+            **self.workload.about(),
+            "working set": f"{tokens:,.0f} tokens that recur",
+            "cache pressure": f"{tokens / self.cluster_kv_tokens:.3g} of {self.cluster_kv_tokens:,} KV tokens",
+        }
+
+
+def working_set_tokens(workload: Scalable) -> float:
+    """Shared tokens that recur: units times their mean size. Histories, which recur within a session, not counted."""
+    return float(getattr(workload, workload.units) * workload.unit_tokens)
+
+
+def with_pressure(workload: S, pressure: float, cluster_kv_tokens: int) -> S:
+    """The workload with as many units, at least one, as make its working set `pressure * cluster_kv_tokens`.
+
+    Raises ConfigError where that is more than a million.
+    """
+    units = max(1, round(pressure * cluster_kv_tokens / workload.unit_tokens))
+    if units > MAX_UNITS:
+        raise ConfigError(
+            f"--cache-pressure {pressure:g} of {cluster_kv_tokens:,} tokens would take {units:,} {workload.units} of"
+            f" {workload.unit_tokens:,.0f} tokens, more than {MAX_UNITS:,}: make them larger"
+        )
+    changed: Any = {workload.units: units}
+    return replace(workload, **changed)  # type: ignore[type-var]  # a protocol cannot ask for a dataclass

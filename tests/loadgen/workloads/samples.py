@@ -1,0 +1,41 @@
+"""One workload of each kind, small, and what tests ask of it."""
+
+from __future__ import annotations
+
+from loadgen.workloads.base import Piece, Session, Workload, conversation
+from loadgen.workloads.catalog import WorkloadSettings, build_workload
+from loadgen.workloads.kinds import KINDS
+
+SYNTHETIC = tuple(name for name, kind in KINDS.items() if not kind.reads_file)
+BRANCHING = ("branching",)
+SMALL: dict[str, dict[str, object]] = {
+    "tenants": {"tenants": 3, "system_tokens_min": 200, "system_tokens_max": 300, "unique_share": 0.2},
+    "rag": {"documents": 6, "document_tokens": 80},
+    "few-shot": {"templates": 3, "example_tokens": 40},
+    "batch": {"batch_size": 5},
+    "code": {"repositories": 2, "repository_tokens": 200},
+    "gsp": {"gsp_num_groups": 4, "gsp_prompts_per_group": 10, "gsp_num_turns": 2, "gsp_range_ratio": 0.5},
+    "random": {"random_prefix_len": 50, "random_range_ratio": 0.5},
+}
+
+
+def sample(name: str, seed: int = 1, **flags: object) -> Workload:
+    """A small workload of this kind."""
+    return build_workload(
+        WorkloadSettings.model_validate({"workload": name, "seed": seed, **SMALL.get(name, {}), **flags})
+    )
+
+
+def answers(session: Session) -> dict[int, str]:
+    """The same answer for every turn: what makes prompts differ is the workload alone."""
+    return dict.fromkeys(range(len(session.turns)), "the same answer")
+
+
+def pieces(session: Session, turn: int) -> list[Piece]:
+    """The pieces of a prompt, in order; answers are pieces of their own text."""
+    out: list[Piece] = []
+    for step in conversation(session, turn):
+        out += [piece for message in session.turns[step].messages for piece in message.pieces]
+        if step != turn:
+            out.append(Piece("", 3, text=answers(session)[step]))
+    return out
