@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench chart manifests images cluster-test kind-up clean
 
 help: ## this text
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(DEMO_STAMP) ## compare routing policies on four real engines on this machine; writes out/demo
 	@exec $(BIN)/warmroute-loadgen demo --out out/demo $(DEMO_ARGS)
@@ -34,6 +34,21 @@ bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
 	@for bench in tests/bench/bench_*.py; do \
 		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
 	done
+
+chart: $(STAMP) ## write the chart's README and schema from its values and the programs' settings
+	$(BIN)/python -m charts.generate
+
+manifests: chart ## render the chart into manifests/; HELM names another helm
+	$(BIN)/python -m manifests.render $(HELM)
+
+images: $(STAMP) ## build the images without Docker, as OCI archives in build/images; needs root
+	PYTHON=$(BIN)/python .ci/images.sh build/images
+
+cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kubernetes cluster; see tests/cluster/run.sh
+	@tests/cluster/run.sh $(PYTEST_ARGS)
+
+kind-up: ## with Docker and kind: a cluster, the images, the chart with the demo's values
+	@.ci/kind-up.sh
 
 clean: ## remove the environment and every output
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

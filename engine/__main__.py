@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from engine.app import run
-from engine.config import EngineSettings
-from engine.contract.settings import load_or_exit
+from engine.contract.signals import end_on_sigterm
 
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
+    end_on_sigterm(0)
+    # Imported here: it takes seconds, in which a SIGTERM must not be lost.
+    from engine.app import run
+    from engine.config import EngineSettings
+    from engine.contract.settings import load_or_exit
+
     sys.exit(run(load_or_exit(EngineSettings, sys.argv[1:], prog="warmroute-engine")))
 
 

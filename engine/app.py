@@ -26,7 +26,7 @@ from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, RegistryState
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.publish import Publisher
@@ -190,7 +190,8 @@ async def engine_tasks(
             publishing = await stack.enter_async_context(_background(publisher.run(), "publisher"))
             # An engine that computes nothing any more must not attract requests.
             stepping.add_done_callback(lambda _: publishing.cancel())
-        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch)
+        registry = publisher.state if publisher is not None else RegistryState
+        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry)
         yield publishing.cancel if publishing is not None else lambda: None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from engine.backend.base import Backend
 from engine.cache.changes import KeyChanges
 from engine.metrics import EngineMetrics
+from engine.sched.plan import StepPlan
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
 
@@ -95,6 +97,8 @@ class EngineLoop:
         self._on_changes = on_changes
         self._metrics = metrics
         self._streams: dict[int, TokenStream] = {}
+        self._queued_s: dict[int, float] = {}
+        """When each request that no step has taken up yet was queued."""
         self._dead = False
         self._wake = asyncio.Event()
 
@@ -125,6 +129,7 @@ class EngineLoop:
                 except ValueError as error:
                     raise RequestRefused(str(error)) from None
                 self._streams[request.id] = stream
+                self._queued_s[request.id] = time.monotonic()
                 stream.open(request.id)
             self._wake.set()
             yield stream
@@ -157,6 +162,7 @@ class EngineLoop:
             except TimeoutError:
                 pass
             return
+        self._observe_queue(plan)
         try:
             result = await self._backend.run(plan)
             outputs = self._scheduler.complete(result)
@@ -176,6 +182,16 @@ class EngineLoop:
         # A backend that answers without waiting must not keep the server from reading and writing.
         await asyncio.sleep(0)
 
+    def _observe_queue(self, plan: StepPlan) -> None:
+        """Requests that this step takes up first have waited until now."""
+        if not self._queued_s:
+            return
+        now_s = time.monotonic()
+        for chunk in plan.chunks:
+            queued_s = self._queued_s.pop(chunk.request.id, None)
+            if queued_s is not None:
+                self._metrics.queue.observe(now_s - queued_s)
+
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is None:
@@ -186,6 +202,7 @@ class EngineLoop:
 
     def _fail(self, request_ids: Sequence[int], reason: str) -> None:
         for request_id in request_ids:
+            self._queued_s.pop(request_id, None)
             stream = self._streams.pop(request_id, None)
             if stream is not None:
                 stream.fail(StepFailed(reason))
@@ -196,5 +213,6 @@ class EngineLoop:
             self._on_changes(changes)
 
     def _abort(self, request_id: int) -> None:
+        self._queued_s.pop(request_id, None)
         if self._streams.pop(request_id, None) is not None:
             self._scheduler.abort(request_id)

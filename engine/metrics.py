@@ -5,6 +5,9 @@ vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -14,6 +17,20 @@ _LATENCY_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
 )  # fmt: skip
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryState:
+    """How publishing to the registry goes. Counters are since the start."""
+
+    configured: bool = False
+    connected: bool = False
+    pending_keys: int = 0
+    deltas: int = 0
+    snapshots: int = 0
+    dropped_keys: int = 0
+    """Keys of backlogs dropped for a fresh snapshot."""
+    failures: int = 0
 
 
 class EngineMetrics:
@@ -44,6 +61,9 @@ class EngineMetrics:
         self.inter_token = histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _LATENCY_BUCKETS_S
         )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds", "From a request's queueing to its first step.", _LATENCY_BUCKETS_S
+        )
         self.end_to_end = histogram(
             "vllm:e2e_request_latency_seconds", "From the arrival of a request to its last token.", _LATENCY_BUCKETS_S
         )
@@ -57,7 +77,25 @@ class EngineMetrics:
         self._responses = Counter(
             "warmroute_http_responses", "HTTP responses.", ("model_name", "path", "status"), registry=self.registry
         )
-        self._preempted = 0
+        self._registry_gauges = {
+            name: gauge(f"warmroute_registry_{name}", text)
+            for name, text in (
+                ("configured", "1 where a Redis URL is set."),
+                ("connected", "1 while Redis takes what is published."),
+                ("pending_keys", "Changed prefix keys that were not sent yet."),
+            )
+        }
+        self._registry_counters = {
+            name: counter(f"warmroute_registry_{name}", text)
+            for name, text in (
+                ("deltas", "Batches of changes sent to the registry."),
+                ("snapshots", "Snapshots of all held prefix keys sent to the registry."),
+                ("dropped_keys", "Changed prefix keys of backlogs that were dropped for a snapshot."),
+                ("failures", "Attempts to publish that Redis did not take."),
+            )
+        }
+        self._counted: Tally[str] = Tally()
+        """What is counted elsewhere, as of the last scrape."""
 
     def observe_step(self, *, elapsed_s: float, prefill_tokens: int, sampled_tokens: int) -> None:
         """Count one step."""
@@ -89,8 +127,19 @@ class EngineMetrics:
         self.blocks_free.set(load.blocks_free)
         self.blocks_total.set(load.blocks_total)
         self.kv_usage.set(1 - load.blocks_free / load.blocks_total if load.blocks_total else 0)
-        self.preemptions.inc(preemptions - self._preempted)
-        self._preempted = preemptions
+        self._advance(self.preemptions, "preemptions", preemptions)
+
+    def update_registry(self, state: RegistryState) -> None:
+        """Set what is read at a scrape of an engine that publishes."""
+        for name, gauge in self._registry_gauges.items():
+            gauge.set(getattr(state, name))
+        for name, counter in self._registry_counters.items():
+            self._advance(counter, name, getattr(state, name))
+
+    def _advance(self, counter: Counter, name: str, total: int) -> None:
+        """Bring a counter up to what is counted elsewhere."""
+        counter.inc(total - self._counted[name])
+        self._counted[name] = total
 
     def exposition(self) -> bytes:
         """All series in Prometheus' text format."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,6 +20,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, raise_if_cancelled
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
+from engine.metrics import RegistryState
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,12 @@ class Publisher:
             self._wake.set()
         if len(pending) >= BATCH_KEYS:
             self._full.set()
+
+    def state(self) -> RegistryState:
+        """How it goes."""
+        return RegistryState(
+            configured=True, connected=self.connected, pending_keys=len(self._pending), **asdict(self.stats)
+        )
 
     async def run(self) -> None:
         """Publish until cancelled; no Redis failure ends it. On cancellation the lease is given up."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from loadgen import cli
+from engine.contract.signals import end_on_sigterm
 
+EXIT_INTERRUPTED = 130
 USAGE = """usage: warmroute-loadgen COMMAND [flags]
 
 Realistic chat traffic for LLM servers, and what it says about routing.
@@ -22,6 +23,11 @@ environment (WARMROUTE_SESSION_RATE=2) or in a YAML file (--config FILE); flags 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand; exits with 0, 1 (the run failed), 2 (bad flags) or 130 (interrupted)."""
+    if argv is None:
+        end_on_sigterm(EXIT_INTERRUPTED)
+    # Imported here: it takes a while, in which a SIGTERM must not be lost.
+    from loadgen import cli
+
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {"compare": cli.run_compare, "demo": cli.run_demo}
     if not arguments or arguments[0] in ("-h", "--help", "help"):

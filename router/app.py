@@ -10,6 +10,7 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -29,7 +30,9 @@ from router.gateway.chooser import Chooser
 from router.gateway.errors import errors
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
+from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
+from router.gateway.keys import ClientKeys, KeyFile, require_key
 from router.gateway.proxy import Limits, Proxy
 from router.gateway.registry import NoRegistry
 from router.gateway.status import Status
@@ -51,6 +54,11 @@ SWEEP_KEYS = 2_000
 FORCED_STOP_S = 0.5
 """For what is still going on when the drain is over; then its connection is cut."""
 
+
+class CannotListen(Exception):
+    """The port cannot be had; the text says which and why."""
+
+
 SETTINGS = web.AppKey("settings", GatewaySettings)
 METRICS = web.AppKey("metrics", Metrics)
 INDEX = web.AppKey("index", PrefixIndex)
@@ -63,26 +71,48 @@ STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
 ADMIN = web.AppKey("admin", Admin)
+UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
+CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
 
 
 def build_app(settings: GatewaySettings) -> web.Application:
     """The application, not started. What needs a running loop is made by the contexts, in this order."""
-    app = web.Application(middlewares=[errors], client_max_size=settings.max_body_bytes)
+    metrics, client_keys = Metrics(), ClientKeys()
+    guards = [require_key(client_keys, metrics.unauthorized)] if settings.api_keys_file else []
+    app = web.Application(middlewares=[errors, *guards], client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
-    app[METRICS] = Metrics()
+    app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
+    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.api_keys_file or settings.engine_api_key_file))
     app[INDEX] = PrefixIndex()
     app[ADMISSION] = Admission(settings.max_in_flight)
-    app.cleanup_ctx.extend((_session, _fleet, _registry, _handlers, _background))
+    app.cleanup_ctx.extend((_keys, _session, _fleet, _registry, _handlers, _background))
+    app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle))
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
     app.router.add_get("/v1/pods", _to(STATUS, Status.pods))
     app.router.add_get("/health", _to(STATUS, Status.health))
     app.router.add_get("/ready", _to(STATUS, Status.ready))
-    app.router.add_get("/metrics", _to(STATUS, Status.metrics))
+    if settings.metrics_port is None:
+        app.router.add_get("/metrics", _to(STATUS, Status.metrics))
     app.router.add_post("/v1/route/explain", _to(ADMIN, Admin.explain))
     app.router.add_post("/reset_prefix_cache", _to(ADMIN, Admin.reset_prefix_cache))
     return app
+
+
+async def _leave_when_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let kept connections end with their next answer: one that is idle in the end would meet a client's next request."""
+    if request.app[ADMISSION].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"
+
+
+def build_metrics_app(app: web.Application) -> web.Application:
+    """`/metrics` of the started `app` alone, for a port that no Ingress leads to."""
+    status = app[STATUS]
+    metrics_app = web.Application(middlewares=[errors])
+    metrics_app.router.add_get("/metrics", status.metrics)
+    return metrics_app
 
 
 def _to(
@@ -116,23 +146,40 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them. Raises OSError."""
+    """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
+
+    Raises CannotListen and KeyFileError where it cannot start.
+    """
     stop, force = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: force.set() if stop.is_set() else stop.set())
     app = build_app(settings)
-    runner = make_runner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    async with contextlib.AsyncExitStack() as running:
+        site, url = await _listen(running, make_runner(app), settings.host, settings.port)
+        lines = [f"listening on {url}"]
+        if settings.metrics_port is not None:
+            runner = web.AppRunner(build_metrics_app(app), access_log=None, shutdown_timeout=FORCED_STOP_S)
+            _, url = await _listen(running, runner, settings.host, settings.metrics_port)
+            lines.append(f"metrics on {url}/metrics")
+        print("\n".join(lines), flush=True)
         await stop.wait()
         await _drain(app, site, force)
-    finally:
-        await runner.cleanup()
+
+
+async def _listen(
+    running: contextlib.AsyncExitStack, runner: web.AppRunner, host: str, port: int
+) -> tuple[web.TCPSite, str]:
+    """Start the runner's application and its site, until `running` ends; the site's URL. Raises CannotListen."""
+    running.push_async_callback(runner.cleanup)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    bound, number = runner.addresses[0][:2]
+    return site, f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
@@ -163,6 +210,19 @@ async def _drain(app: web.Application, site: web.TCPSite, force: asyncio.Event) 
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
 
 
+async def _keys(app: web.Application) -> AsyncIterator[None]:
+    """The keys of clients and of the engines, read before anything is served, and followed."""
+    settings = app[SETTINGS]
+    wanted = ((settings.api_keys_file, app[CLIENT_KEYS].use), (settings.engine_api_key_file, app[UPSTREAM].use_key))
+    async with contextlib.AsyncExitStack() as running:
+        for path, use in wanted:
+            if path is not None:
+                file = KeyFile(Path(path), use)
+                await file.load()
+                await running.enter_async_context(_running(file.follow()))
+        yield
+
+
 async def _session(app: web.Application) -> AsyncIterator[None]:
     """Connections to the engines. Their number is bounded by the requests in flight; nothing queues for one."""
     settings = app[SETTINGS]
@@ -182,9 +242,10 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
     app[DISCOVERY] = make_discovery(settings)
     app[FLEET] = Fleet(
         app[DISCOVERY],
-        HttpProbe(app[SESSION], settings.probe_timeout_s),
+        HttpProbe(app[SESSION], settings.probe_timeout_s, lambda: app[UPSTREAM].credentials),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
+        expected=settings.models,
     )
     yield
 
@@ -218,6 +279,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         lambda: {name: make_policy(name, options) for name in POLICY_NAMES},
         estimates,
         metrics,
+        clock=asyncio.get_running_loop().time,
         stride=settings.stride,
         speculation_ttl_s=settings.speculation_ttl_s,
         foreign_ttl_s=settings.foreign_ttl_s,
@@ -225,12 +287,12 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
     limits = Limits(
         first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s, retries=settings.retries
     )
-    proxy = Proxy(app[SESSION], fleet, chooser, metrics, limits)
+    proxy = Proxy(app[SESSION], app[UPSTREAM], fleet, chooser, metrics, limits)
     app[GENERATE] = Generate(
         app[ADMISSION], reader, chooser, proxy, metrics, RequestLog(), total_timeout_s=settings.total_timeout_s
     )
-    app[STATUS] = Status(fleet, registry, app[ADMISSION], metrics)
-    app[ADMIN] = Admin(app[SESSION], fleet, reader, chooser, index, is_enabled=settings.enable_admin)
+    app[STATUS] = Status(app[DISCOVERY], fleet, registry, app[ADMISSION], metrics)
+    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, reader, chooser, index, is_enabled=settings.enable_admin)
     yield
 
 

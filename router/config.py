@@ -32,6 +32,27 @@ class GatewaySettings(Settings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port of /metrics alone; 0 takes any free one; none: on --port with the rest",
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file of API keys, one a line, # for comments, read again while running; "
+        "none: whoever reaches the gateway may use it",
+    )
+    engine_api_key_file: str | None = Field(
+        None,
+        description="file of the one API key that engines want, read again while running; "
+        "none: engines get the client's Authorization header, unless --api-keys-file is given",
+    )
+    models: list[str] = Field(
+        default_factory=list,
+        description="models that exist even while no engine serves them, comma-separated: then 503, not 404; "
+        "those of engines that answered once are known without",
+    )
     discovery: Literal["static", "kubernetes", "dns"] = Field(
         "static",
         description="where engines are found: in --engines, among the pods of a Kubernetes namespace, or in DNS",

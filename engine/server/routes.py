@@ -120,6 +120,7 @@ async def _metrics(request: web.Request) -> web.Response:
     metrics = request.app[METRICS]
     if service is not None:
         metrics.update(service.scheduler.load(), service.scheduler.stats().preemptions)
+        metrics.update_registry(service.registry())
     return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
 

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from engine.contract.errors import TooManyRequests, Unavailable
 from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics
+from engine.metrics import EngineMetrics, RegistryState
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.server.choices import Choice
@@ -67,6 +67,8 @@ class EngineService:
     metrics: EngineMetrics
     pod_id: str
     epoch: int
+    registry: Callable[[], RegistryState]
+    """How publishing goes at the moment."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 

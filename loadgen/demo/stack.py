@@ -87,7 +87,7 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
         env,
     )
     url = (await gateway.wait_line(_LISTENING, READY_TIMEOUT_S))[1]
-    await _wait_ready(gateway, url)
+    await _wait_ready(gateway, f"{url}/ready?engines={spec.pods}")
     steps.say(f"gateway is ready on {url}")
     return url
 
@@ -133,14 +133,14 @@ async def _wait_ready(gateway: Child, url: str) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
         while time.monotonic() < deadline_s:
             try:
-                async with http.get(f"{url}/ready") as response:
+                async with http.get(url) as response:
                     if response.status == 200:
                         return
             except (aiohttp.ClientError, TimeoutError):
                 if not gateway.is_running:
                     raise gateway.died() from None
             await asyncio.sleep(0.1)
-    raise ChildDied(f"{url}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
+    raise ChildDied(f"{url} did not answer 200 within {READY_TIMEOUT_S:g} s")
 
 
 def module_command(name: str, *flags: str) -> list[str]:

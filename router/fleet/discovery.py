@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -19,6 +20,22 @@ class EngineAddress:
     """False: no new requests, though the engine is still there, as a pod that terminates or is not Ready."""
     model: str | None = None
     """The one model requests are sent for; None: every model the engine lists."""
+    weight: float = 1.0
+    """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryStatus:
+    """How current the set is."""
+
+    synced_at_s: float | None
+    """Event-loop time at which the set was last known to be the whole truth; None before the first time."""
+    problem: str | None = None
+    """The last trouble, while it lasts."""
+    errors: int = 0
+    """Failures to look, since the start."""
+    relists: Mapping[str, int] = field(default_factory=dict)
+    """Complete looks, by what led to them: `start`, `periodic`, or a kind of trouble."""
 
 
 class Discovery(Protocol):
@@ -30,6 +47,9 @@ class Discovery(Protocol):
         An iterator that ends says that the set will not change again.
         """
 
+    def status(self) -> DiscoveryStatus:
+        """How current the set is."""
+
 
 class StaticDiscovery:
     """A fixed list of engines."""
@@ -40,3 +60,7 @@ class StaticDiscovery:
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         """The list, once."""
         yield self._addresses
+
+    def status(self) -> DiscoveryStatus:
+        """Always current."""
+        return DiscoveryStatus(asyncio.get_running_loop().time())

@@ -12,7 +12,7 @@ from typing import Protocol
 import dns.asyncresolver
 import dns.exception
 
-from router.fleet.discovery import EngineAddress
+from router.fleet.discovery import DiscoveryStatus, EngineAddress
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,13 @@ class DnsDiscovery:
         self._port = port
         self._max_ttl_s = max_ttl_s
         self._rng = rng or random.Random()
+        self._synced_at_s: float | None = None
+        self._problem: str | None = None
+        self._errors = 0
+
+    def status(self) -> DiscoveryStatus:
+        """Synced: at the last answer."""
+        return DiscoveryStatus(self._synced_at_s, self._problem, self._errors)
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         """The addresses, after each change. While the name cannot be resolved, the last ones hold."""
@@ -98,10 +105,13 @@ class DnsDiscovery:
                     log.error("discovery: %s is not resolved (%s); the engines known so far stay", self._name, error)
                 pause_s = min(LONGEST_RETRY_S, SHORTEST_S * 2 ** min(failures, 10))
                 failures += 1
+                self._errors += 1
+                self._problem = str(error)
             else:
                 if failures:
                     log.info("discovery: %s is resolved again", self._name)
-                failures = 0
+                failures, self._problem = 0, None
+                self._synced_at_s = asyncio.get_running_loop().time()
                 pause_s = max(SHORTEST_S, min(answer.ttl_s, self._max_ttl_s))
                 if answer.ips != known:
                     known = answer.ips

@@ -6,18 +6,20 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.contract.load import LoadReport
 from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.pod import Lease, Pod
-from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel
+from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
 
 JITTER = 0.2
+MAX_SEEN_MODELS = 1024
+"""Each is a time series, and a name that is answered 503 rather than 404; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,10 @@ class Fleet:
         *,
         interval_s: float,
         eject_after: int,
+        expected: Iterable[str] = (),
         rng: random.Random | None = None,
     ) -> None:
+        """`expected`: models that exist even while no engine serves them."""
         self._discovery = discovery
         self._probe = probe
         self._interval_s = interval_s
@@ -88,6 +92,8 @@ class Fleet:
         self._listeners: list[Callable[[FleetChange], None]] = []
         self._probed = asyncio.Event()
         self._numbers = itertools.count()
+        self._seen_models = dict.fromkeys(expected)
+        """The names alone, in the order in which they became known."""
 
     # -- what a request needs ---------------------------------------------------------------------------------
 
@@ -98,6 +104,14 @@ class Fleet:
     def models(self) -> Mapping[str, ServedModel]:
         """Every known model by name; one whose pods are all down is still known."""
         return self._table.cards
+
+    def is_known(self, model: str) -> bool:
+        """Whether the model is expected, or was ever served: it may have been scaled to zero."""
+        return model in self._seen_models
+
+    def engines_by_model(self) -> Mapping[str, int]:
+        """How many pods take requests for each model that is known; 0 for one that none does."""
+        return {model: len(self.pods(model)) for model in self._seen_models}
 
     def members(self) -> tuple[Member, ...]:
         """Every URL of discovery, in order."""
@@ -142,6 +156,11 @@ class Fleet:
         """Until every engine of the first complete set has answered, or failed to, once."""
         await self._probed.wait()
 
+    @property
+    def is_probed(self) -> bool:
+        """Whether every engine of the first complete set has answered, or failed to, once."""
+        return self._probed.is_set()
+
     # -- following --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -157,9 +176,12 @@ class Fleet:
         for url, member in list(self._members.items()):
             address = wanted.get(url)
             if address is not None and address.life == member.address.life:
-                if address.model != member.address.model:
-                    member.wake.set()
+                became_ready = address.is_ready and not member.address.is_ready
+                if became_ready or address.model != member.address.model:
+                    member.wake.set()  # what its last probe said is not true any more
                 member.address = address
+                if member.pod is not None:
+                    member.pod.weight = address.weight
                 continue
             gone.append(self._members.pop(url))
             if member.task is not None:
@@ -174,7 +196,7 @@ class Fleet:
         while True:
             member.wake.clear()
             try:
-                self._success(member, _restricted(await self._probe.identify(member.url), member.address.model))
+                self._success(member, await self._identify(member))
             except ProbeFailed as error:
                 self._failure(member, error)
             except Exception as error:  # outermost loop: one odd answer must not end the probing
@@ -188,6 +210,16 @@ class Fleet:
                     await member.wake.wait()
             except TimeoutError:
                 pass
+
+    async def _identify(self, member: Member) -> PodIdentity:
+        """Who answers there: by its own word, or by discovery's where it wants a key for it. Raises ProbeFailed."""
+        model = member.address.model
+        try:
+            return _restricted(await self._probe.identify(member.url), model)
+        except ProbeFailed as error:
+            if not error.protected or model is None:
+                raise
+            return named_by_discovery(member.url, model)
 
     def _note_probed(self) -> None:
         if all(member.probed for member in self._members.values()):
@@ -213,7 +245,7 @@ class Fleet:
         else:
             if pod is not None:
                 ended.add(pod.pod_id)
-            member.pod = Pod(member.url, identity)
+            member.pod = Pod(member.url, identity, member.address.weight)
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
@@ -252,6 +284,10 @@ class Fleet:
                 if takes_requests:
                     table.by_model[model.name] = (*table.by_model.get(model.name, ()), pod)
         self._table = table
+        for name in table.cards:
+            self._seen_models.setdefault(name)
+        for name in list(self._seen_models)[: max(0, len(self._seen_models) - MAX_SEEN_MODELS)]:
+            del self._seen_models[name]
         for listener in self._listeners:
             listener(FleetChange(pods, ended))
 

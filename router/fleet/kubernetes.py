@@ -13,13 +13,12 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 
-from router.fleet.discovery import EngineAddress
+from router.fleet.discovery import DiscoveryStatus, EngineAddress
 from router.fleet.kubernetes_api import ApiError, PodApi, Trouble
-from router.fleet.kubernetes_pods import PORT_ANNOTATION, PodChange, PodTable
+from router.fleet.kubernetes_pods import PORT_ANNOTATION, WEIGHT_ANNOTATION, PodChange, PodTable
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +31,6 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
 """Short, so that new pods are found soon after an outage; at worst one LIST per gateway in so many seconds."""
 SAY_AGAIN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class DiscoveryStatus:
-    """How current the set is."""
-
-    synced_at_s: float | None
-    """Event-loop time of the last LIST, or of the last watch that ran its full time; None before the first."""
-    problem: str | None
-    """The last trouble, until a watch has run its full time."""
-    relists: Mapping[str, int]
-    """LISTs made, by what led to them: `start`, `periodic`, or a Trouble."""
 
 
 class KubernetesDiscovery:
@@ -65,12 +52,14 @@ class KubernetesDiscovery:
         self._problem: ApiError | None = None
         self._said_at_s = -math.inf
         self._portless: tuple[str, ...] = ()
+        self._weightless: tuple[str, ...] = ()
         self._relists: Counter[str] = Counter()
+        self._errors = 0
 
     def status(self) -> DiscoveryStatus:
-        """How current the last set is."""
+        """Synced: at the last LIST, or the end of the last watch that ran its full time, which also ends a problem."""
         problem = None if self._problem is None else f"{self._problem.trouble}: {self._problem}"
-        return DiscoveryStatus(self._synced_at_s, problem, dict(self._relists))
+        return DiscoveryStatus(self._synced_at_s, problem, self._errors, dict(self._relists))
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         """Every pod that is, or soon may be, an engine; after each change. Never ends."""
@@ -81,7 +70,7 @@ class KubernetesDiscovery:
                 self._relists[reason] += 1
                 async with contextlib.aclosing(self._follow()) as changes:
                     async for _ in changes:
-                        self._note_portless()
+                        self._note_annotations()
                         addresses = self._table.addresses()
                         if addresses != known:
                             known = addresses
@@ -134,12 +123,14 @@ class KubernetesDiscovery:
             self._said_at_s = now_s
             log.error("discovery: %s; the engines known so far stay, and it is tried again", error)
         self._problem = error
+        self._errors += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 10))
         self._failures += 1
         await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1))
         return error.trouble.value
 
-    def _note_portless(self) -> None:
+    def _note_annotations(self) -> None:
+        """Say which pods' annotations cannot be followed, when that changes."""
         portless = self._table.without_port()
         if portless and portless != self._portless:
             log.warning(
@@ -149,3 +140,7 @@ class KubernetesDiscovery:
                 self._port,
             )
         self._portless = portless
+        weightless = self._table.without_weight()
+        if weightless and weightless != self._weightless:
+            log.warning("discovery: %s of %s is no number from 0.01 to 100", WEIGHT_ANNOTATION, ", ".join(weightless))
+        self._weightless = weightless

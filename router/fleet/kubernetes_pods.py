@@ -16,7 +16,11 @@ from router.fleet.discovery import EngineAddress
 
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"
+WEIGHT_ANNOTATION = "warmroute.io/weight"
 _PORT = re.compile(r"[0-9]{1,5}")
+_WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
+LOWEST_WEIGHT, HIGHEST_WEIGHT = 0.01, 100.0
+"""A pod has points on hash rings by its weight: far apart, they would cost memory and say nothing."""
 
 
 class Versioned(BaseModel):
@@ -161,6 +165,10 @@ class PodTable:
         """Names of pods whose port cannot be told, in order."""
         return tuple(sorted(name for name, pod in self._pods.items() if _port_of(pod, self._port) is None))
 
+    def without_weight(self) -> tuple[str, ...]:
+        """Names of pods whose weight cannot be told, and counts as 1, in order."""
+        return tuple(sorted(name for name, pod in self._pods.items() if _weight_of(pod) is None))
+
 
 def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
     """Where `pod` takes requests; None for one that has no IP, has ended, or whose port cannot be told.
@@ -178,6 +186,7 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         life=pod.metadata.uid,
         is_ready=is_ready,
         model=_annotations(pod).get(MODEL_ANNOTATION) or None,
+        weight=_weight_of(pod) or 1.0,
     )
 
 
@@ -189,6 +198,12 @@ def _port_of(pod: Pod, port: int | str) -> int | None:
         return port
     ports = (declared for container in pod.spec.containers for declared in container.ports or ())
     return next((declared.number for declared in ports if declared.name == port), None)
+
+
+def _weight_of(pod: Pod) -> float | None:
+    given = _annotations(pod).get(WEIGHT_ANNOTATION, "1")
+    weight = float(given) if _WEIGHT.fullmatch(given) else 0.0
+    return weight if LOWEST_WEIGHT <= weight <= HIGHEST_WEIGHT else None
 
 
 def _annotations(pod: Pod) -> Mapping[str, str]:

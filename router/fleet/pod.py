@@ -18,9 +18,9 @@ Clock = Callable[[], float]
 class Pod:
     """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
 
-    __slots__ = ("epoch", "identity", "in_flight", "pod_id", "state", "targets", "url")
+    __slots__ = ("epoch", "identity", "in_flight", "pod_id", "state", "targets", "url", "weight")
 
-    def __init__(self, url: str, identity: PodIdentity) -> None:
+    def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
         self.url = url
         self.targets = {endpoint: URL(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
@@ -28,6 +28,7 @@ class Pod:
         self.epoch = identity.epoch
         self.state = PodState()
         self.in_flight = 0
+        self.weight = weight
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -34,11 +35,15 @@ class PodIdentity:
 
 
 class ProbeFailed(Exception):
-    """The engine gave no usable answer. `refused`: it answered that it takes no requests (503)."""
+    """The engine gave no usable answer.
 
-    def __init__(self, reason: str, *, refused: bool = False) -> None:
+    `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403).
+    """
+
+    def __init__(self, reason: str, *, refused: bool = False, protected: bool = False) -> None:
         super().__init__(reason)
         self.refused = refused
+        self.protected = protected
 
 
 class Probe(Protocol):
@@ -49,21 +54,30 @@ class Probe(Protocol):
 
 
 class HttpProbe:
-    """The probe over HTTP."""
+    """The probe over HTTP. `credentials` gives the headers that engines want to see at the moment."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, timeout_s: float, credentials: Callable[[], Mapping[str, str]] = dict
+    ) -> None:
         self._session = session
         self._timeout_s = timeout_s
+        self._credentials = credentials
 
     async def identify(self, url: str) -> PodIdentity:
         """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._session.get(f"{url}/v1/models", headers={"Accept": "application/json"}) as response,
+                self._session.get(
+                    f"{url}/v1/models", headers={"Accept": "application/json", **self._credentials()}
+                ) as response,
             ):
                 if response.status != 200:
-                    raise ProbeFailed(f"GET /v1/models answered {response.status}", refused=response.status == 503)
+                    raise ProbeFailed(
+                        f"GET /v1/models answered {response.status}",
+                        refused=response.status == 503,
+                        protected=response.status in (401, 403),
+                    )
                 body = await response.content.read(MAX_ANSWER_BYTES)
                 while len(body) < MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
                     body += more
@@ -78,6 +92,12 @@ class HttpProbe:
             epoch=int(epoch) if epoch.isdecimal() else None,
             models=served_models(body),
         )
+
+
+def named_by_discovery(url: str, model: str) -> PodIdentity:
+    """An engine that does not say who it is, of which discovery knows the one model it serves."""
+    card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})
+    return PodIdentity(PodId(urlsplit(url).netloc), None, (ServedModel(model, card),))
 
 
 def served_models(body: bytes) -> tuple[ServedModel, ...]:

@@ -12,6 +12,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.gateway.chooser import Chooser
 from router.gateway.errors import Forbidden
+from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.status import json_response
 from router.registry.index import PrefixIndex
@@ -25,6 +26,7 @@ class Admin:
     def __init__(
         self,
         session: aiohttp.ClientSession,
+        upstream: UpstreamHeaders,
         fleet: Fleet,
         reader: Reader,
         chooser: Chooser,
@@ -33,6 +35,7 @@ class Admin:
         is_enabled: bool,
     ) -> None:
         self._session = session
+        self._upstream = upstream
         self._fleet = fleet
         self._reader = reader
         self._chooser = chooser
@@ -74,7 +77,7 @@ class Admin:
         try:
             async with (
                 asyncio.timeout(RESET_TIMEOUT_S),
-                self._session.post(f"{pod.url}/reset_prefix_cache") as response,
+                self._session.post(f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials) as response,
             ):
                 if response.status >= 300:
                     return f"answered {response.status}"

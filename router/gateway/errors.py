@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from engine.contract import headers
-from engine.contract.errors import ApiError, BadRequest
+from engine.contract.errors import ApiError, BadRequest, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,20 @@ class Forbidden(BadRequest):
     """403: switched off by configuration; the message names the flag."""
 
     status = 403
+
+
+class Unauthorized(BadRequest):
+    """401: no key, or none that is valid."""
+
+    status = 401
+
+
+class NoEngine(Unavailable):
+    """503: the model is known, and no engine serves it at the moment."""
+
+    def __init__(self, model: str, *, retry_after_s: float) -> None:
+        super().__init__(f"no engine serving {model!r} is up", code="no_engine", retry_after_s=retry_after_s)
+        self.model = model
 
 
 class BadGateway(ApiError):
@@ -45,6 +59,8 @@ def error_response(error: ApiError, request_id: str | None = None, status: int |
     response = web.Response(status=status or error.status, body=error.body(), content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == Unauthorized.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if request_id is not None:
         response.headers[headers.REQUEST_ID] = request_id
     return response

@@ -22,6 +22,8 @@ class Exchange:
     inbound: Inbound | None = None
     choice: Choice | None = None
     attempts: int = 0
+    sent_s: float = 0.0
+    """When the last attempt began."""
     status: int = 0
     first_byte_s: float | None = None
     usage: Usage = field(default_factory=Usage)

@@ -10,7 +10,7 @@ from engine.contract.errors import ApiError
 from engine.contract.requests import Endpoint
 from router.gateway.admission import Admission
 from router.gateway.chooser import Chooser
-from router.gateway.errors import DeadlineExceeded, TooLarge, error_response
+from router.gateway.errors import DeadlineExceeded, NoEngine, TooLarge, error_response
 from router.gateway.exchange import CLIENT_GONE, Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Reader
@@ -55,6 +55,8 @@ class Generate:
             return response
         except ApiError as error:
             exchange.status, exchange.error = error.status, error.message
+            if isinstance(error, NoEngine):
+                self._metrics.unserved(error.model)
             return error_response(error, exchange.request_id)
         except asyncio.CancelledError:
             exchange.status, exchange.error = CLIENT_GONE, "client gone"
@@ -83,6 +85,9 @@ class Generate:
             self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
             if exchange.status == 200:
                 self._chooser.learn(inbound, choice, exchange.usage)
+                predicted_s = choice.decision.predicted_ttft_s
+                if predicted_s is not None and inbound.stream:
+                    self._metrics.predicted(predicted_s, first_byte_s - exchange.sent_s)
         if not self._request_log.enabled:
             return
         now_s = self._clock()

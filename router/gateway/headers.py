@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from multidict import CIMultiDict
 
 from engine.contract import headers
+from router.gateway.keys import KeyFileError
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -31,11 +32,28 @@ def request_id(incoming: Mapping[str, str]) -> str:
     return incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS] or f"{random.getrandbits(128):032x}"
 
 
-def upstream_headers(incoming: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
-    """What the engine gets of the client's headers."""
-    passed = _copy(incoming, _REQUEST_ONLY)
-    passed[headers.REQUEST_ID] = request_id
-    return passed
+class UpstreamHeaders:
+    """The headers that engines get."""
+
+    def __init__(self, *, passes_authorization: bool) -> None:
+        """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
+        self._dropped = _REQUEST_ONLY if passes_authorization else _REQUEST_ONLY | {"authorization"}
+        self.credentials: dict[str, str] = {}
+        """What engines are shown of the gateway itself."""
+
+    def use_key(self, keys: Sequence[str]) -> None:
+        """From now on show engines this one key. Raises KeyFileError where there are several."""
+        if len(keys) != 1:
+            raise KeyFileError(f"--engine-api-key-file must hold one key, not {len(keys)}")
+        self.credentials = {"Authorization": f"Bearer {keys[0]}"}
+
+    def of(self, incoming: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
+        """Those of a request that came with `incoming`."""
+        passed = _copy(incoming, self._dropped)
+        passed[headers.REQUEST_ID] = request_id
+        if self.credentials:
+            passed.update(self.credentials)
+        return passed
 
 
 def answer_headers(upstream: Mapping[str, str]) -> CIMultiDict[str]:

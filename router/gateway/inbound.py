@@ -11,10 +11,13 @@ from engine.contract.errors import BadRequest, ModelNotFound, Unavailable
 from engine.contract.keys import PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, request_head
 from router.fleet.fleet import Fleet
+from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 
 TOKEN_ID_BYTES = 4
 RETRY_AFTER_S = 1.0
+SCALING_RETRY_AFTER_S = 5.0
+"""For a model without a single engine: one that starts takes a while."""
 
 
 @dataclass(slots=True)
@@ -98,6 +101,8 @@ class Reader:
         known = self._fleet.models()
         if name is not None and name in known:
             return name
+        if name is not None and self._fleet.is_known(name):
+            raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
         if not known:
             raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
         if name is not None:

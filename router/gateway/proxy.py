@@ -15,7 +15,7 @@ from router.fleet.fleet import Fleet
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.errors import BadGateway
 from router.gateway.exchange import CLIENT_GONE, Exchange
-from router.gateway.headers import answer_headers, upstream_headers
+from router.gateway.headers import UpstreamHeaders, answer_headers
 from router.gateway.inbound import Inbound
 from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke, send_whole
 from router.gateway.upstream import Opened, PodFailed, open_answer
@@ -46,9 +46,16 @@ class Proxy:
     """The way of a request through the fleet."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, fleet: Fleet, chooser: Chooser, metrics: Metrics, limits: Limits
+        self,
+        session: aiohttp.ClientSession,
+        upstream: UpstreamHeaders,
+        fleet: Fleet,
+        chooser: Chooser,
+        metrics: Metrics,
+        limits: Limits,
     ) -> None:
         self._session = session
+        self._upstream = upstream
         self._fleet = fleet
         self._chooser = chooser
         self._metrics = metrics
@@ -88,7 +95,7 @@ class Proxy:
         self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice
     ) -> web.StreamResponse | Failure:
         """One attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index."""
-        exchange.choice = choice
+        exchange.choice, exchange.sent_s = choice, self._clock()
         exchange.attempts += 1
         opened: Opened | None = None
         try:
@@ -128,7 +135,7 @@ class Proxy:
             self._session,
             choice.pod.targets[inbound.endpoint],
             inbound.body,
-            upstream_headers(request.headers, exchange.request_id),
+            self._upstream.of(request.headers, exchange.request_id),
             deadline_s,
         )
 

@@ -10,52 +10,87 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from engine.contract.errors import BadRequest
+from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet, Member
 from router.gateway.admission import Admission
 from router.gateway.registry import NoRegistry, RegistryView
 from router.telemetry.metrics import GaugeValues, Metrics
 
+MAX_COUNT_DIGITS = 6
+
 
 class Status:
     """Handlers that read state and change none. `is_warm` is set once the registry was loaded, or given up on."""
 
-    def __init__(self, fleet: Fleet, registry: RegistryView, admission: Admission, metrics: Metrics) -> None:
+    def __init__(
+        self, discovery: Discovery, fleet: Fleet, registry: RegistryView, admission: Admission, metrics: Metrics
+    ) -> None:
+        self._discovery = discovery
         self._fleet = fleet
         self._registry = registry
         self._admission = admission
         self._metrics = metrics
         self._has_registry = not isinstance(registry, NoRegistry)
         self.is_warm = not self._has_registry
+        self._clock = asyncio.get_running_loop().time
+        self._started_s = self._clock()
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the process lives."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 once requests can be routed well; the body says what is missing. Redis trouble alone is no reason."""
+        """200 once the gateway knows what it needs to route; the body says what is missing.
+
+        Neither a fleet without engines is a reason, as clients hear of it, nor Redis trouble. `?engines=N`: see `_few`.
+        """
+        discovery = self._discovery.status()
         admitted = len(self._fleet.admitted())
         missing = []
         if self._admission.is_draining:
             missing.append("the gateway is shutting down")
-        if not admitted:
-            missing.append("no engine answers")
+        if discovery.synced_at_s is None:
+            missing.append(f"the engines are not known yet{f': {discovery.problem}' if discovery.problem else ''}")
+        elif not self._fleet.is_probed:
+            missing.append("the engines have not been asked yet")
         if not self.is_warm:
             missing.append("the registry is being loaded")
+        missing += _few(request.query.get("engines"), admitted)
         detail = {
             "ready": not missing,
             "missing": missing,
             "pods": {"known": len(self._fleet.members()), "admitted": admitted},
+            "discovery": {
+                "synced": discovery.synced_at_s is not None,
+                "sync_age_s": round(self._sync_age_s(discovery), 3),
+                "errors": discovery.errors,
+                "problem": discovery.problem,
+            },
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
         }
         return json_response(detail, status=503 if missing else 200)
 
+    def _sync_age_s(self, discovery: DiscoveryStatus) -> float:
+        """Seconds since the set of engines was last known to be complete; since the start before the first time."""
+        since_s = self._started_s if discovery.synced_at_s is None else discovery.synced_at_s
+        return max(0.0, self._clock() - since_s)
+
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         status = self._registry.status()
+        discovery = self._discovery.status()
+        pods = [member.pod for member in self._fleet.members() if member.pod is not None]
         values = GaugeValues(
             in_flight=self._admission.in_flight,
             pods_known=len(self._fleet.members()),
             pods_admitted=len(self._fleet.admitted()),
+            engine_in_flight={pod.pod_id: pod.in_flight for pod in pods},
+            model_engines=self._fleet.engines_by_model(),
+            discovery_synced=discovery.synced_at_s is not None,
+            discovery_sync_age_seconds=self._sync_age_s(discovery),
+            discovery_errors=discovery.errors,
+            discovery_relists=discovery.relists,
             registry_configured=self._has_registry,
             registry_connected=status.connected,
             registry_expired=status.expired,
@@ -70,7 +105,7 @@ class Status:
 
     async def pods(self, request: web.Request) -> web.Response:
         """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         return json_response({"pods": [self._pod(member, now_s) for member in self._fleet.members()]})
 
     def _pod(self, member: Member, now_s: float) -> dict[str, Any]:
@@ -87,10 +122,20 @@ class Status:
                 "epoch": None if pod.epoch is None else str(pod.epoch),
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
+                "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }
         return shown
+
+
+def _few(wanted: str | None, admitted: int) -> list[str]:
+    """What is missing for somebody who waits until so many engines take requests. Raises BadRequest for no number."""
+    if wanted is None:
+        return []
+    if not wanted.isdecimal() or len(wanted) > MAX_COUNT_DIGITS:
+        raise BadRequest(f"engines must be a number, got {wanted!r}", param="engines")
+    return [] if admitted >= int(wanted) else [f"{admitted} of {wanted} engines answer"]
 
 
 def json_response(value: object, status: int = 200) -> web.Response:

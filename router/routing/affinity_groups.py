@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.keys import PrefixKey
-from router.routing.pick import decide, load, lowest
+from router.routing.pick import bound_per_weight, decide, load, lowest
 from router.routing.ring import Rings
 from router.routing.shares import Popularity, TrafficShares
 from router.routing.types import Decision, PodId, PodView, RequestInfo
@@ -81,11 +81,11 @@ class AffinityGroups:
 
     def _home(self, anchor: PrefixKey, pods: Sequence[PodView], members: Sequence[int]) -> int | None:
         """The first member in ring order from the anchor, if it is not past the bound."""
-        limit = self._bound * (sum(pods[i].in_flight for i in members) + 1) / len(members)
+        limit = bound_per_weight([pods[i] for i in members], self._bound)
         index = {pods[i].pod_id: i for i in members}
         for pod_id in self._rings.successors(anchor, pods):
             i = index.get(pod_id)
-            if i is not None and pods[i].in_flight <= limit:
+            if i is not None and pods[i].in_flight <= limit * pods[i].weight:
                 return i
         return None
 

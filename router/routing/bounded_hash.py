@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.routing.least_loaded import LeastLoaded
-from router.routing.pick import decide
+from router.routing.pick import bound_per_weight, decide
 from router.routing.ring import Rings, position
 from router.routing.types import Decision, PodView, RequestInfo
 
 
 class BoundedHash:
-    """As `prefix_hash`, but the first pod in ring order that has at most `bound` times the mean of requests in flight.
+    """As `prefix_hash`, but the first pod in ring order with at most `bound` times its share of the requests in flight.
 
-    The mean counts the new request, so some pod always qualifies.
+    Shares go by weight, and count the new request, so some pod always qualifies.
     """
 
     name = "bounded_hash"
@@ -30,14 +30,14 @@ class BoundedHash:
             decision = self._keyless.choose(request, pods, explain=explain)
             return decide(self.name, pods, decision.pod, [score.score for score in decision.scores])
         key = request.keys[: self._depth_strides][-1]
-        limit = self._bound * (sum(pod.in_flight for pod in pods) + 1) / len(pods)
+        limit = bound_per_weight(pods, self._bound)
         if not explain:
-            fits = {pod.pod_id for pod in pods if pod.in_flight <= limit}
+            fits = {pod.pod_id for pod in pods if pod.in_flight <= limit * pod.weight}
             owner = next(pod_id for pod_id in self._rings.successors(key, pods) if pod_id in fits)
             return decide(self.name, pods, position(pods, owner))
         order = list(self._rings.successors(key, pods))
         places = [float(order.index(pod.pod_id)) for pod in pods]
-        over = [0.0 if pod.in_flight <= limit else float(len(pods)) for pod in pods]
+        over = [0.0 if pod.in_flight <= limit * pod.weight else float(len(pods)) for pod in pods]
         parts = [{"place": place, "over_bound": extra} for place, extra in zip(places, over, strict=True)]
         scores = [place + extra for place, extra in zip(places, over, strict=True)]
         return decide(self.name, pods, scores.index(min(scores)), scores, parts)

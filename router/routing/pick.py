@@ -13,8 +13,13 @@ Parts = Sequence[Mapping[str, float]]
 
 
 def load(pod: PodView) -> float:
-    """A pod's load: prompt tokens still to be prefilled, and among equals the number of requests."""
-    return pod.in_flight_uncached_tokens + pod.in_flight * 1e-6
+    """A pod's load for its weight: prompt tokens still to be prefilled, and among equals the number of requests."""
+    return (pod.in_flight_uncached_tokens + pod.in_flight * 1e-6) / pod.weight
+
+
+def bound_per_weight(pods: Sequence[PodView], bound: float) -> float:
+    """Requests in flight that a pod of weight 1 may have: `bound` times its share, the new request counted."""
+    return bound * (sum([pod.in_flight for pod in pods]) + 1) / sum([pod.weight for pod in pods])
 
 
 def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float]) -> int:

@@ -12,7 +12,7 @@ from engine.contract.keys import PrefixKey
 from router.routing.types import PodId, PodView
 
 VNODES = 100
-"""Points of a pod on the ring: shares of pods then differ by about 10 %."""
+"""Points on the ring of a pod of weight 1: shares of equal pods then differ by about 10 %."""
 _RINGS_KEPT = 8
 """Retries leave single pods out, so a few sets alternate; building a ring costs about 0.1 ms a pod."""
 
@@ -21,7 +21,7 @@ class Rings:
     """A ring for each set of pods; a pod keeps its points in all of them."""
 
     def __init__(self) -> None:
-        self._rings: dict[frozenset[PodId], HashRing] = {}
+        self._rings: dict[frozenset[tuple[PodId, float]], HashRing] = {}
 
     def owner(self, key: PrefixKey, pods: Sequence[PodView]) -> PodId:
         """The first pod at or after `key` on the ring."""
@@ -32,13 +32,14 @@ class Rings:
         return islice((PodId(name) for name in self._ring(pods).iterate_nodes(str(key))), count)
 
     def _ring(self, pods: Sequence[PodView]) -> HashRing:
-        ids = frozenset(pod.pod_id for pod in pods)
-        ring = self._rings.pop(ids, None)
+        weights = frozenset([(pod.pod_id, pod.weight) for pod in pods])
+        ring = self._rings.pop(weights, None)
         if ring is None:
             while len(self._rings) >= _RINGS_KEPT:
                 del self._rings[next(iter(self._rings))]
-            ring = HashRing(sorted(ids), vnodes=VNODES, hash_fn=_hash)
-        self._rings[ids] = ring
+            points = {pod_id: {"vnodes": max(1, round(VNODES * weight))} for pod_id, weight in sorted(weights)}
+            ring = HashRing(points, hash_fn=_hash)
+        self._rings[weights] = ring
         return ring
 
 

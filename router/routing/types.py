@@ -56,6 +56,8 @@ class PodView:
     """Whether nothing was heard of the pod's speed lately: it is to be taken for as fast as its peers."""
     kv_used: float = 0.0
     """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
+    weight: float = 1.0
+    """Traffic it is meant to take beside others, for policies that do not learn what a pod can do; above 0."""
 
 
 @dataclass(frozen=True, slots=True)

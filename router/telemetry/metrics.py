@@ -1,10 +1,13 @@
-"""Prometheus metrics of the gateway. Labels are bounded: policies are a fixed list, pods leave with the fleet."""
+"""Prometheus metrics of the gateway. Labels are bounded: policies are a fixed list, engines leave with the fleet.
+
+An engine is called `engine` and not `pod`: that label is the gateway's own where Prometheus scrapes in Kubernetes.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +18,7 @@ from prometheus_client.registry import Collector
 Labels = tuple[str | int, ...]
 
 TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+TTFT_ERROR_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DECISION_BUCKETS_S = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01)
 
 
@@ -25,6 +29,16 @@ class GaugeValues:
     in_flight: int
     pods_known: int
     pods_admitted: int
+    engine_in_flight: Mapping[str, int]
+    """By pod id."""
+    model_engines: Mapping[str, int]
+    """Engines that take requests, by model."""
+    discovery_synced: bool
+    discovery_sync_age_seconds: float
+    """Since the last time that the set of engines was known to be the whole truth; since the start before the first."""
+    discovery_errors: int
+    discovery_relists: Mapping[str, int]
+    """By reason."""
     registry_configured: bool
     registry_connected: bool
     registry_expired: bool
@@ -89,8 +103,8 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         self._requests = Tally(
             "warmroute_gateway_requests",
-            "Answers given, by policy, pod (empty: none) and HTTP status",
-            ("policy", "pod", "status"),
+            "Answers given, by policy, engine (empty: none) and HTTP status",
+            ("policy", "engine", "status"),
         )
         self._first_byte = Distribution(
             "warmroute_gateway_first_byte_seconds",
@@ -109,8 +123,38 @@ class Metrics:
             "Tokens of answered requests whose pod reported them: prompt, cached, and cached as predicted",
             ("policy", "kind"),
         )
-        for collector in (self._requests, self._first_byte, self._decision, self._tokens):
+        self._ttft_error = Distribution(
+            "warmroute_gateway_ttft_error_seconds",
+            "Seconds by which the first byte of a stream came later or earlier than the policy had predicted",
+            ("direction",),
+            TTFT_ERROR_BUCKETS_S,
+        )
+        self._unserved = Tally(
+            "warmroute_gateway_unserved", "Requests for a known model that no engine served at the moment", ("model",)
+        )
+        self._unauthorized = Tally("warmroute_gateway_unauthorized", "Requests without a valid API key", ())
+        self._unauthorized.counts[()] = 0
+        self._discovery_errors = Tally("warmroute_gateway_discovery_errors", "Failed looks for engines", ())
+        self._relists = Tally(
+            "warmroute_gateway_discovery_relists", "Complete looks for engines, by what led to them", ("reason",)
+        )
+        for collector in (
+            *(self._requests, self._first_byte, self._decision, self._tokens, self._ttft_error),
+            *(self._unserved, self._unauthorized, self._discovery_errors, self._relists),
+        ):
             registry.register(collector)
+        self._engine_in_flight = Gauge(
+            "warmroute_gateway_engine_in_flight",
+            "Requests in flight on an engine, from here",
+            ("engine",),
+            registry=registry,
+        )
+        self._model_engines = Gauge(
+            "warmroute_gateway_model_engines",
+            "Engines that take requests for a known model",
+            ("model",),
+            registry=registry,
+        )
         self._retries = Counter(
             "warmroute_gateway_retries", "Attempts that failed before the first byte", ("reason",), registry=registry
         )
@@ -128,6 +172,8 @@ class Metrics:
                 ("in_flight", "Requests in flight"),
                 ("pods_known", "Engines that were identified, ejected ones included"),
                 ("pods_admitted", "Engines that take requests"),
+                ("discovery_synced", "1 once a complete set of engines was found"),
+                ("discovery_sync_age_seconds", "Seconds since the set of engines was last known to be complete"),
                 ("registry_configured", "1 where a Redis URL is set"),
                 ("registry_connected", "1 while Redis answers"),
                 ("registry_expired", "1 while every lease has run out"),
@@ -154,6 +200,19 @@ class Metrics:
         """Observe the time of one decision."""
         self._decision.observe(seconds)
 
+    def predicted(self, predicted_s: float, actual_s: float) -> None:
+        """Observe what a predicted time to the first byte was worth."""
+        error_s = actual_s - predicted_s
+        self._ttft_error.observe(abs(error_s), ("late",) if error_s > 0 else ("early",))
+
+    def unserved(self, model: str) -> None:
+        """Count a request for a known model that no engine serves. Give no name that a client made up."""
+        self._unserved.counts[model,] += 1
+
+    def unauthorized(self) -> None:
+        """Count a request without a valid key."""
+        self._unauthorized.counts[()] += 1
+
     def retried(self, reason: str) -> None:
         """Count an attempt that failed before the first byte."""
         self._retries.labels(reason).inc()
@@ -176,4 +235,13 @@ class Metrics:
         """The exposition text."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))
+        for family, counts in (
+            (self._engine_in_flight, values.engine_in_flight),
+            (self._model_engines, values.model_engines),
+        ):
+            family.clear()
+            for label, count in counts.items():
+                family.labels(label).set(count)
+        self._discovery_errors.counts[()] = values.discovery_errors
+        self._relists.counts.update({(reason,): count for reason, count in values.discovery_relists.items()})
         return generate_latest(self._registry)

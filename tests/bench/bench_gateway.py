@@ -246,10 +246,11 @@ def started(*command: str) -> Iterator[tuple[str, psutil.Process]]:
             process.kill()
 
 
-def wait_ready(url: str) -> None:
+def wait_ready(url: str, pods: int) -> None:
     """Until the gateway has its pods; fails after ten seconds."""
+    asked = f"{url}/ready?engines={pods}"
     for _ in range(100):
-        with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/ready", timeout=5):
+        with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(asked, timeout=5):
             return
         time.sleep(0.1)
     raise AssertionError("the gateway is not ready")
@@ -275,7 +276,7 @@ def compare(repeats: int, count: int, policy: str, pods: int) -> None:
         started("router", "--port", "0", "--engines", engines, "--policy", policy) as (gateway_url, gateway),
     ):
         arms = [("bare", bare_url, bare), ("gateway", gateway_url, gateway)]
-        wait_ready(gateway_url)
+        wait_ready(gateway_url, pods)
         for _, url, _ in arms:
             measure(url, None, 200, 32)
         cpu: dict[str, list[float]] = {"bare": [], "gateway": []}

@@ -23,6 +23,7 @@ class Program:
     def __init__(self, module: str, *flags: str, environ: dict[str, str] | None = None) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="wr-log-", suffix=".txt", delete=False)  # noqa: SIM115
         self.name = module
+        self._engines = len(flags[flags.index("--engines") + 1].split(",")) if "--engines" in flags else 0
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *flags],
             stdout=self._log,
@@ -47,8 +48,8 @@ class Program:
             time.sleep(0.02)
 
     def _answers(self) -> bool:
-        """A gateway listens before its engines have been probed: wait until it says it is ready."""
-        path = "/ready" if self.name == "router" else "/health"
+        """A gateway listens before its engines have been probed: wait until all of them take requests."""
+        path = f"/ready?engines={self._engines}" if self.name == "router" else "/health"
         with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=5.0) as answer:
             return bool(answer.status == 200)
         return False

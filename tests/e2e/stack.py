@@ -81,8 +81,8 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
             stack = Stack(server, engines, app, url, http)
             async with asyncio.timeout(15):
                 while True:
-                    async with http.get(f"{url}/ready") as ready:
-                        if ready.status == 200 and (await ready.json())["pods"]["admitted"] == len(engines):
+                    async with http.get(f"{url}/ready?engines={len(engines)}") as ready:
+                        if ready.status == 200:
                             break
                     await asyncio.sleep(0.02)
             yield stack

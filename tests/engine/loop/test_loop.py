@@ -70,6 +70,7 @@ async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
+        assert not bench.loop._queued_s, "nothing is remembered of a request that has left"
 
 
 def request(id_: int, *, prompt: Iterable[int] = range(20), max_tokens: int = 4, keys: int = 0) -> Request:

@@ -17,6 +17,7 @@ from engine.contract.keys import canonical_chat, key_seed, prefix_keys
 from engine.metrics import EngineMetrics
 from engine.server.service import ServerState
 from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
+from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
 LONG = [
@@ -115,6 +116,8 @@ async def test_metrics_count_what_happened(engine: Engine) -> None:
     assert found["vllm:prefix_cache_queries_total"] == 2 * usage["prompt_tokens"]
     assert found["vllm:prefix_cache_hits_total"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
     assert found["vllm:time_to_first_token_seconds_count"] == found["vllm:e2e_request_latency_seconds_count"] == 2
+    assert found["vllm:request_queue_time_seconds_count"] == 2
+    assert found["vllm:request_queue_time_seconds_sum"] <= found["vllm:time_to_first_token_seconds_sum"]
     assert found["vllm:inter_token_latency_seconds_count"] == 8
     assert found["vllm:request_success_total"] == 2
     assert found["vllm:num_preemptions_total"] == 0
@@ -131,6 +134,32 @@ async def test_metrics_show_the_load_of_the_moment(start: Start) -> None:
         assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
         assert 0 < found["vllm:kv_cache_usage_perc"] < 1
         await asyncio.gather(*tasks)
+
+
+async def test_metrics_show_how_publishing_goes(start: Start, redis_server: RedisServer) -> None:
+    async with start(redis_url=redis_server.url) as engine:
+        state = engine.service.registry
+        await wait_until(lambda: state().connected and state().snapshots == 1)
+        await engine.ask(CHAT, messages=LONG, max_tokens=2)
+        before = state()
+        await wait_until(lambda: state().deltas > before.deltas and not state().pending_keys)
+        found = samples(await engine.text("/metrics"))
+        assert (found["warmroute_registry_configured"], found["warmroute_registry_connected"]) == (1, 1)
+        assert before.deltas < found["warmroute_registry_deltas_total"] <= state().deltas
+        assert found["warmroute_registry_snapshots_total"] == 1
+        assert found["warmroute_registry_failures_total"] == found["warmroute_registry_dropped_keys_total"] == 0
+        redis_server.stop()
+        await wait_until(lambda: state().failures > 0)
+        found = samples(await engine.text("/metrics"))
+        assert found["warmroute_registry_connected"] == 0
+        assert found["warmroute_registry_failures_total"] >= 1
+
+
+async def test_metrics_of_an_engine_without_a_registry(engine: Engine) -> None:
+    found = samples(await engine.text("/metrics"))
+    exported = [name for name in found if name.startswith("warmroute_registry_") and not name.endswith("_created")]
+    assert len(exported) == 7
+    assert not any(found[name] for name in exported)
 
 
 async def test_preemptions_are_counted_once_each(start: Start) -> None:

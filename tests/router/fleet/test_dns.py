@@ -41,7 +41,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        discovery = DnsDiscovery(self.resolver, "engines", 8000, max_ttl_s=5.0, rng=random.Random(1))
+        self.discovery = discovery = DnsDiscovery(self.resolver, "engines", 8000, max_ttl_s=5.0, rng=random.Random(1))
 
         async def follow() -> None:
             async for addresses in discovery.watch():
@@ -96,11 +96,15 @@ async def test_the_last_answer_holds_while_the_name_is_not_resolved(caplog: pyte
         await asyncio.sleep(300)
         assert len(world.sets) == 1
         assert caplog.text.count("SERVFAIL") == 1
+        status = world.discovery.status()
+        assert (status.problem, status.errors > 10) == ("SERVFAIL", True)
+        assert asyncio.get_running_loop().time() - (status.synced_at_s or 0) > 290
         gaps = [b - a for a, b in itertools.pairwise(world.resolver.asked)]
         assert 8 <= min(gaps[-5:]) <= max(gaps) <= 12
         world.resolver.answer = DnsAnswer(frozenset((A,)), 30.0)
         await asyncio.sleep(12)
         assert world.urls() == ["http://10.0.0.1:8000"]
+        assert world.discovery.status().problem is None
 
 
 @pytest.mark.looptime

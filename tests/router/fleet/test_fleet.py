@@ -215,6 +215,20 @@ async def test_what_discovery_calls_not_ready_gets_no_requests_and_keeps_its_sta
 
 
 @pytest.mark.looptime
+async def test_an_engine_that_becomes_ready_is_probed_at_once() -> None:
+    world = World("http://a")
+    world.probe.pods["http://b"] = ProbeFailed("the model is being loaded", refused=True)
+    async with world.running():
+        world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b", is_ready=False))
+        await asyncio.sleep(0.1)
+        assert len(world.probe.seen["http://b"]) == 1
+        world.probe.pods["http://b"] = identity("b")
+        world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert world.ids() == ["a", "b"], "it waited for the next round of probes"
+
+
+@pytest.mark.looptime
 async def test_the_model_that_discovery_names_is_the_one_it_serves() -> None:
     world = World()
     world.probe.pods["http://a"] = identity("a", 1, "m", "n")
@@ -301,3 +315,51 @@ def test_any_answer_is_models_or_a_failed_probe(body: bytes) -> None:
 def test_an_odd_model_list_is_a_failed_probe(body: bytes) -> None:
     with pytest.raises(ProbeFailed):
         served_models(body)
+
+
+@pytest.mark.looptime
+async def test_an_engine_that_wants_a_key_is_what_discovery_says_it_is() -> None:
+    world = World()
+    world.probe.pods["http://a"] = ProbeFailed("401", protected=True)
+    world.discovery.put(EngineAddress("http://a", model="org/m"), EngineAddress("http://b"))
+    async with world.running():
+        await asyncio.sleep(1.3)
+        assert world.ids("org/m") == ["a"]
+        assert world.ids("m") == ["b"]
+        world.probe.pods["http://b"] = ProbeFailed("401", protected=True)
+        await asyncio.sleep(4.0)
+        assert world.ids("m") == [], "nobody says what it serves"
+        world.probe.pods["http://a"] = ProbeFailed("refused")
+        await asyncio.sleep(4.0)
+        assert world.ids("org/m") == [], "a name is no sign of life"
+        world.probe.pods["http://a"] = identity("pod-a", 1, "org/m", "other")
+        await asyncio.sleep(1.3)
+        assert world.ids("org/m") == ["pod-a"], "its own word goes first"
+        assert world.ids("other") == []
+
+
+@pytest.mark.looptime
+async def test_weights_follow_discovery_and_keep_the_life() -> None:
+    world = World()
+    world.discovery.put(EngineAddress("http://a", weight=2.0), EngineAddress("http://b"))
+    async with world.running():
+        await asyncio.sleep(0.1)
+        pods = world.fleet.pods("m")
+        assert [pod.weight for pod in pods] == [2.0, 1.0]
+        world.discovery.put(EngineAddress("http://a", weight=0.5), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert [pod.weight for pod in pods] == [0.5, 1.0]
+        assert world.fleet.pods("m") == pods
+
+
+@pytest.mark.looptime
+async def test_models_once_served_stay_known_and_are_bounded() -> None:
+    world = World()
+    async with world.running():
+        world.discovery.put(EngineAddress("http://b"))
+        world.probe.pods["http://b"] = identity("b", 1, *(f"m{i}" for i in range(2000)))
+        await asyncio.sleep(1.3)
+        assert world.fleet.is_known("m1999")
+        assert world.fleet.engines_by_model()["m1999"] == 1
+        assert len(world.fleet.engines_by_model()) == 1024
+        assert not world.fleet.is_known("m"), "the oldest is forgotten"

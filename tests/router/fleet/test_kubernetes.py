@@ -137,6 +137,20 @@ async def test_ports_and_models_from_annotations_names_and_the_flag(
     ]
 
 
+async def test_weights_from_annotations(api: ScriptedApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.pods.clear()
+    given = {"big": "2.5", "odd": "a lot", "nil": "0", "huge": "1000", "none": None}
+    for i, (name, weight) in enumerate(given.items()):
+        annotations = None if weight is None else {"warmroute.io/weight": weight}
+        api.put(pod(name, f"10.0.1.{i}", annotations=annotations))
+    async with following(api) as seen:
+        await asyncio.sleep(NEWS_S)
+    weights = {address.life: address.weight for address in seen.sets[-1]}
+    assert weights == {"uid-big": 2.5, "uid-odd": 1.0, "uid-nil": 1.0, "uid-huge": 1.0, "uid-none": 1.0}
+    assert "warmroute.io/weight of huge, nil, odd is no number" in caplog.text
+    assert "big" not in caplog.text
+
+
 # -- the server, the network ---------------------------------------------------------------------------------------
 
 
@@ -170,6 +184,7 @@ async def test_a_version_that_expired_is_listed_anew(api: ScriptedApi) -> None:
         await asyncio.sleep(63)
         assert seen.urls() == []
         assert seen.discovery.status().relists == {"start": 1, "unreachable": 1, "expired": 1}
+        assert seen.discovery.status().errors == 2
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,9 @@ async def test_without_a_living_pod_the_answer_is_503_and_the_gateway_lives_on()
         await gateway.wait_pods(0)
         answer = await gateway.post(STREAM)
         assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-        ready = await gateway.get("/ready")
-        assert (ready.status, ready.json["missing"]) == (503, ["no engine answers"])
+        assert (await gateway.get("/ready")).status == 200, "a gateway without engines still answers clients"
+        waiting = await gateway.get("/ready?engines=1")
+        assert (waiting.status, waiting.json["missing"]) == (503, ["0 of 1 engines answer"])
         await engine.start(port)
         await gateway.wait_pods(1)
         assert (await gateway.post(STREAM)).status == 200

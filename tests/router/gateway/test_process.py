@@ -52,7 +52,7 @@ async def program(engine: ScriptedEngine, *flags: str) -> AsyncIterator[tuple[as
 async def wait_ready(url: str) -> None:
     async with asyncio.timeout(20), aiohttp.ClientSession() as session:
         while True:
-            async with session.get(f"{url}/ready") as answer:
+            async with session.get(f"{url}/ready?engines=1") as answer:
                 if answer.status == 200:
                     return
             await asyncio.sleep(0.02)
@@ -75,6 +75,27 @@ async def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
             assert await process.wait() == 0
         with pytest.raises(aiohttp.ClientConnectorError):
             await session.get(f"{url}/health")
+
+
+async def test_while_draining_kept_connections_are_given_up() -> None:
+    """Else a client's next request would meet the end of a connection that it holds for alive."""
+    engine = ScriptedEngine("a", streams([event("a")]))
+    async with program(engine, "--drain-delay-s", "30") as (process, url), aiohttp.ClientSession() as session:
+
+        async def connection() -> str | None:
+            async with session.post(f"{url}/v1/completions", json=STREAM) as answer:
+                await answer.read()
+                return answer.headers.get("Connection")
+
+        assert await connection() != "close"
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while True:
+                async with session.get(f"{url}/ready") as ready:
+                    if ready.status == 503:
+                        break
+                await asyncio.sleep(0.02)
+        assert await connection() == "close"
 
 
 @pytest.mark.parametrize("how", ["second signal", "drain timeout"])
@@ -111,3 +132,35 @@ async def test_a_port_in_use_is_said_in_one_line() -> None:
     assert not out
     assert f"cannot listen on 127.0.0.1:{port}" in err.decode()
     assert "Traceback" not in err.decode()
+
+
+async def test_metrics_have_a_port_of_their_own_until_the_end(unused_tcp_port: int) -> None:
+    engine = ScriptedEngine("a", streams([event("a")]))
+    flags = ("--metrics-port", str(unused_tcp_port), "--drain-delay-s", "0.5")
+    async with program(engine, *flags) as (process, url), aiohttp.ClientSession() as session:
+        assert process.stdout is not None
+        async with asyncio.timeout(10):
+            line = (await process.stdout.readline()).decode()
+        assert line == f"metrics on http://127.0.0.1:{unused_tcp_port}/metrics\n"
+        metrics_url = line.split()[-1]
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 404
+        async with session.get(metrics_url) as answer:
+            assert "warmroute_gateway_pods_admitted 1.0" in await answer.text()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("flag", ["--api-keys-file", "--engine-api-key-file"])
+async def test_a_key_file_that_is_not_there_is_said_in_one_line(flag: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--port", "0", "--engines", "http://127.0.0.1:1", flag, "/nowhere/keys"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    assert err.decode().startswith("warmroute-gateway: /nowhere/keys cannot be read: ")
+    assert len(err.decode().splitlines()) == 1

@@ -202,7 +202,7 @@ async def test_health_ready_and_metrics() -> None:
         ready = await gateway.get("/ready")
         text = (await gateway.get("/metrics")).body.decode()
     assert (ready.status, ready.json["pods"]) == (200, {"known": 1, "admitted": 1})
-    assert 'warmroute_gateway_requests_total{pod="a",policy="round_robin",status="200"} 1.0' in text
+    assert 'warmroute_gateway_requests_total{engine="a",policy="round_robin",status="200"} 1.0' in text
     assert 'warmroute_gateway_first_byte_seconds_count{policy="round_robin"} 1.0' in text
     assert "warmroute_gateway_decision_seconds_count 1.0" in text
     assert "warmroute_gateway_in_flight 0.0" in text

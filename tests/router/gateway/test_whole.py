@@ -44,7 +44,7 @@ async def test_a_client_that_does_not_read_is_given_up(status: int) -> None:
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await reader.readexactly(len(BODY))
         text = (await gateway.get("/metrics")).body.decode()
-    assert 'warmroute_gateway_requests_total{pod="a",policy="round_robin",status="499"} 1.0' in text
+    assert 'warmroute_gateway_requests_total{engine="a",policy="round_robin",status="499"} 1.0' in text
 
 
 async def test_a_slow_client_gets_all_of_it() -> None:

@@ -144,6 +144,39 @@ def test_ties_spread_over_prefixes_and_stick_to_each(name: str) -> None:
     assert chosen(name, requests[0], idle(8)) == chosen(name, requests[0], idle(8))
 
 
+@pytest.mark.parametrize("name", ["prefix_hash", "bounded_hash"])
+def test_a_pod_of_twice_the_weight_owns_twice_the_prefixes(name: str) -> None:
+    pods = [replace(pod, weight=2.0 if i == 0 else 1.0) for i, pod in enumerate(idle(4))]
+    owners = Counter(chosen(name, RequestInfo((PrefixKey(i * 2**49),), 4000, NOW_S), pods) for i in range(2000))
+    assert 0.3 < owners[pods[0].pod_id] / 2000 < 0.5
+    equal = [replace(pod, weight=1.0) for pod in pods]
+    for i in range(200):
+        request = RequestInfo((PrefixKey(i * 2**55),), 4000, NOW_S)
+        owner = chosen(name, request, pods)
+        assert owner in (chosen(name, request, equal), pods[0].pod_id), "the others' points stay where they are"
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "cache_aware"])
+def test_a_pod_of_twice_the_weight_carries_twice_the_load(name: str) -> None:
+    pods = idle(3)
+    pods[0].weight = 2.0
+    for i in range(400):
+        request = RequestInfo((PrefixKey(i * 2**50),), 4000, NOW_S)
+        pod = next(pod for pod in pods if pod.pod_id == chosen(name, request, pods))
+        pod.in_flight += 1
+        pod.in_flight_uncached_tokens += 100
+    assert [pod.in_flight for pod in pods] == [200, 100, 100]
+
+
+@given(request=REQUESTS, pods=fleets(), weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=8, max_size=8))
+def test_bounded_hash_keeps_each_pods_share(request, pods, weights) -> None:
+    pods = [replace(pod, weight=weight) for pod, weight in zip(pods, weights, strict=False)]
+    pod = pods[make_policy("bounded_hash").choose(request, pods).pod]
+    share = pod.weight / sum(p.weight for p in pods)
+    if request.keys:
+        assert pod.in_flight <= 1.25 * share * (sum(p.in_flight for p in pods) + 1) + 1e-9
+
+
 def test_prompts_without_a_key_spread_over_time() -> None:
     requests = [RequestInfo((), 100, NOW_S + i / 10) for i in range(200)]
     assert len({chosen("predicted_ttft", request, idle(8)) for request in requests}) == 8

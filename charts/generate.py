@@ -1,0 +1,50 @@
+"""Write the chart's README.md and values.schema.json from values.yaml: `python -m charts.generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from charts.schema import build_schema
+from charts.values_doc import CHART, Value, read_values
+
+TABLE = ("| value | default | |", "|---|---|---|")
+HEAD = CHART.parent / "README.head.md"
+
+
+def readme(values: Iterable[Value]) -> str:
+    """README.md: the text of README.head.md, then a table of values for each top-level key."""
+    lines = [HEAD.read_text(encoding="utf-8").rstrip(), "", "## Values", "", *TABLE]
+    for value in values:
+        name = ".".join(value.path)
+        if len(value.path) == 1 and value.is_section:
+            lines += ["", f"### {name}", "", value.about or "For all of the chart.", "", *TABLE]
+        elif value.is_section:
+            lines += [f"| **{name}** | | {_cell(value.about)} |"] if value.about else []
+        else:
+            lines.append(f"| `{name}` | {_code(value.default)} | {_cell(value.about)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(default: object) -> str:
+    text = json.dumps(default)
+    return "" if default is None else f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def schema() -> str:
+    """values.schema.json."""
+    return json.dumps(build_schema(read_values()), indent=2) + "\n"
+
+
+def main() -> None:
+    """Write both files."""
+    (CHART / "README.md").write_text(readme(read_values()), encoding="utf-8")
+    (CHART / "values.schema.json").write_text(schema(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

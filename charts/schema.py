@@ -1,0 +1,193 @@
+"""values.schema.json: types and descriptions from values.yaml, settings from the programs, and the rest from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from charts.values_doc import Value
+from engine.config import EngineSettings
+from engine.contract.settings import Settings
+from engine.model.checkpoint import CheckpointShape
+from engine.model.config import DTYPES
+from loadgen.config import CompareSettings
+from router.config import GatewaySettings
+
+Schema = dict[str, Any]
+
+STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+KUBERNETES_LIST: Schema = {"type": "array", "items": {"type": "object"}}
+"""Passed on as they are: the API server knows what may be in them."""
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POSITIVE: Schema = {"type": "integer", "minimum": 1}
+SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+PROBE: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": dict.fromkeys(("periodSeconds", "timeoutSeconds", "failureThreshold"), POSITIVE),
+}
+RESOURCE_LIST: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+
+BY_KEY: dict[str, Schema] = {
+    "affinity": {"type": "object"},
+    "podSecurityContext": {"type": "object"},
+    "securityContext": {"type": "object"},
+    "strategy": {"type": "object"},
+    "resources": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"requests": RESOURCE_LIST, "limits": RESOURCE_LIST, "claims": KUBERNETES_LIST},
+    },
+    "extraArgs": {"type": "array", "items": {"type": "string"}},
+    "extraEnv": {"type": "array", "items": {"type": "object", "required": ["name"]}},
+    "extraObjects": {"type": "array", "items": {"type": ["object", "string"]}},
+    "hosts": {"type": "array", "items": {"type": "string", "minLength": 1}},
+    "hostnames": {"type": "array", "items": {"type": "string", "minLength": 1}},
+    "apiServerPorts": {"type": "array", "items": POSITIVE},
+    "externalRedisPorts": {"type": "array", "items": POSITIVE},
+    "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "tag": {"type": "string", "pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"},
+    "replicas": COUNT,
+    "minReplicas": POSITIVE,
+    "maxReplicas": POSITIVE,
+    "maxUnavailable": {"type": ["integer", "string"], "minimum": 1, "pattern": "^[1-9][0-9]?%$|^100%$"},
+    "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 1},
+    "ttlSecondsAfterFinished": {"type": ["integer", "null"], "minimum": 0},
+    "nodePort": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535},
+    "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+    **dict.fromkeys(("errorRatio", "brokenStreamRatio", "hitRateDrop"), SHARE),
+    **dict.fromkeys(("noEngineMinutes", "discoveryStaleSeconds", "queuedTokensPerEngine"), POSITIVE),
+}
+BY_PATH: dict[str, Schema] = {
+    "longestAnswerSeconds": {"type": "integer", "minimum": 1, "maximum": 3600},
+    "strideBytes": {"type": "integer", "minimum": 16, "maximum": 65536, "multipleOf": 4},
+    "gateway.apiKeys.keys": {"type": "array", "items": {"type": "string", "pattern": "^[^\\s]+$"}},
+    "gateway.autoscaling.metric": {"enum": ["in_flight", "cpu"]},
+    "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "gateway.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "engines.defaults.device": {"enum": ["cuda", "cpu", "sim"]},
+    "engines.defaults.shmSize": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti))?$"},
+    "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
+    "engines.existing.port": {"type": ["string", "integer"], "minimum": 1, "maximum": 65535, "minLength": 1},
+    "redis.auth.password": {"type": "string", "pattern": "^[A-Za-z0-9._~-]*$"},
+    "redis.maxMemory": {"type": "string", "pattern": "^[0-9]+(kb|mb|gb)$"},
+    "loadgen.activeDeadlineSeconds": POSITIVE,
+    "tests.timeoutSeconds": POSITIVE,
+}
+STRING_MAPS = (
+    "commonLabels", "labels", "annotations", "nodeSelector", "podAnnotations", "podLabels", "selector"
+)  # fmt: skip
+PROGRAMS: dict[str, type[Settings]] = {
+    "gateway": GatewaySettings,
+    "engine": EngineSettings,
+    "loadgen": CompareSettings,
+}
+"""Whose settings stand under `settings`."""
+OWNED = {
+    "gateway": {
+        *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
+        *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
+        *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
+    },
+    "engine": {
+        *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id", "stride"),
+        "drain_s",
+    },
+    "loadgen": {"config", "url", "out"},
+}
+"""Settings that the chart gives by values of its own."""
+MODEL_NAME = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
+
+
+def build_schema(values: Iterable[Value]) -> Schema:
+    """The whole schema, draft-07, without references to other files."""
+    root: Schema = _section("Values of the warmroute chart.")
+    for value in values:
+        parent = root
+        for key in value.path[:-1]:
+            parent = parent["properties"][key]
+        parent["properties"][value.path[-1]] = _schema_of(value)
+    model = root["properties"]["engines"]["properties"]["defaults"]
+    root["properties"]["engines"]["properties"]["defaults"] = {"$ref": "#/definitions/model"}
+    root["properties"]["models"] = {
+        "description": root["properties"]["models"]["description"],
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {MODEL_NAME: {"$ref": "#/definitions/model"}},
+    }
+    # Helm puts these there for a chart that is part of another.
+    root["properties"]["global"]["additionalProperties"] = True
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$comment": "Written by `python -m charts.generate` from values.yaml and the programs' settings.",
+        **root,
+        "definitions": {
+            "model": model,
+            **{f"{name}Settings": settings_schema(settings, OWNED[name]) for name, settings in PROGRAMS.items()},
+            "checkpoint": _checkpoint_schema(),
+        },
+    }
+
+
+def _section(about: str) -> Schema:
+    section: Schema = {"description": about} if about else {}
+    return {**section, "type": "object", "additionalProperties": False, "properties": {}}
+
+
+def _schema_of(value: Value) -> Schema:
+    path, key = ".".join(value.path), value.path[-1]
+    if value.is_section and key not in STRING_MAPS:
+        return _section(value.about)
+    about: Schema = {"description": value.about}
+    if path in BY_PATH or key in BY_KEY:
+        return {**about, **BY_PATH.get(path, BY_KEY.get(key, {}))}
+    if key in STRING_MAPS:
+        return {**about, **STRINGS}
+    if key == "settings":
+        program = {"defaults": "engine"}.get(value.path[-2], value.path[-2])
+        return {**about, "allOf": [{"$ref": f"#/definitions/{program}Settings"}]}
+    if key == "probes":
+        section = _section(value.about)
+        return {**section, "properties": dict.fromkeys(value.default, PROBE)}
+    if key == "checkpoint":
+        return {**about, "allOf": [{"$ref": "#/definitions/checkpoint"}]}
+    match value.default:
+        case bool():
+            return {**about, "type": "boolean"}
+        case int():
+            return {**about, **COUNT}
+        case float():
+            return {**about, "type": "number", "minimum": 0}
+        case str():
+            return {**about, "type": "string"}
+        case list():
+            return {**about, **KUBERNETES_LIST}
+        case dict():
+            return _section(value.about)
+    raise ValueError(f"charts/schema.py does not know the type of {path}: name it in BY_PATH")
+
+
+def settings_schema(settings: type[Settings], owned: Iterable[str]) -> Schema:
+    """A program's settings without those that the chart gives itself."""
+    properties = settings.model_json_schema()["properties"]
+    kept = {name: _clean(properties[name]) for name in properties if name not in set(owned)}
+    return {"type": "object", "additionalProperties": False, "properties": kept}
+
+
+def _clean(field: Schema) -> Schema:
+    """Without pydantic's titles and defaults, and without null: a value that is not given is not in the map."""
+    variants = [variant for variant in field.get("anyOf", []) if variant != {"type": "null"}]
+    merged = {**field, **(variants[0] if len(variants) == 1 else {})}
+    dropped = ("title", "default", "anyOf") if len(variants) <= 1 else ("title", "default")
+    return {name: part for name, part in merged.items() if name not in dropped}
+
+
+def _checkpoint_schema() -> Schema:
+    numbers = {f.name: {"type": "integer"} for f in fields(CheckpointShape) if f.name != "dtype"}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {**numbers, "dtype": {"enum": list(DTYPES)}},
+    }

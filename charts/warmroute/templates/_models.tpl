@@ -1,0 +1,137 @@
+{{/*
+Models: the entries of `models` on top of engines.defaults.
+*/}}
+
+{{/* JSON: name -> values, of the models that are enabled. */}}
+{{- define "warmroute.models" -}}
+{{- $models := dict }}
+{{- range $name, $own := .Values.models }}
+{{- $model := mergeOverwrite (deepCopy $.Values.engines.defaults) (deepCopy ($own | default dict)) }}
+{{- if $model.enabled }}
+{{- $_ := set $model "servedModelName" ($model.servedModelName | default $name) }}
+{{- $_ := set $models $name $model }}
+{{- end }}
+{{- end }}
+{{- toJson $models }}
+{{- end }}
+
+{{/* JSON list: the names by which clients know the models. */}}
+{{- define "warmroute.modelNames" -}}
+{{- $names := list }}
+{{- range include "warmroute.models" . | fromJson }}
+{{- $names = append $names .servedModelName }}
+{{- end }}
+{{- with .Values.engines.existing.model }}
+{{- $names = append $names . }}
+{{- end }}
+{{- $names | uniq | sortAlpha | toJson }}
+{{- end }}
+
+{{- define "warmroute.engineImage" -}}
+{{- $default := ternary "warmroute/engine-cuda" "warmroute/engine-cpu" (eq .model.device "cuda") }}
+{{- include "warmroute.image" (dict "root" .root "image" .model.image "repository" $default) }}
+{{- end }}
+
+{{/* JSON of a source: kind, where (reference without scheme and suffix), suffix (revision or path), folder in the container. */}}
+{{- define "warmroute.source" -}}
+{{- $text := . }}
+{{- $kind := "hostPath" }}
+{{- $where := $text }}
+{{- $suffix := "" }}
+{{- $folder := "/model" }}
+{{- if contains "://" $text }}
+{{- $kind = first (splitList "://" $text) }}
+{{- $where = rest (splitList "://" $text) | join "://" }}
+{{- end }}
+{{- if eq $kind "hf" }}
+{{- $parts := splitn "@" 2 $where }}
+{{- $where = $parts._0 }}
+{{- $suffix = $parts._1 | default "main" }}
+{{- $folder = printf "/models/%s--%s" ($where | replace "/" "--") ($suffix | replace "/" "--") }}
+{{- else if eq $kind "pvc" }}
+{{- $parts := splitn "/" 2 $where }}
+{{- $where = $parts._0 }}
+{{- $folder = printf "/model/%s" ($parts._1 | default "") | trimSuffix "/" }}
+{{- else if eq $kind "oci" }}
+{{- $parts := splitn "#" 2 $where }}
+{{- $where = $parts._0 }}
+{{- $folder = printf "/model/%s" ($parts._1 | default "" | trimPrefix "/") | trimSuffix "/" }}
+{{- end }}
+{{- dict "kind" $kind "where" $where "suffix" $suffix "folder" $folder | toJson }}
+{{- end }}
+
+{{/* The volume that holds the checkpoint: (dict "model" MODEL "source" SOURCE). */}}
+{{- define "warmroute.modelVolume" -}}
+name: model
+{{- $source := .source }}
+{{- if eq $source.kind "pvc" }}
+persistentVolumeClaim: {claimName: {{ $source.where | quote }}, readOnly: true}
+{{- else if eq $source.kind "hostPath" }}
+hostPath: {path: {{ $source.where | quote }}, type: Directory}
+{{- else if eq $source.kind "oci" }}
+image: {reference: {{ $source.where | quote }}, pullPolicy: {{ .model.image.pullPolicy }}}
+{{- else if eq $source.kind "random" }}
+emptyDir: {}
+{{- else if .model.huggingFace.cacheClaim }}
+persistentVolumeClaim: {claimName: {{ .model.huggingFace.cacheClaim | quote }}}
+{{- else }}
+emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
+{{- end }}
+{{- end }}
+
+{{/* The container that puts the checkpoint there, where it is not there already: (dict "root" $ "model" MODEL "source" SOURCE). */}}
+{{- define "warmroute.modelInit" -}}
+{{- $source := .source }}
+{{- $hub := .model.huggingFace }}
+{{- if has $source.kind (list "hf" "random") }}
+- name: model
+  image: {{ include "warmroute.engineImage" . | quote }}
+  imagePullPolicy: {{ .model.image.pullPolicy }}
+  {{- if eq $source.kind "hf" }}
+  command: [hf, download]
+  args:
+    - {{ $source.where | quote }}
+    - {{ printf "--revision=%s" $source.suffix | quote }}
+    - {{ printf "--local-dir=%s" $source.folder | quote }}
+    - --include=*.safetensors
+    - --include=*.json
+    - --include=*.jinja
+  {{- else }}
+  command: [python, -m, engine.model.checkpoint]
+  args:
+    - {{ printf "--out=%s" $source.folder | quote }}
+    {{- with include "warmroute.flags" .model.checkpoint | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  {{- if eq $source.kind "hf" }}
+  env:
+    # On the volume of the checkpoints: what a download keeps beside them is as large as they are.
+    - {name: HF_HOME, value: /models/.hub}
+    {{- with $hub.endpoint }}
+    - {name: HF_ENDPOINT, value: {{ . | quote }}}
+    {{- end }}
+    {{- if $hub.tokenSecret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ $hub.tokenSecret | quote }}, key: {{ $hub.tokenSecretKey | quote }}}}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "warmroute.securityContext" .model | nindent 4 }}
+  resources:
+    {{- toYaml .model.resources | nindent 4 }}
+  volumeMounts:
+    - {name: model, mountPath: {{ ternary "/models" "/model" (eq $source.kind "hf") }}}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end }}
+
+{{/* CPU, memory, and the GPU. */}}
+{{- define "warmroute.engineResources" -}}
+{{- $resources := deepCopy .resources }}
+{{- if eq .device "cuda" }}
+{{- $gpu := dict .gpu.resourceName 1 }}
+{{- $resources = mergeOverwrite $resources (dict "limits" $gpu "requests" (deepCopy $gpu)) }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}

@@ -1,0 +1,99 @@
+{{/*
+Names, labels and images. Helpers that take a component want (dict "root" $ "component" "gateway").
+*/}}
+
+{{- define "warmroute.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "warmroute.fullname" -}}
+{{- $name := include "warmroute.name" . }}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name }}
+{{- .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 63 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{/* FULLNAME-COMPONENT, at most 63 characters; the front gives way, so that two components never meet. */}}
+{{- define "warmroute.componentName" -}}
+{{- $room := sub 62 (len .component) | int }}
+{{- printf "%s-%s" (include "warmroute.fullname" .root | trunc $room | trimSuffix "-") .component }}
+{{- end }}
+
+{{- define "warmroute.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride }}
+{{- end }}
+
+{{/* Where the engines are: the chart's own namespace, or that of the existing ones. */}}
+{{- define "warmroute.engineNamespace" -}}
+{{- default (include "warmroute.namespace" .) .Values.engines.existing.namespace }}
+{{- end }}
+
+{{/* What a Deployment selects by, for ever: no version in here. Optional "model": the name of one in `models`. */}}
+{{- define "warmroute.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "warmroute.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .model }}
+warmroute.io/model: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* commonLabels cannot replace what is selected by. */}}
+{{- define "warmroute.labels" -}}
+{{- $chart := dict
+  "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-")
+  "app.kubernetes.io/version" .root.Chart.AppVersion
+  "app.kubernetes.io/managed-by" .root.Release.Service
+  "app.kubernetes.io/part-of" "warmroute" }}
+{{- $selector := include "warmroute.selectorLabels" . | fromYaml }}
+{{- toYaml (mergeOverwrite $chart (deepCopy .root.Values.commonLabels) $selector) }}
+{{- end }}
+
+{{/* Labels of a pod: (dict "root" $ "component" C "extra" podLabels). Without the chart's version: an upgrade that changes
+nothing else must not restart pods. */}}
+{{- define "warmroute.podLabels" -}}
+{{- $selector := include "warmroute.selectorLabels" . | fromYaml }}
+{{- toYaml (mergeOverwrite (deepCopy .root.Values.commonLabels) (deepCopy .extra) $selector) }}
+{{- end }}
+
+{{- define "warmroute.metadata" -}}
+name: {{ include "warmroute.componentName" (dict "root" .root "component" (.name | default .component)) }}
+namespace: {{ include "warmroute.namespace" .root }}
+labels:
+  {{- include "warmroute.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* (dict "root" $ "image" IMAGE [ "repository" R ]) */}}
+{{- define "warmroute.image" -}}
+{{- $repository := .image.repository | default .repository }}
+{{- with .root.Values.global.imageRegistry }}
+{{- $parts := splitList "/" $repository }}
+{{- $first := first $parts }}
+{{- if and (gt (len $parts) 1) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}
+{{- $repository = join "/" (rest $parts) }}
+{{- end }}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}
+{{- end }}
+{{- if .image.digest -}}
+{{ $repository }}@{{ .image.digest }}
+{{- else -}}
+{{ $repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.gatewayServiceAccount" -}}
+{{- .Values.gateway.serviceAccount.name | default (include "warmroute.componentName" (dict "root" . "component" "gateway")) }}
+{{- end }}
+
+{{- define "warmroute.engineServiceAccount" -}}
+{{- .Values.engines.serviceAccount.name | default (include "warmroute.componentName" (dict "root" . "component" "engine")) }}
+{{- end }}
+
+{{/* Base URL of the gateway within the cluster. */}}
+{{- define "warmroute.gatewayUrl" -}}
+http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway") }}.{{ include "warmroute.namespace" . }}:{{ .Values.gateway.service.port }}
+{{- end }}

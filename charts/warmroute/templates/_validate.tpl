@@ -1,0 +1,118 @@
+{{/*
+Values that contradict each other end the render here, with the value and the remedy. What one value alone can get
+wrong is in values.schema.json.
+*/}}
+
+{{- define "warmroute.validate" -}}
+{{- include "warmroute.validateEngines" . }}
+{{- include "warmroute.validateGateway" . }}
+{{- include "warmroute.validateRedis" . }}
+{{- include "warmroute.validateLoadgen" . }}
+{{- range $name, $model := include "warmroute.models" . | fromJson }}
+{{- include "warmroute.validateModel" (dict "root" $ "path" (printf "models.%s" $name) "values" $model) }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateEngines" -}}
+{{- $existing := .Values.engines.existing }}
+{{- if $existing.selector }}
+{{- if include "warmroute.models" . | fromJson }}
+{{- fail "models and engines.existing.selector are both set, and a gateway follows one kind of engines: remove one of them, or install a second release" }}
+{{- end }}
+{{- else if or $existing.namespace $existing.model $existing.apiKeySecret (ne (toString $existing.port) "http") }}
+{{- fail "engines.existing is set without engines.existing.selector: give the labels of the engines' pods, e.g. engines.existing.selector.app=vllm" }}
+{{- end }}
+{{- if and (not .Values.engines.serviceAccount.create) (not .Values.engines.serviceAccount.name) }}
+{{- fail "engines.serviceAccount.create is false and engines.serviceAccount.name is empty: name the ServiceAccount to use, e.g. default" }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateGateway" -}}
+{{- $gateway := .Values.gateway }}
+{{- include "warmroute.validateGrace" (dict "root" . "path" "gateway" "values" $gateway) }}
+{{- if and (not $gateway.serviceAccount.create) (not $gateway.serviceAccount.name) }}
+{{- fail "gateway.serviceAccount.create is false and gateway.serviceAccount.name is empty: name the ServiceAccount to use" }}
+{{- end }}
+{{- if and $gateway.apiKeys.keys $gateway.apiKeys.existingSecret }}
+{{- fail "gateway.apiKeys.keys and gateway.apiKeys.existingSecret are both set: remove one of them" }}
+{{- end }}
+{{- if and $gateway.ingress.enabled (not $gateway.ingress.hosts) }}
+{{- fail "gateway.ingress.enabled needs gateway.ingress.hosts: give at least one host name" }}
+{{- end }}
+{{- if and $gateway.httpRoute.enabled (not $gateway.httpRoute.parentRefs) }}
+{{- fail "gateway.httpRoute.enabled needs gateway.httpRoute.parentRefs: name the Gateway, e.g. [{name: public}]" }}
+{{- end }}
+{{- if and $gateway.service.nodePort (eq $gateway.service.type "ClusterIP") }}
+{{- fail "gateway.service.nodePort needs gateway.service.type NodePort or LoadBalancer" }}
+{{- end }}
+{{- $scaling := $gateway.autoscaling }}
+{{- if and $scaling.enabled (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}
+{{- fail (printf "gateway.autoscaling.minReplicas (%v) is above gateway.autoscaling.maxReplicas (%v): raise maxReplicas" $scaling.minReplicas $scaling.maxReplicas) }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateGrace" -}}
+{{- $given := .values.terminationGracePeriodSeconds }}
+{{- $needed := add .values.drain.delaySeconds .root.Values.longestAnswerSeconds }}
+{{- if and (not (kindIs "invalid" $given)) (le (int $given) (int $needed)) }}
+{{- fail (printf "%s.terminationGracePeriodSeconds (%v) would cut off answers: it must be above %s.drain.delaySeconds + longestAnswerSeconds (%d); leave it empty to have it computed, or lower longestAnswerSeconds" .path $given .path $needed) }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateRedis" -}}
+{{- $external := .Values.externalRedis }}
+{{- if and .Values.redis.enabled (or $external.url $external.existingSecret) }}
+{{- fail "redis.enabled is true and externalRedis is set: set redis.enabled=false to use the external one" }}
+{{- end }}
+{{- if and $external.url $external.existingSecret }}
+{{- fail "externalRedis.url and externalRedis.existingSecret are both set: remove one of them" }}
+{{- end }}
+{{- if contains "@" $external.url }}
+{{- fail "externalRedis.url holds credentials, which anybody who may read pods would see: put the URL into a Secret and name it in externalRedis.existingSecret" }}
+{{- end }}
+{{- if and .Values.redis.auth.password .Values.redis.auth.existingSecret }}
+{{- fail "redis.auth.password and redis.auth.existingSecret are both set: remove one of them" }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateLoadgen" -}}
+{{- if .Values.loadgen.enabled }}
+{{- if not .Values.gateway.settings.allow_policy_header }}
+{{- fail "loadgen.enabled needs a gateway that lets requests choose the policy: set gateway.settings.allow_policy_header=true" }}
+{{- end }}
+{{- if include "warmroute.hasApiKeys" . }}
+{{- fail "loadgen.enabled and gateway.apiKeys are both set, and the load generator has no key to send: compare on a release without gateway.apiKeys" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.validateModel" -}}
+{{- $model := .values }}
+{{- include "warmroute.validateGrace" . }}
+{{- if not $model.source }}
+{{- fail (printf "%s.source is empty: say where the checkpoint is, e.g. hf://Qwen/Qwen3-8B, pvc://models/qwen3-8b, or random:// for a demo" .path) }}
+{{- end }}
+{{- $source := include "warmroute.source" $model.source | fromJson }}
+{{- $kinds := dict "hf" "^[^/]+/[^/]+$" "pvc" "^[a-z0-9][-.a-z0-9]*$" "hostPath" "^/." "oci" "." "random" "^$" }}
+{{- if not (hasKey $kinds $source.kind) }}
+{{- fail (printf "%s.source %q is of no known kind: it must begin with hf://, pvc://, hostPath:// (or /), oci:// or random://" .path $model.source) }}
+{{- end }}
+{{- if not (regexMatch (index $kinds $source.kind) $source.where) }}
+{{- fail (printf "%s.source %q is not complete: it must be hf://ORG/REPO[@REVISION], pvc://CLAIM[/PATH], hostPath:///PATH, oci://IMAGE[#PATH] or random://" .path $model.source) }}
+{{- end }}
+{{- if and $model.checkpoint (ne $source.kind "random") }}
+{{- fail (printf "%s.checkpoint is for random:// alone, and %s.source is %q: remove it" .path .path $model.source) }}
+{{- end }}
+{{- if and (eq $source.kind "oci") (not $model.imageVolumes) (semverCompare "<1.35.0-0" .root.Capabilities.KubeVersion.Version) }}
+{{- fail (printf "%s.source %q needs image volumes, which Kubernetes has by default from 1.35 on (this is %s): use another source, or set %s.imageVolumes=true where the feature gate ImageVolume is on" .path $model.source .root.Capabilities.KubeVersion.Version .path) }}
+{{- end }}
+{{- $scaling := $model.autoscaling }}
+{{- if $scaling.enabled }}
+{{- if not $scaling.prometheusUrl }}
+{{- fail (printf "%s.autoscaling.enabled needs %s.autoscaling.prometheusUrl: the Prometheus that scrapes the engines" .path .path) }}
+{{- end }}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
+{{- fail (printf "%s.autoscaling.minReplicas (%v) is above maxReplicas (%v): raise maxReplicas" .path $scaling.minReplicas $scaling.maxReplicas) }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,1 @@
+"""What a log of prompts would gain from prefix caching."""

@@ -1,0 +1,37 @@
+"""Where in a request a byte of its canonical form stands, as its author would say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END
+from loadgen.analyze.read import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A byte of a message's content, of the tools or of a plain prompt."""
+
+    role: str
+    """Role of the message; 'tools' or 'prompt' where there is none."""
+    message: int
+    """Index of the message; -1 outside messages."""
+    byte: int
+    """From the first byte of the content."""
+
+    def __str__(self) -> str:
+        where = {"tools": "the tools", "prompt": "the prompt"}.get(self.role)
+        return f"byte {self.byte:,} of " + (where or f"the {self.role} message (messages[{self.message}])")
+
+
+def place(prompt: Prompt, at: int) -> Place:
+    """Where byte `at` of the prompt's canonical form comes from."""
+    if not prompt.is_chat:
+        return Place("prompt", -1, at)
+    if at < prompt.tools_bytes:
+        return Place("tools", -1, at)
+    text = prompt.text
+    start = max(text.rfind(MESSAGE_END, prompt.tools_bytes, at) + 1, prompt.tools_bytes)
+    content = text.find(FIELD_SEPARATOR, start) + 1
+    role = text[start : content - 1].decode(errors="replace")
+    return Place(role, text.count(MESSAGE_END, prompt.tools_bytes, at), max(at - content, 0))

@@ -1,0 +1,234 @@
+"""Prompts out of a file: JSON lines of prompts or request bodies, an access log with bodies, a trace of block ids."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from engine.contract.errors import BadRequest
+from engine.contract.keys import canonical_chat, canonical_tokens
+
+BODY_FIELDS = ("body", "request_body", "request", "requestBody", "payload", "input", "kwargs")
+"""Where logs keep the request body, as an object or as JSON in a string."""
+TIME_FIELDS = ("timestamp", "time", "ts", "@timestamp", "created", "created_at", "start_time", "arrived_at")
+_MILLISECONDS_FROM = 1e11
+"""An epoch above this is in milliseconds: in seconds it would be the year 5138."""
+_PEEK_LINES = 200
+
+
+class UnusableLog(Exception):
+    """The file holds nothing to analyse; the text says what is missing and how to get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request, in the order of the file."""
+
+    text: bytes
+    """Canonical bytes, as the gateway's prefix keys see them; empty for a trace of block ids."""
+    is_chat: bool = False
+    tools_bytes: int = 0
+    """How many of the first bytes are the tools' JSON."""
+    at_s: float | None = None
+    block_ids: tuple[int, ...] = ()
+    tokens: float | None = None
+    """Length as the file gives it; None: to be estimated from the bytes."""
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What one reading met."""
+
+    lines: int = 0
+    skipped: int = 0
+    first_reason: str = ""
+    usage_prompt_tokens: int = 0
+    usage_cached_tokens: int = 0
+
+    def skip(self, line: int, reason: str) -> None:
+        """Count a line without a prompt."""
+        self.skipped += 1
+        self.first_reason = self.first_reason or f"line {line}: {reason}"
+
+
+@dataclass(slots=True)
+class Source:
+    """A file that is read several times, always with the same prompts in the same order."""
+
+    path: Path
+    prompt_field: str = ""
+    """Dotted path of the field that holds the prompt or the request body; empty: looked for."""
+    stats: ReadStats = field(default_factory=ReadStats)
+    limit: int | None = None
+    """Prompts after which reading stops."""
+
+    def prompts(self) -> Iterator[tuple[Prompt, float]]:
+        """Each prompt with the share of the file read so far. Raises UnusableLog."""
+        self.stats = stats = ReadStats()
+        given = 0
+        for line, share in self._lines():
+            if self.limit is not None and given >= self.limit:
+                return
+            prompt = self._prompt(line)
+            if prompt is not None:
+                given += 1
+                yield prompt, share
+            elif stats.lines == _PEEK_LINES and not given:
+                break
+        if not given:
+            raise UnusableLog(self._why_nothing())
+
+    def _lines(self) -> Iterator[tuple[bytes, float]]:
+        if self.path.exists() and not self.path.is_file():
+            raise UnusableLog(f"{self.path} must be a regular file: it is read several times")
+        try:
+            size = max(self.path.stat().st_size, 1)
+            with self.path.open("rb") as raw:
+                # One buffer between file and lines: its position says how far the reading is, compressed or not.
+                file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if self.path.suffix == ".gz" else raw
+                first = file.peek(64).lstrip()[:1]
+                lines: Any = (orjson.dumps(row) for row in orjson.loads(file.read())) if first == b"[" else file
+                for line in lines:
+                    if line.strip():
+                        yield line, raw.tell() / size
+        except (OSError, EOFError) as error:
+            raise UnusableLog(f"{self.path} cannot be read: {error}") from None
+        except orjson.JSONDecodeError as error:
+            raise UnusableLog(f"{self.path} begins with '[' but is no JSON array: {error}") from None
+
+    def _prompt(self, line: bytes) -> Prompt | None:
+        stats = self.stats
+        stats.lines += 1
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            stats.skip(stats.lines, "no JSON")
+            return None
+        if not isinstance(row, dict):
+            row = {"prompt": row}
+        stats.usage_prompt_tokens += _count(row, "prompt_tokens") or _count(row, "prompt_tokens_estimated")
+        stats.usage_cached_tokens += _count(row, "cached_tokens")
+        try:
+            return prompt_of(row, self.prompt_field)
+        except (BadRequest, ValueError) as error:
+            stats.skip(stats.lines, str(error))
+            return None
+
+    def _why_nothing(self) -> str:
+        stats = self.stats
+        if not stats.lines:
+            return f"{self.path} is empty"
+        text = f"{self.path}: no prompt in {stats.lines:,} lines ({stats.first_reason})."
+        if stats.usage_prompt_tokens:
+            rate = stats.usage_cached_tokens / stats.usage_prompt_tokens
+            text += (
+                f" The lines have token counts and no text: {rate:.1%} of {stats.usage_prompt_tokens:,} prompt tokens"
+                " were cached, but what could have been cannot be told from counts."
+            )
+        return text + (
+            " Needed is one JSON object a line with 'messages', 'prompt' or 'text', a request body in"
+            f" {', '.join(repr(name) for name in BODY_FIELDS[:3])}, or block ids in 'hash_ids';"
+            " name another field with --field. Access logs leave the body out unless told to log it."
+        )
+
+
+def prompt_of(row: Mapping[str, Any], prompt_field: str = "") -> Prompt:
+    """The prompt of one line. Raises ValueError or BadRequest saying why there is none."""
+    at_s = _time_s(row)
+    if prompt_field:
+        return _from_value(_lookup(row, prompt_field), at_s, prompt_field)
+    if isinstance(row.get("hash_ids"), list):
+        return _from_ids(row, at_s)
+    if found := _from_body(row, at_s):
+        return found
+    for name in BODY_FIELDS:
+        if row.get(name):
+            return _from_value(row[name], at_s, name)
+    raise ValueError(f"none of messages, prompt, text, {', '.join(BODY_FIELDS)}, hash_ids")
+
+
+def _from_value(value: object, at_s: float | None, name: str) -> Prompt:
+    if isinstance(value, str):
+        if value.lstrip()[:1] in ("{", "["):
+            try:
+                value = orjson.loads(value)
+            except orjson.JSONDecodeError:
+                return Prompt(str(value).encode(errors="replace"), at_s=at_s)
+        else:
+            return Prompt(value.encode(errors="replace"), at_s=at_s)
+    if isinstance(value, list):
+        value = {"messages": value} if value and isinstance(value[0], dict) else {"prompt": value}
+    if isinstance(value, dict) and (found := _from_body(value, at_s)):
+        return found
+    raise ValueError(f"{name!r} holds no prompt: want a text, messages, or a request body")
+
+
+def _from_body(body: Mapping[str, Any], at_s: float | None) -> Prompt | None:
+    if isinstance(messages := body.get("messages"), list) and messages:
+        tools = body.get("tools")
+        tools = tools if isinstance(tools, list) and tools else None
+        tools_bytes = len(orjson.dumps(tools)) if tools else 0
+        return Prompt(canonical_chat(messages, tools), True, tools_bytes, at_s)
+    for name in ("prompt", "text"):
+        value = body.get(name)
+        if isinstance(value, str) and value:
+            return Prompt(value.encode(errors="replace"), at_s=at_s)
+        if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+            return Prompt(canonical_tokens(value), at_s=at_s)
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+            return Prompt(value[0].encode(errors="replace"), at_s=at_s)
+    return None
+
+
+def _from_ids(row: Mapping[str, Any], at_s: float | None) -> Prompt:
+    ids = row["hash_ids"]
+    if not all(isinstance(i, int) for i in ids):
+        raise ValueError("'hash_ids' must hold integers")
+    length = row.get("input_length")
+    if not isinstance(length, int | float) or length < 0:
+        raise ValueError("a line with 'hash_ids' needs 'input_length', tokens")
+    return Prompt(b"", at_s=at_s, block_ids=tuple(ids), tokens=float(length))
+
+
+def _lookup(row: Mapping[str, Any], path: str) -> object:
+    value: object = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            value = orjson.loads(value)
+        if isinstance(value, Sequence) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
+            raise ValueError(f"there is no field {path!r}")
+    return value
+
+
+def _time_s(row: Mapping[str, Any]) -> float | None:
+    for name in TIME_FIELDS:
+        value = row.get(name)
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            # A trace of block ids counts milliseconds from its start.
+            in_ms = value >= _MILLISECONDS_FROM or "hash_ids" in row
+            return value / 1000 if in_ms else float(value)
+        if isinstance(value, str):
+            try:
+                moment = datetime.fromisoformat(value)
+            except ValueError:
+                continue
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return None
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,142 @@
+"""Prompts as they would be without what breaks reuse: how a finding's cost is measured, on every prompt of the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.contract.keys import FIELD_SEPARATOR
+from loadgen.analyze.blocks import KeyLog, hit_rate, share
+from loadgen.analyze.order import decode_json, sort_units, sorted_json, sorted_tools
+from loadgen.analyze.read import Prompt
+
+_HOLE = b"\x00"
+
+
+class Repair(Protocol):
+    """One change of prompts."""
+
+    def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
+        """The changed text, and the value taken out of it; the text itself and nothing where it does not apply."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOut:
+    """Takes the value out that stands between two contexts, as if it came behind everything shared."""
+
+    left: bytes
+    """What stands before the value; empty: it is at the very beginning."""
+    rights: tuple[bytes, ...]
+    """What can stand behind it, whichever comes first; unused with a pattern."""
+    is_start: bool
+    """Whether `left` is the beginning of the prompt."""
+    pattern: re.Pattern[bytes] | None = None
+    """Shape of the value."""
+
+    def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
+        """See Repair."""
+        at = (0 if text.startswith(self.left) else -1) if self.is_start else text.find(self.left)
+        if at < 0:
+            return text, b""
+        start = at + len(self.left)
+        if self.pattern:
+            match = self.pattern.match(text, start)
+            end = match.end() if match else -1
+        else:
+            end = min((at for right in self.rights if (at := text.find(right, start)) >= 0), default=-1)
+        if end < 0:
+            return text, b""
+        return text[:start] + _HOLE + text[end:], text[start:end]
+
+
+@dataclass(frozen=True, slots=True)
+class SortUnits:
+    """Puts paragraphs or lines into one order, the most used first."""
+
+    separator: bytes
+    rank: Mapping[bytes, int]
+
+    def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
+        """See Repair."""
+        return text[:tools_bytes] + sort_units(text[tools_bytes:], self.separator, self.rank), b""
+
+
+@dataclass(frozen=True, slots=True)
+class SortTools:
+    """Puts tools and their keys into alphabetical order."""
+
+    def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
+        """See Repair."""
+        return (sorted_tools(text[:tools_bytes]) + text[tools_bytes:] if tools_bytes else text), b""
+
+
+@dataclass(frozen=True, slots=True)
+class SortKeys:
+    """Puts the keys of a JSON value into alphabetical order; it is the first JSON behind `left`."""
+
+    left: bytes
+
+    def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
+        """See Repair."""
+        at = text.find(self.left, tools_bytes)
+        if at < 0:
+            return text, b""
+        found = decode_json(text, at + len(self.left))
+        if found is None:
+            return text, b""
+        end, value = found
+        return text[: at + len(self.left)] + sorted_json(value) + text[end:], b""
+
+
+@dataclass(slots=True)
+class Variant:
+    """The file's prompts with some repairs: collects keys, then gives the hit rate of an infinite cache.
+
+    A value that is taken out counts as a hit where the same value was there before: behind or between shared parts, it
+    could have been found again.
+    """
+
+    repairs: Sequence[Repair]
+    block_tokens: int
+    bytes_per_token: float
+    log: KeyLog = field(init=False)
+    _seen: set[tuple[int, int]] = field(default_factory=set)
+    _value_tokens: float = 0.0
+    _tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.log = KeyLog(self.block_tokens)
+
+    def add(self, prompt: Prompt) -> None:
+        """The next prompt of the file."""
+        text = prompt.text
+        tools_bytes = prompt.tools_bytes
+        for number, repair in enumerate(self.repairs):
+            before = len(text)
+            text, value = repair.apply(text, tools_bytes)
+            if isinstance(repair, SortTools) and tools_bytes:
+                tools_bytes += len(text) - before
+            if value:
+                self._count(number, value)
+        tokens = len(prompt.text) / self.bytes_per_token
+        self._tokens += tokens
+        self.log.add_text(text, round(self.block_tokens * self.bytes_per_token), tokens)
+
+    def _count(self, number: int, value: bytes) -> None:
+        key = (number, hash(value))
+        if key in self._seen:
+            self._value_tokens += len(value) / self.bytes_per_token
+        self._seen.add(key)
+
+    def hit_rate(self) -> float:
+        """Share of the original prompts' tokens that an infinite cache would have."""
+        return hit_rate(self.log) + share(self._value_tokens, self._tokens)
+
+
+def json_context(text: bytes, at: int) -> bytes:
+    """What stands before the JSON at `at`, in its message: up to 48 bytes."""
+    start = max(text.rfind(FIELD_SEPARATOR, 0, at), at - 48, 0)
+    return text[start:at]

@@ -1,0 +1,1 @@
+"""The subcommands: settings in, result out."""

@@ -1,0 +1,145 @@
+"""`warmroute-loadgen analyze FILE`: what prefix caching and routing by prefix would gain for recorded prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import CliPositionalArg
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from engine.contract.settings import Settings, load_or_exit
+from loadgen.analyze.model import Analysis
+from loadgen.analyze.read import Source, UnusableLog
+from loadgen.analyze.run import AnalysisSpec, analyze
+from loadgen.analyze.text import show
+from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+
+PROG = "warmroute-loadgen analyze"
+_PLAIN_WIDTH = 110
+
+
+class AnalyzeSettings(Settings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen analyze FILE`."""
+
+    file: CliPositionalArg[str] = Field(
+        description="JSON lines with 'prompt', 'messages' or 'text', request bodies (at the top or in 'body', "
+        "'request', ...), or 'hash_ids' (Mooncake, Bailian); .gz is read too"
+    )
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    field: str = Field(
+        "",
+        description="dotted path of the field with the prompt or request body, e.g. log.request; empty: looked for",
+    )
+    bytes_per_token: float = Field(4.0, gt=0, le=64, description="bytes of a token, to estimate lengths")
+    block_tokens: list[int] = Field(
+        [16, 32, 64], description="block sizes of engines, tokens, comma-separated; caches are simulated with the first"
+    )
+    cache_tokens: list[int] = Field(
+        [400_000, 100_000, 1_600_000],
+        description="cache sizes of a pod to simulate, tokens, comma-separated; the recommendation is for the first"
+        " (400,000: an 8-billion-parameter model with 16-bit cache on 80 GB)",
+    )
+    pods: int = Field(4, ge=1, le=4096, description="pods behind the router")
+    seed: int = Field(1, description="decides the random routing")
+    write_cost: float = Field(
+        1.01, ge=1, le=100, description="cost of a token that is computed and stored; 1: of one with caching off"
+    )
+    read_cost: float = Field(0.0, ge=0, lt=1, description="cost of a token that is found; 1: of one with caching off")
+    trace_block_tokens: int | None = Field(
+        None, ge=1, description="tokens of a block of 'hash_ids'; none: worked out from 'input_length'"
+    )
+    memory_mib: int = Field(1024, ge=16, description="memory for keys, MiB; what is beyond it in the file is not read")
+    format: Literal["text", "json"] = Field("text", description="what goes to standard output")
+    out: str | None = Field(None, description="folder for analysis.json and analysis.txt; none: only standard output")
+
+    @field_validator("block_tokens")
+    @classmethod
+    def _check_blocks(cls, sizes: list[int]) -> list[int]:
+        if not sizes or min(sizes) < 1:
+            raise ValueError("must name block sizes of at least 1 token")
+        return sizes
+
+    @field_validator("cache_tokens")
+    @classmethod
+    def _check_caches(cls, sizes: list[int]) -> list[int]:
+        if any(size < 1 for size in sizes):
+            raise ValueError("must name cache sizes of at least 1 token")
+        return sizes
+
+    @model_validator(mode="after")
+    def _check_bytes(self) -> AnalyzeSettings:
+        for size in self.block_tokens:
+            stride = size * self.bytes_per_token
+            if stride < 1 or abs(stride - round(stride)) > 1e-9:
+                raise ValueError(
+                    f"--block-tokens {size} times --bytes-per-token {self.bytes_per_token:g} must be a whole number"
+                )
+        return self
+
+    def spec(self) -> AnalysisSpec:
+        """What to work out."""
+        return AnalysisSpec(
+            bytes_per_token=self.bytes_per_token,
+            block_tokens=tuple(self.block_tokens),
+            cache_tokens=tuple(self.cache_tokens),
+            pods=self.pods,
+            seed=self.seed,
+            write_cost=self.write_cost,
+            read_cost=self.read_cost,
+            memory_bytes=self.memory_mib * 2**20,
+            trace_block_tokens=self.trace_block_tokens,
+        )
+
+
+def run(argv: Sequence[str]) -> int:
+    """`warmroute-loadgen analyze`: the exit status."""
+    settings = load_or_exit(AnalyzeSettings, argv, PROG)
+    try:
+        analysis = _analyze(settings)
+        _write(analysis, settings)
+    except (UnusableLog, OSError) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _analyze(settings: AnalyzeSettings) -> Analysis:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("", total=1.0)
+        doing = ""
+
+        def progress(what: str, share: float) -> None:
+            nonlocal doing
+            if what != doing and not console.is_terminal:
+                print(f"{PROG}: {what}", file=sys.stderr)
+            doing = what
+            bars.update(bar, description=what, completed=share)
+
+        source = Source(Path(settings.file), settings.field)
+        return analyze(source, settings.spec(), progress)
+
+
+def _write(analysis: Analysis, settings: AnalyzeSettings) -> None:
+    as_json = analysis.model_dump_json(indent=2)
+    if settings.format == "json":
+        print(as_json)
+    else:
+        found = Console(highlight=False)
+        show(analysis, found if found.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH))
+    if settings.out:
+        folder = Path(settings.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "analysis.json").write_text(as_json + "\n")
+        with (folder / "analysis.txt").open("w") as file:
+            show(analysis, Console(file=file, highlight=False, width=_PLAIN_WIDTH))
+        print(f"{PROG}: wrote {folder / 'analysis.json'} and {folder / 'analysis.txt'}", file=sys.stderr)

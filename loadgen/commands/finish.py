@@ -1,0 +1,53 @@
+"""The way every command with a result runs and ends: progress, errors in words, exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from engine.contract.settings import ConfigError
+from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID
+from loadgen.interrupt import run_interruptible
+from loadgen.load.progress import Progress, Silent
+from loadgen.load.target import ServerUnusable
+from loadgen.load.workers import WorkerDied
+from loadgen.output.live import open_progress
+from loadgen.output.save import save
+from loadgen.output.settings import OutputSettings
+from loadgen.output.terminal import print_result, result_console
+from loadgen.result.model import Result
+
+T = TypeVar("T")
+
+
+def drive(
+    work: Callable[[Progress], Coroutine[Any, Any, T]], prog: str, *, is_quiet: bool = False
+) -> tuple[T | None, int]:
+    """What `work` gives, and 0; or None and the exit status, after its error was printed."""
+    try:
+        if is_quiet:
+            return run_interruptible(work(Silent())), 0
+        with open_progress() as progress:
+            return run_interruptible(work(progress)), 0
+    except (ServerUnusable, WorkerDied, ConfigError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return None, EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\n{prog}: stopped; nothing was written", file=sys.stderr)
+        return None, EXIT_INTERRUPTED
+
+
+def report(result: Result, output: OutputSettings | None, prog: str) -> int:
+    """Print the result and write the files of `output`; the exit status."""
+    screen = result_console()
+    print_result(result, screen)
+    if output is not None:
+        try:
+            paths = save(result, output.folder, output.chosen_formats())
+        except OSError as error:
+            print(f"{prog}: --out cannot be written: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        for path in paths.all():
+            screen.print(str(path), markup=False, soft_wrap=True)
+    return 0 if all(arm.summary.validity.valid for arm in result.arms) else EXIT_INVALID

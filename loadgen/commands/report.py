@@ -1,0 +1,48 @@
+"""`warmroute-loadgen report result.json`: draw an old result again, in other formats or with a newer program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from engine.contract.settings import load_or_exit
+from loadgen.commands.exit_status import EXIT_FAILED
+from loadgen.output.save import FORMATS, save
+from loadgen.output.settings import Formats, OutputSettings
+from loadgen.output.terminal import print_result, result_console
+from loadgen.result.files import ResultUnreadable, read_result
+
+
+class ReportSettings(OutputSettings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen report`."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    result: CliPositionalArg[str] = Field(description="result.json of compare, bench, replay, sweep, demo or simulate")
+    out: str = Field("", description="folder for what is drawn; empty: the folder of the result")
+    formats: Formats = Field(
+        ["html", "md", "csv"], description=f"what to write there, comma-separated, of {', '.join(FORMATS)}"
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit status: 0, or 1 where a file cannot be read or written; exits with 2 on bad flags."""
+    settings = load_or_exit(ReportSettings, argv, "warmroute-loadgen report")
+    source = Path(settings.result)
+    screen = result_console()
+    try:
+        result = read_result(source)
+        paths = save(result, Path(settings.out) if settings.out else source.parent, settings.chosen_formats())
+    except ResultUnreadable as error:
+        print(f"warmroute-loadgen report: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        print(f"warmroute-loadgen report: --out cannot be written: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print_result(result, screen)
+    for path in paths.all():
+        screen.print(str(path), markup=False, soft_wrap=True)
+    return 0

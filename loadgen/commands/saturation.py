@@ -1,0 +1,69 @@
+"""When a server no longer keeps up with what is asked of it.
+
+A point of a sweep is saturated when any of these holds (the first that does is given as the reason):
+
+* less than 90 % of the offered requests were good (met --goodput; without it: completed)
+* a sweep over rates: requests ended at less than 95 % of the rate at which they were due (`achieved_share`)
+* a sweep over concurrency: more requests at a time than at the best lower step brought less than a tenth of their
+  proportion in throughput
+* p99 of TTFT is more than `ttft_growth` times that of the lowest step: a queue builds up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loadgen.measure.records import Records
+from loadgen.result.model import Summary, SweepPoint
+
+MIN_GOOD_SHARE = 0.9
+MIN_ACHIEVED_SHARE = 0.95
+MIN_GAIN_SHARE = 0.1
+_LEAST_REQUESTS = 20
+"""Of fewer requests, medians of halves say nothing."""
+
+
+def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], point: float, ttft_growth: float) -> str:
+    """Why the point is saturated; empty: it is not. `lower`: points of the same arm at lower steps, ascending;
+    `point`: requests at a time where concurrency is swept, else 0."""
+    good = good_share(summary)
+    if good < MIN_GOOD_SHARE:
+        return f"{good:.0%} of the offered requests were good"
+    achieved = 1.0 if point else achieved_share(records)
+    if achieved < MIN_ACHIEVED_SHARE:
+        return f"requests ended at {achieved:.0%} of the rate at which they were due"
+    if point and (best := max(lower, key=lambda p: p.summary.request_throughput, default=None)) and best.concurrency:
+        gained = summary.request_throughput / max(best.summary.request_throughput, 1e-9) - 1
+        if gained < MIN_GAIN_SHARE * (point / best.concurrency - 1):
+            return f"{point:g} at a time brought {gained:+.0%} throughput over {best.concurrency}"
+    first, now = (lower[0].summary if lower else None), summary.ttft.p99_ms
+    if first and first.ttft.p99_ms and now and now > ttft_growth * first.ttft.p99_ms:
+        return f"p99 of TTFT is {now / first.ttft.p99_ms:.0f} times that of the lowest step"
+    return ""
+
+
+def good_share(summary: Summary) -> float:
+    """Share of offered requests that were good."""
+    if summary.goodput:
+        return summary.goodput.share
+    return summary.completed / summary.planned if summary.planned else 0.0
+
+
+def achieved_share(records: Records) -> float:
+    """Rate at which requests ended / rate at which they were due; 1 where both were too few to tell.
+
+    Where requests come faster than they are served, each waits longer than the one before: over the time between the
+    middles of both halves of the run, `due_s`, waiting grows by `growth_s`, and what was due in `due_s` ended in
+    `due_s + growth_s`. Medians, so that the time of one request does not count, nor the run's tail.
+    """
+    if len(records) < _LEAST_REQUESTS:
+        return 1.0
+    order = np.argsort(records.intended_s, kind="stable")
+    half = len(order) // 2
+    first, second = order[:half], order[half:]
+    latency_s = records.finished_s - records.intended_s
+    due_s = float(np.median(records.intended_s[second]) - np.median(records.intended_s[first]))
+    growth_s = float(np.median(latency_s[second]) - np.median(latency_s[first]))
+    return due_s / (due_s + max(growth_s, 0.0)) if due_s > 0 else 1.0

@@ -1,0 +1,129 @@
+"""Flags of the commands that load one server at a time: which server, how requests are made, how many."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.contract.settings import Settings
+from loadgen.commands.one_arm import LoadSpec
+from loadgen.experiment.arms import ArmSpec
+from loadgen.load.target import Target
+from loadgen.measure.goodput import parse_objectives
+
+LISTS = ("--goodput", "--metadata", "--header", "--metrics-urls", "--policies", "--rates", "--concurrencies")
+"""Flags that take several words, as in vLLM."""
+_SECRETS = ("api_key", "header")
+_COMPLETIONS = ("openai", "vllm")
+
+
+class ServerSettings(Settings):
+    """Mixin: the server, and what every request to it carries; names as `vllm bench serve` has them."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    base_url: str = Field("", description="address of the server or gateway; empty: http://--host:--port")
+    host: str = Field("127.0.0.1", description="host of the server, without --base-url")
+    port: int = Field(8000, ge=1, le=65_535, description="port of the server, without --base-url")
+    backend: Literal["openai", "vllm", "openai-chat"] = Field(
+        "openai-chat", description="openai and vllm: /v1/completions; openai-chat: /v1/chat/completions"
+    )
+    endpoint: Literal["/v1/completions", "/v1/chat/completions"] | None = Field(
+        None, description="path of the API; none: as --backend says"
+    )
+    model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
+    api_key: str = Field("", description="sent as 'authorization: Bearer ...'; empty: OPENAI_API_KEY, else not sent")
+    header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
+    ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
+    request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
+    tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
+    metrics_urls: list[str] = Field(
+        [],
+        description="a pod's address, to read its counters and reset its cache; repeatable; none: the gateway's pods",
+    )
+    max_concurrency: int | None = Field(
+        None, ge=1, description="requests under way at most; the wait of others counts as latency; none: no limit"
+    )
+    workers: int = Field(1, ge=1, le=256, description="processes that send")
+    num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
+    settle_s: float = Field(0.0, ge=0, description="seconds of rest between preparations and load")
+    time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")
+    goodput: list[str] = Field(
+        [], description="objectives in ms, any of ttft:500 tpot:50 e2el:5000; goodput is over all requests offered"
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return url.rstrip("/")
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        parse_objectives(self.goodput)
+        words_of(self.header, "--header")
+        if {"base_url", "host"} <= self.model_fields_set or {"base_url", "port"} <= self.model_fields_set:
+            raise ValueError("--base-url says the same as --host and --port: give one of them")
+        wanted = "/v1/completions" if self.backend in _COMPLETIONS else "/v1/chat/completions"
+        if self.endpoint and "backend" in self.model_fields_set and self.endpoint != wanted:
+            raise ValueError(f"--endpoint {self.endpoint} is not that of --backend {self.backend}: give one of them")
+        self.target(self.arm())
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self.base_url or f"http://{self.host}:{self.port}"
+
+    def arm(self, name: str = "server", policy: str = "") -> ArmSpec:
+        """The server under a name."""
+        return ArmSpec(name, self.url, policy, tuple(self.metrics_urls))
+
+    def target(self, arm: ArmSpec) -> Target:
+        """How an arm is reached. Raises ValueError."""
+        is_chat = self.endpoint != "/v1/completions" if self.endpoint else self.backend not in _COMPLETIONS
+        return Target(
+            url=arm.url,
+            endpoint="chat" if is_chat else "completions",
+            model=self.model,
+            policy=arm.policy,
+            api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
+            headers=words_of(self.header, "--header"),
+            extra={"ignore_eos": True} if self.ignore_eos else {},
+            timeout_s=self.request_timeout_s,
+        )
+
+    def load_spec(self, seed: int) -> LoadSpec:
+        """How the load is made."""
+        return LoadSpec(
+            seed=seed,
+            workers=self.workers,
+            warmups=self.num_warmups,
+            settle_s=self.settle_s,
+            tokens_per_word=self.tokens_per_word,
+            objectives_ms=parse_objectives(self.goodput),
+        )
+
+    def configuration(self) -> dict[str, Any]:
+        """Every setting that has a value, with secrets replaced."""
+        given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
+        hidden = {name: "(given)" for name in _SECRETS if given[name]}
+        return {name: _storable(value) for name, value in (given | hidden).items()}
+
+
+def words_of(texts: list[str], flag: str) -> Mapping[str, str]:
+    """`NAME=VALUE` words by name. Raises ValueError naming the flag."""
+    pairs = [text.partition("=") for text in texts]
+    if bad := [text for text, (name, sign, _) in zip(texts, pairs, strict=True) if not (name and sign)]:
+        raise ValueError(f"{flag} {bad[0]!r} must be NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,141 @@
+"""`warmroute-loadgen sweep`: more and more load, until the server no longer keeps up; policies side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.contract.settings import ConfigError, load_or_exit
+from loadgen.commands.argv import joined
+from loadgen.commands.finish import drive, report
+from loadgen.commands.one_arm import timed_by
+from loadgen.commands.server_settings import LISTS, ServerSettings
+from loadgen.commands.sweep_result import sweep_result
+from loadgen.commands.sweep_run import Steps, Sweep, SweepPlan
+from loadgen.load.arrivals import ArrivalKind
+from loadgen.load.progress import Progress
+from loadgen.output.settings import OutputSettings
+from loadgen.result.model import Result
+from loadgen.workloads.catalog import WorkloadSettings, build_workload
+
+PROG = "warmroute-loadgen sweep"
+
+
+class SweepSettings(ServerSettings, WorkloadSettings, OutputSettings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen sweep`.
+
+    A step is saturated when less than 90 % of its requests were good, when they end at less than 95 % of the offered
+    rate (over concurrency: when more at a time brings hardly more throughput), or when p99 of TTFT explodes. The knee
+    is the highest step below that. Exit status: 0, 1 where the server cannot be measured, 2 for bad flags, 3 where a
+    knee's numbers are invalid, 130 on Ctrl-C.
+    """
+
+    policies: list[str] = Field(
+        [],
+        description="routing policies to ask a warmroute gateway for, comma-separated, a curve each; none: one",
+    )
+    rates: list[float] = Field(
+        [], description="requests per second to try, comma-separated; none: --start-rate doubled, then bisected"
+    )
+    start_rate: float = Field(1.0, gt=0, description="first rate, requests per second; halved where it saturates")
+    concurrencies: list[int] = Field(
+        [], description="sweep over sessions at a time instead: those to try, comma-separated"
+    )
+    start_concurrency: int | None = Field(
+        None, ge=1, description="sweep over sessions at a time instead: the first step, doubled, then bisected"
+    )
+    precision: float = Field(
+        0.15, gt=0, le=1, description="bisect until the first saturated step is within this share of the last good one"
+    )
+    max_rate: float = Field(10_000.0, gt=0, description="no rate above it, requests per second")
+    burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
+    num_prompts: int = Field(100, ge=1, le=10_000_000, description="requests of a step at least")
+    point_s: float = Field(20.0, gt=0, description="seconds over which the requests of a step are due, at least")
+    ttft_growth: float = Field(
+        10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
+    )
+    confirm: bool = Field(True, description="run a saturated step a second time; it counts as saturated if both are")
+    max_time: float = Field(1800.0, gt=0, description="seconds; no step starts that would end later, but the first")
+    settle_s: float = Field(1.0, ge=0, description="seconds of rest between emptying the caches and a step")
+    num_warmups: int = Field(8, ge=0, le=1000, description="short requests before each step, all at once, not counted")
+    time_limit_s: float = Field(300.0, gt=0, description="seconds after which a step is cut off")
+    out: str = Field("out/sweep", description="folder for result.json, report.html, report.md, result.csv and PNGs")
+
+    @field_validator("rates", "concurrencies")
+    @classmethod
+    def _check_steps(cls, steps: list[float]) -> list[float]:
+        if any(not 0 < step < float("inf") for step in steps) or steps != sorted(set(steps)):
+            raise ValueError("must be above 0, finite and ascending")
+        return steps
+
+    @model_validator(mode="after")
+    def _check_sweep(self) -> Self:
+        over_rate = [
+            n for n in ("rates", "start_rate", "max_rate", "burstiness", "point_s") if n in self.model_fields_set
+        ]
+        if self.over_concurrency and over_rate:
+            raise ValueError(f"--{over_rate[0].replace('_', '-')} is for a sweep over rates, not over concurrency")
+        if self.concurrencies and self.start_concurrency:
+            raise ValueError("--concurrencies and --start-concurrency say the same: give one of them")
+        if self.rates and "start_rate" in self.model_fields_set:
+            raise ValueError("--rates and --start-rate say the same: give one of them")
+        if len(set(self.policies)) < len(self.policies) or not all(self.policies):
+            raise ValueError("--policies must name each policy once, and no empty one")
+        return self
+
+    @property
+    def over_concurrency(self) -> bool:
+        """Whether steps are sessions at a time."""
+        return bool(self.concurrencies or self.start_concurrency)
+
+    def steps(self) -> Steps:
+        """What is tried."""
+        if self.over_concurrency:
+            return Steps(ArrivalKind.CLOSED, float(self.start_concurrency or 1), [float(c) for c in self.concurrencies])
+        return Steps(ArrivalKind.GAMMA, self.start_rate, self.rates, most=self.max_rate, burstiness=self.burstiness)
+
+
+def plan(settings: SweepSettings) -> SweepPlan:
+    """Everything that decides a sweep. Raises ConfigError."""
+    steps = settings.steps()
+    workload = timed_by(build_workload(settings), steps.kind)
+    names = settings.policies or [""]
+    arms = [settings.arm(name or "server", name) for name in names]
+    return SweepPlan(
+        arms=tuple((arm, settings.target(arm)) for arm in arms),
+        load=settings.load_spec(settings.seed),
+        workload=workload,
+        steps=steps,
+        precision=settings.precision,
+        prompts=settings.num_prompts,
+        point_s=settings.point_s,
+        ttft_growth=settings.ttft_growth,
+        is_confirmed=settings.confirm,
+        max_time_s=settings.max_time,
+        time_limit_s=settings.time_limit_s,
+        max_in_flight=settings.max_concurrency,
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit status; exits with 2 on bad flags."""
+    settings = load_or_exit(SweepSettings, joined(argv, LISTS), PROG)
+    try:
+        what = plan(settings)
+    except ConfigError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+
+    async def work(progress: Progress) -> Result:
+        sweep = Sweep(what, progress, asyncio.get_running_loop().time)
+        async with AsyncExitStack() as stack:
+            await sweep.run(stack)
+        return sweep_result(sweep, settings.configuration())
+
+    result, status = drive(work, PROG)
+    return status if result is None else report(result, settings, PROG)

@@ -1,0 +1,170 @@
+"""Plays the steps of a sweep: each arm's next step in turn, caches emptied before each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from loadgen.commands.one_arm import LoadSpec, OpenArm, sessions_of
+from loadgen.commands.saturation import reason
+from loadgen.commands.search import Search
+from loadgen.experiment.arms import ArmSpec
+from loadgen.experiment.checks import check_models
+from loadgen.experiment.isolation import Isolation, isolate
+from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, mean_turns
+from loadgen.load.player import RunSpec
+from loadgen.load.progress import Progress
+from loadgen.load.target import Target
+from loadgen.result.model import Summary, SweepPoint
+from loadgen.workloads.base import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What is swept: rates of gamma arrivals, or sessions at a time of the closed loop."""
+
+    kind: ArrivalKind
+    start: float
+    listed: Sequence[float] = ()
+    most: float = math.inf
+    burstiness: float = 1.0
+
+    @property
+    def over_concurrency(self) -> bool:
+        """Whether a step is a number of sessions at a time."""
+        return self.kind is ArrivalKind.CLOSED
+
+    def arrivals(self, step: float, turns_per_session: float) -> ArrivalSpec:
+        """The arrivals of one step."""
+        if self.over_concurrency:
+            return ArrivalSpec(self.kind, concurrency=round(step))
+        return ArrivalSpec(self.kind, rate=step / turns_per_session, burstiness=self.burstiness)
+
+    def words(self, step: float) -> str:
+        """The step for a reader."""
+        return f"{step:g} sessions at a time" if self.over_concurrency else f"{step:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPlan:
+    """Everything that decides a sweep."""
+
+    arms: tuple[tuple[ArmSpec, Target], ...]
+    load: LoadSpec
+    workload: Workload
+    steps: Steps
+    precision: float
+    prompts: int
+    point_s: float
+    ttft_growth: float
+    max_time_s: float
+    time_limit_s: float
+    """Of a step."""
+    is_confirmed: bool = True
+    """Whether a saturated step runs a second time and counts only if both runs saturate."""
+    max_in_flight: int | None = None
+
+
+@dataclass(slots=True)
+class Curve:
+    """One arm's steps so far."""
+
+    arm: OpenArm
+    search: Search
+    points: list[SweepPoint] = field(default_factory=list)
+    reasons: dict[float, str] = field(default_factory=dict)
+    """Of saturated steps."""
+
+
+class Sweep:
+    """One run of a plan."""
+
+    def __init__(self, plan: SweepPlan, progress: Progress, clock: Callable[[], float]) -> None:
+        self.plan = plan
+        self.curves: list[Curve] = []
+        self.model = ""
+        self.isolation: Isolation | None = None
+        self.is_cut_short = False
+        """Whether --max-time ended it."""
+        self._progress = progress
+        self._clock = clock
+        self._turns = mean_turns(plan.workload, plan.prompts)
+        self._count = 0
+
+    async def run(self, stack: AsyncExitStack) -> None:
+        """All steps of all arms, in turn. Raises ServerUnusable and WorkerDied."""
+        plan, steps = self.plan, self.plan.steps
+        for spec, target in plan.arms:
+            arm = await stack.enter_async_context(OpenArm(spec, target, plan.load, self._progress))
+            search = Search(steps.start, plan.precision, steps.listed, steps.over_concurrency, steps.most)
+            self.curves.append(Curve(arm, search))
+        arms = [curve.arm for curve in self.curves]
+        self.model = check_models([arm.spec for arm in arms], [arm.model for arm in arms])
+        self.isolation = await isolate([arm.deployment for arm in arms], plan.load.seed)
+        self._progress.note(f"Model {self.model}. {self.isolation.about}")
+        start_s = self._clock()
+        while pending := [(curve, step) for curve in self.curves if (step := curve.search.next()) is not None]:
+            for curve, step in pending:
+                if self._count and self._clock() - start_s + self._expected_s(step) > plan.max_time_s:
+                    self.is_cut_short = True
+                    self._progress.note(f"{steps.words(step)} would end after --max-time {plan.max_time_s:g} s.")
+                    return
+                await self._point(curve, step)
+
+    def _expected_s(self, step: float) -> float:
+        """Least time that a step takes."""
+        sessions = 0.0 if self.plan.steps.over_concurrency else self._prompts(step) / step
+        return sessions + self.plan.load.settle_s
+
+    def _prompts(self, step: float) -> int:
+        """Requests of a step: enough to be due over `point_s`, or for each of the sessions at a time to be ten times
+        one."""
+        plan = self.plan
+        wanted = 10 * step * self._turns if plan.steps.over_concurrency else step * plan.point_s
+        return max(plan.prompts, math.ceil(wanted))
+
+    async def _point(self, curve: Curve, step: float) -> None:
+        played, why = await self._play(curve, step)
+        if why and self.plan.is_confirmed:
+            again, still = await self._play(curve, step)
+            if not still:
+                played, why = again, ""
+        if why:
+            curve.reasons[step] = why
+        curve.search.add(step, saturated=bool(why))
+        rate, concurrency = (None, round(step)) if self.plan.steps.over_concurrency else (step, None)
+        curve.points.append(
+            SweepPoint(arm=curve.arm.spec.name, rate=rate, concurrency=concurrency, summary=played, saturated=bool(why))
+        )
+
+    async def _play(self, curve: Curve, step: float) -> tuple[Summary, str]:
+        """One run of a step, and why it saturates; empty: it does not."""
+        plan, arm = self.plan, curve.arm
+        sessions, planned = sessions_of(plan.workload, self._prompts(step))
+        assert self.isolation is not None
+        salt = await self.isolation.begin(arm.deployment, arm.spec.name, self._count)
+        self._count += 1
+        spec = RunSpec(
+            arrivals=plan.steps.arrivals(step, self._turns),
+            seed=plan.load.seed,
+            time_limit_s=plan.time_limit_s,
+            sessions=sessions,
+            salt=salt,
+            max_in_flight=plan.max_in_flight,
+        )
+        self._progress.note(f"{arm.spec.name}: {plan.steps.words(step)}, {planned} requests")
+        played = await arm.play(plan.workload, spec, planned)
+        summary = arm.summary(played)
+        lower = sorted((p for p in curve.points if step_of(p) < step), key=step_of)
+        at_a_time = step if plan.steps.over_concurrency else 0.0
+        why = reason(summary, played.run.records, lower, at_a_time, plan.ttft_growth)
+        if why:
+            self._progress.note(f"{arm.spec.name}: {plan.steps.words(step)} saturate it: {why}")
+        return summary, why
+
+
+def step_of(point: SweepPoint) -> float:
+    """A point's rate or sessions at a time."""
+    return point.rate if point.rate is not None else float(point.concurrency or 0)

@@ -1,0 +1,53 @@
+"""Which trace a file is, and which part of it lies between two times."""
+
+from __future__ import annotations
+
+import gzip
+from bisect import bisect_left
+from pathlib import Path
+
+import orjson
+
+from loadgen.workloads.base import Workload
+
+FORMATS = ("mooncake", "bailian", "burstgpt", "azure")
+_PEEK_BYTES = 2**20
+
+
+def format_of(path: Path) -> str:
+    """The format by the file's first line. Raises ValueError saying what was found instead."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+        with gzip.open(path) if head == b"\x1f\x8b" else path.open("rb") as file:
+            line = file.readline(_PEEK_BYTES).decode("utf-8-sig", errors="replace").strip()
+    except (OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    columns = {name.strip() for name in line.split(",")}
+    if {"TIMESTAMP", "ContextTokens"} <= columns:
+        return "azure"
+    if {"Timestamp", "Request tokens"} <= columns:
+        return "burstgpt"
+    try:
+        fields = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        fields = None
+    if isinstance(fields, dict) and "hash_ids" in fields:
+        return "bailian" if "chat_id" in fields else "mooncake"
+    raise ValueError(
+        f"{path} is no known trace: its first line is {line[:60]!r}; name its format with --workload, one of"
+        f" {', '.join(FORMATS)}"
+    )
+
+
+def window(workload: Workload, start_s: float, end_s: float | None) -> tuple[int, int]:
+    """First session at or after `start_s` and how many begin before `end_s` (None: all), by its own times."""
+    assert workload.length is not None
+    numbers = range(workload.length)
+
+    def starts_s(number: int) -> float:
+        return workload.session(number).start_s or 0.0
+
+    first = bisect_left(numbers, start_s, key=starts_s)
+    last = len(numbers) if end_s is None else bisect_left(numbers, end_s, key=starts_s)
+    return first, max(0, last - first)

@@ -1,0 +1,84 @@
+"""The result file of `vllm bench serve`: its name, and one line or one object in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from loadgen.load.player import ArmRun
+from loadgen.measure.records import Ints
+from loadgen.result.model import Result
+from loadgen.result.vllm import Detailed, bench_json
+
+_METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Where the file goes."""
+
+    folder: Path
+    name: str
+    """Empty: made from the rest."""
+    label: str
+    rate: float | None
+    max_concurrency: int | None
+
+    def path(self, result: Result, date: str) -> Path:
+        """As vLLM makes it: LABEL-RATEqps-concurrencyN-MODEL-DATE.json."""
+        if self.name:
+            return self.folder / self.name
+        rate = "inf" if self.rate is None or math.isinf(self.rate) else f"{self.rate:g}"
+        concurrency = f"-concurrency{self.max_concurrency}" if self.max_concurrency else ""
+        return self.folder / f"{self.label}-{rate}qps{concurrency}-{result.model.split('/')[-1]}-{date}.json"
+
+
+def write_bench_file(
+    result: Result,
+    run: ArmRun,
+    naming: Naming,
+    metrics: Sequence[str],
+    metadata: Mapping[str, str],
+    *,
+    is_detailed: bool,
+    is_appended: bool,
+) -> Path:
+    """Write the file, or add a line to it; its path. Raises OSError."""
+    content = bench_json(result, result.arms[0], detailed(run) if is_detailed else None, dict(metadata))
+    for name in _METRICS:
+        if name not in metrics:
+            content = {key: value for key, value in content.items() if not key.endswith(f"_{name}_ms")}
+    path = naming.path(result, str(content["date"]))
+    naming.folder.mkdir(parents=True, exist_ok=True)
+    line = orjson.dumps(content)
+    if is_appended:
+        with path.open("ab") as file:
+            file.write((b"\n" if file.tell() else b"") + line)
+    else:
+        path.write_bytes(line)
+    return path
+
+
+def detailed(run: ArmRun) -> Detailed:
+    """Per-request values in the order in which requests were sent. The answers' texts are not kept."""
+    records = run.records
+    order = np.argsort(records.sent_s, kind="stable").tolist()
+    waits_s = np.nan_to_num(records.first_token_s - records.sent_s)
+    words = [": ".join(part for part in pair if part) for pair in zip(records.failures, records.details, strict=True)]
+    return Detailed(
+        input_lens=_ints(records.prompt_tokens, order),
+        output_lens=_ints(records.output_tokens, order),
+        ttfts=[float(waits_s[i]) for i in order],
+        itls=[records.gaps_of(i).tolist() for i in order],
+        start_times=[float(records.sent_s[i]) for i in order],
+        errors=[words[records.failure[i]] for i in order],
+    )
+
+
+def _ints(column: Ints, order: Sequence[int]) -> list[int]:
+    return [int(column[i]) for i in order]

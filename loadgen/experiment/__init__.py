@@ -1,0 +1,1 @@
+"""Arms against each other: blocks, isolation, intervals, verdict."""

@@ -1,0 +1,76 @@
+"""What is compared: policies of one gateway, deployments, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEFAULT_POLICIES = ("round_robin", "least_loaded", "affinity_groups", "predicted_ttft")
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSpec:
+    """One side of the comparison."""
+
+    name: str
+    url: str
+    policy: str = ""
+    """Sent in the policy header; empty: no header."""
+    metrics_urls: tuple[str, ...] = ()
+    """Where the arm's pods are scraped and reset, one address a pod; empty: the gateway is asked for its pods."""
+
+
+def arms_of(url: str, policies: Sequence[str], arms: Sequence[str], metrics_urls: Sequence[str]) -> tuple[ArmSpec, ...]:
+    """Arms from flags: `--url` with `--policies`, then each `--arm NAME=URL[;POLICY]`. Raises ValueError."""
+    if not url and not arms:
+        raise ValueError("--url GATEWAY or at least two --arm NAME=URL are needed: what is compared?")
+    if policies and not url:
+        raise ValueError("--policies needs --url; the policy of an --arm follows its address: NAME=URL;POLICY")
+    specs = [ArmSpec(policy, _url(url, "--url"), policy) for policy in (policies or DEFAULT_POLICIES if url else ())]
+    specs += [_arm(text) for text in arms]
+    names = [spec.name for spec in specs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"arm {', '.join(twice)} is listed twice: each --policies entry and --arm needs a name of its own"
+        )
+    return tuple(_with_metrics(spec, metrics_urls, names) for spec in specs)
+
+
+def baseline_of(arms: Sequence[ArmSpec], wanted: str) -> str:
+    """The arm that the others are measured against: `wanted`, else round_robin, else the first. Raises ValueError."""
+    names = [arm.name for arm in arms]
+    if wanted and wanted not in names:
+        raise ValueError(f"--baseline {wanted} is not an arm; arms are {', '.join(names)}")
+    return wanted or ("round_robin" if "round_robin" in names else names[0])
+
+
+def block_order(arms: Sequence[ArmSpec], number: int) -> tuple[ArmSpec, ...]:
+    """Arms of round `number` (from 0): forward, then backward: a steady drift cancels over two rounds (ABBA)."""
+    return tuple(arms) if number % 2 == 0 else tuple(reversed(arms))
+
+
+def _arm(text: str) -> ArmSpec:
+    name, has_url, rest = text.partition("=")
+    url, _, policy = rest.partition(";")
+    if not (name and has_url and url) or "/" in name:
+        raise ValueError(f"--arm {text!r} must be NAME=URL or NAME=URL;POLICY, such as plain=http://vllm:8000")
+    return ArmSpec(name, _url(url, f"--arm {name}"), policy)
+
+
+def _url(url: str, flag: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{flag}: got {url!r}; the address must begin with http:// or https://")
+    return url.rstrip("/")
+
+
+def _with_metrics(spec: ArmSpec, metrics_urls: Sequence[str], names: Sequence[str]) -> ArmSpec:
+    mine = []
+    for text in metrics_urls:
+        arm, has_arm, url = text.partition("=")
+        if not has_arm or "/" in arm:
+            arm, url = "", text
+        if arm and arm not in names:
+            raise ValueError(f"--metrics-urls {text!r}: {arm} is not an arm; arms are {', '.join(names)}")
+        if not arm or arm == spec.name:
+            mine.append(_url(url, "--metrics-urls"))
+    return ArmSpec(spec.name, spec.url, spec.policy, tuple(mine))

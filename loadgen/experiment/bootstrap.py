@@ -1,0 +1,156 @@
+"""Confidence intervals for an arm against the baseline, from rounds and the sessions within them.
+
+Two things differ between repetitions. Which sessions happened to be drawn: rounds, and sessions within rounds, are
+resampled with replacement, the same ones for both arms. And what happened to a block as a whole (drift of the machine,
+a queue that built up), of which resampling a handful of rounds shows too little: where rounds differ by more than their
+sessions explain, each resample is moved by that excess times a draw from Student's t of rounds - 1 degrees of freedom.
+With one round there is no such term, and the interval is of the sessions alone.
+
+A bootstrap of few units is too narrow by sqrt((n - 1) / n), and by the difference between Student's t and the normal
+law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015): each resample is stretched to make up for both.
+
+Davison and Hinkley, Bootstrap Methods and their Application (1997), 3.8: two-stage resampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loadgen.result.model import Interval
+
+Floats = npt.NDArray[np.float64]
+
+RESAMPLES = 2000
+WITHIN_RESAMPLES = 400
+"""For the spread of one round's estimate, which enters through its variance only."""
+MAX_UNITS = 600
+"""Sessions beyond this are resampled in groups: as many independent units are plenty for an interval."""
+
+
+class Statistic(Protocol):
+    """A number of each arm under weights of the units."""
+
+    def values(self, weights: Floats) -> tuple[Floats, Floats]:
+        """(baseline, arm) for each row of `weights` (resamples x units). Infinite: failures reach that rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Weights that every statistic of an experiment shares, so that arms are resampled alike."""
+
+    round_of: npt.NDArray[np.int64]
+    """The round of each unit, ascending from 0."""
+    weights: Floats
+    within: tuple[Floats, ...]
+    """For each round: weights that resample its sessions, zero for the other rounds."""
+    shifts: Floats
+    """For each resample, a draw from Student's t; zeros with one round."""
+    stretch: Floats
+    """For each resample, what makes a normal deviate from n units one of Student's t; near 1 with many units."""
+
+    @property
+    def rounds(self) -> int:
+        """How many there are."""
+        return len(self.within)
+
+
+def draws(round_of: npt.NDArray[np.int64], seed: int) -> Draws:
+    """Resamples of units that belong to the rounds `round_of`."""
+    rng = np.random.default_rng(seed)
+    sizes = np.bincount(round_of)
+    rounds = len(sizes)
+    drawn = rng.multinomial(rounds, np.full(rounds, 1 / rounds), RESAMPLES)
+    weights = np.concatenate(
+        [rng.multinomial(drawn[:, r] * size, np.full(size, 1 / size)) for r, size in enumerate(sizes)], axis=1
+    )
+    within = []
+    for r, size in enumerate(sizes):
+        only = np.zeros((WITHIN_RESAMPLES, len(round_of)))
+        only[:, round_of == r] = rng.multinomial(size, np.full(size, 1 / size), WITHIN_RESAMPLES)
+        within.append(only)
+    shifts = rng.standard_t(rounds - 1, RESAMPLES) if rounds > 1 else np.zeros(RESAMPLES)
+    units = len(round_of)
+    stretch = np.sqrt(units / rng.chisquare(units - 1, RESAMPLES)) if units > rounds else np.ones(RESAMPLES)
+    return Draws(round_of, weights.astype(np.float64), tuple(within), shifts, stretch)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """An arm against the baseline in one statistic."""
+
+    difference: Interval
+    ratio: Interval
+    is_above: bool
+    """The interval of the ratio lies above 1."""
+    is_below: bool
+
+
+def effect(statistic: Statistic, drawn: Draws, confidence: float | None) -> Effect | None:
+    """Estimates, and intervals where `confidence` is given and there is something to resample.
+
+    None where a ratio makes no sense: an arm's value is zero, infinite or missing.
+    """
+    base, arm = (values[0] for values in statistic.values(np.ones((1, len(drawn.round_of)))))
+    if not (np.isfinite(base) and np.isfinite(arm) and base > 0 and arm > 0):
+        return None
+    if confidence is None or len(drawn.round_of) < 2:
+        return Effect(Interval(value=float(arm - base)), Interval(value=float(arm / base)), False, False)
+    with np.errstate(all="ignore"):
+        bases, arms = statistic.values(drawn.weights)
+        # On the scale of logarithms: resamples spread out a little, and the arm moved against the baseline.
+        moved = drawn.shifts * _round_spread(statistic, drawn) / 2
+        arms = arm * np.exp(np.log(arms / arm) * drawn.stretch + moved)
+        bases = base * np.exp(np.log(bases / base) * drawn.stretch - moved)
+        ratios, differences = arms / bases, arms - bases
+    low, high = _ends(ratios, confidence)
+    return Effect(
+        difference=_interval(float(arm - base), *_ends(differences, confidence)),
+        ratio=_interval(float(arm / base), low, high),
+        is_above=low > 1,
+        is_below=high < 1,
+    )
+
+
+def _round_spread(statistic: Statistic, drawn: Draws) -> float:
+    """Standard deviation, on the log scale of the ratio, that rounds have beyond their sessions', for their mean."""
+    if drawn.rounds < 2:
+        return 0.0
+    each = np.array([drawn.round_of == r for r in range(drawn.rounds)], np.float64)
+    logs = _log_ratios(statistic, each)
+    if not np.isfinite(logs).all():
+        return 0.0
+    within = [spread for weights in drawn.within if np.isfinite(spread := _variance(_log_ratios(statistic, weights)))]
+    excess = logs.var(ddof=1) - (float(np.mean(within)) if within else 0.0)
+    return float(np.sqrt(max(excess, 0.0) / drawn.rounds))
+
+
+def _log_ratios(statistic: Statistic, weights: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        base, arm = statistic.values(weights)
+        return np.asarray(np.log(arm / base))
+
+
+def _variance(values: Floats) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.var()) if len(finite) > 1 else float("nan")
+
+
+def _ends(values: Floats, confidence: float) -> tuple[float, float]:
+    """The central interval, by nearest rank, so that infinite draws stay infinite."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return float("nan"), float("nan")
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(known, (tail, 1 - tail), method="nearest")
+    return float(low), float(high)
+
+
+def _interval(value: float, low: float, high: float) -> Interval:
+    """Without ends where one of them is infinite or there is none."""
+    bounded = np.isfinite(low) and np.isfinite(high)
+    return Interval(value=value, low=low if bounded else None, high=high if bounded else None)

@@ -1,0 +1,119 @@
+"""Every arm against the baseline, in every metric, with a judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from loadgen.experiment.bootstrap import Draws, Effect, draws, effect
+from loadgen.experiment.compared import Metric, compared
+from loadgen.experiment.pairs import Pairs
+from loadgen.result.model import Contrast
+
+CONFIDENCE = 0.95
+SMALL_EFFECT = 1.05
+"""Ratios nearer to 1 than this are called not distinguishable, however narrow the interval."""
+Judgement = Literal["better", "worse", "not distinguishable"]
+DECIDES = "ttft_mean_ms"
+"""The metric that the verdict and the number of rounds rest on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contrasts:
+    """What was found, and which comparisons make no sense."""
+
+    found: tuple[Contrast, ...]
+    missing: tuple[str, ...] = ()
+    """A sentence for each metric and arm that cannot be compared."""
+    ties: tuple[str, ...] = ()
+    """Arms that are better than the baseline too and cannot be told from the best."""
+
+    def of(self, arm: str, metric: str = DECIDES) -> Contrast | None:
+        """One arm in one metric."""
+        return next((c for c in self.found if c.arm == arm and c.metric == metric), None)
+
+
+class Contraster:
+    """Compares arms of one set of pairs. All comparisons use the same resamples of sessions."""
+
+    def __init__(self, pairs: Pairs, arms: int, seed: int) -> None:
+        self._pairs = pairs
+        # Bonferroni: the intervals of one metric hold for all arms together.
+        self.confidence = joint_confidence(arms)
+        self._drawn = draws(pairs.round_of, seed)
+        self._drawn_rounds = draws(np.arange(self._drawn.rounds), seed)
+
+    def contrast(self, metric: Metric, baseline: str, arm: str) -> Contrast | None:
+        """None where a ratio makes no sense."""
+        ready = metric.prepare(self._pairs, self._pairs.sides[baseline], self._pairs.sides[arm])
+        if ready is None:
+            return None
+        drawn: Draws = self._drawn_rounds if ready.unit_is_round else self._drawn
+        found = effect(ready.statistic, drawn, self.confidence if ready.has_interval else None)
+        if found is None:
+            return None
+        return Contrast(
+            metric=metric.name,
+            better=metric.better,
+            baseline=baseline,
+            arm=arm,
+            pairs=ready.pairs,
+            difference=found.difference,
+            ratio=found.ratio,
+            judgement=_judgement(found, metric),
+        )
+
+
+def joint_confidence(arms: int) -> float:
+    """Confidence of each interval so that those of all arms hold together in 95 % of experiments (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / max(arms - 1, 1)
+
+
+def contrasts(
+    pairs: Pairs, arms: Sequence[str], baseline: str, seed: int, *, has_objectives: bool = False
+) -> Contrasts:
+    """Every other arm against the baseline, arm by arm."""
+    contraster = Contraster(pairs, len(arms), seed)
+    found, missing = [], []
+    for arm in arms:
+        for metric in compared(has_objectives) if arm != baseline else ():
+            if contrast := contraster.contrast(metric, baseline, arm):
+                found.append(contrast)
+            else:
+                missing.append(f"{arm}: {metric.name} cannot be compared with {baseline}: {_why_missing(metric)}.")
+    return Contrasts(tuple(found), tuple(missing), _ties(contraster, found))
+
+
+def _ties(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, ...]:
+    better = [c for c in found if c.metric == DECIDES and c.judgement == "better"]
+    if not better:
+        return ()
+    best = min(better, key=lambda c: c.ratio.value)
+    metric = compared(False)[0]
+    against = {c.arm: contraster.contrast(metric, best.arm, c.arm) for c in better if c is not best}
+    return tuple(arm for arm, c in against.items() if c is not None and c.judgement == "not distinguishable")
+
+
+def relative_half_width(contrast: Contrast | None) -> float:
+    """Half the width of the ratio's interval, relative to the ratio; infinite without an interval."""
+    if contrast is None or contrast.ratio.low is None or contrast.ratio.high is None:
+        return float("inf")
+    return (contrast.ratio.high - contrast.ratio.low) / 2 / contrast.ratio.value
+
+
+def _judgement(found: Effect, metric: Metric) -> Judgement:
+    ratio = found.ratio.value
+    is_above = found.is_above and ratio >= SMALL_EFFECT
+    is_below = found.is_below and ratio <= 1 / SMALL_EFFECT
+    if not (is_above or is_below):
+        return "not distinguishable"
+    return "better" if is_above == (metric.better == "higher") else "worse"
+
+
+def _why_missing(metric: Metric) -> str:
+    if metric.name.startswith("ttft_") and metric.name != DECIDES:
+        return "so many requests failed, or never came, that the percentile is infinite in one of them"
+    return "in one of them it is zero or was not measured"

@@ -1,0 +1,101 @@
+"""Keeps arms from finding each other's cache entries: caches are emptied before each block, or prompts are salted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from loadgen.load.client import Client
+from loadgen.load.target import ServerUnusable, Target
+from loadgen.measure.pods import CounterError, PodAddress, address_of, pods_of_gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is behind an arm's address."""
+
+    target: Target
+    pods: tuple[PodAddress, ...]
+    """Empty where nobody says which there are."""
+    is_gateway: bool
+    """It lists its pods and passes a cache reset on to all of them."""
+
+    async def reset(self) -> str | None:
+        """Empty the caches of all pods. None when done, else why not."""
+        if self.is_gateway:
+            return await _reset(self.target)
+        if not self.pods:
+            return (
+                f"{self.target.origin} does not say which pods are behind it, so a reset might reach one of several;"
+                " --metrics-urls names them"
+            )
+        origins = dict.fromkeys(_origin(pod.url) for pod in self.pods)
+        refusals = await asyncio.gather(*(_reset(_plain(self.target, origin)) for origin in origins))
+        return next((refusal for refusal in refusals if refusal), None)
+
+
+async def look_up(client: Client, metrics_urls: Sequence[str]) -> Deployment:
+    """The pods behind `client`: those named by the user, else those that the gateway lists."""
+    try:
+        listed = pods_of_gateway(await client.get_text("/v1/pods"))
+    except (ServerUnusable, CounterError):
+        listed = None
+    named = tuple(address_of(url) for url in metrics_urls)
+    return Deployment(client.target, named or tuple(listed or ()), is_gateway=listed is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """How arms are kept apart, in deed and in words."""
+
+    refused: str | None
+    """None: caches are emptied before each block. Else why they cannot be, and prompts carry a salt."""
+    seed: int
+
+    @property
+    def about(self) -> str:
+        """For the report."""
+        if self.refused is None:
+            return "The prefix caches of all pods were emptied before each block."
+        return (
+            f"The caches could not be emptied ({self.refused}). The prompts of each block begin with other"
+            " bytes of equal length instead, so that no block finds another's entries; they still take room."
+        )
+
+    async def begin(self, deployment: Deployment, arm: str, number: int) -> str:
+        """Prepare for a block of round `number`: the salt of its prompts. Raises ServerUnusable: a reset fails now."""
+        if self.refused is not None:
+            return salt(self.seed, arm, number)
+        if problem := await deployment.reset():
+            raise ServerUnusable(f"before {arm}: the caches were emptied for an earlier block and now not: {problem}")
+        return ""
+
+
+async def isolate(deployments: Sequence[Deployment], seed: int) -> Isolation:
+    """Resets where every deployment takes them, else salts for all: arms must be treated alike."""
+    for deployment in deployments:
+        if refused := await deployment.reset():
+            return Isolation(refused, seed)
+    return Isolation(None, seed)
+
+
+def salt(seed: int, arm: str, number: int) -> str:
+    """Text of constant length that no other block has."""
+    return f"[{hashlib.sha256(f'{seed}/{arm}/{number}'.encode()).hexdigest()[:16]}] "
+
+
+async def _reset(target: Target) -> str | None:
+    async with Client(target) as client:
+        return await client.reset_prefix_cache()
+
+
+def _plain(target: Target, origin: str) -> Target:
+    return replace(target, url=origin, policy="")
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

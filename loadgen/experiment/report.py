@@ -1,0 +1,116 @@
+"""From blocks to a Result: what every output is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import numpy as np
+
+from loadgen.experiment.cautions import cautions
+from loadgen.experiment.contrasts import CONFIDENCE, DECIDES, SMALL_EFFECT, Contrasts, contrasts, joint_confidence
+from loadgen.experiment.pairs import pair
+from loadgen.experiment.plan import Block, Plan
+from loadgen.experiment.run import Experiment
+from loadgen.experiment.verdict import verdict
+from loadgen.measure.definitions import DEFINITIONS
+from loadgen.measure.summary import summarise, summarise_runs
+from loadgen.result.model import Arm, Result, Summary
+
+Configuration = Mapping[str, str | int | float | bool | list[str] | None]
+
+
+def result_of(
+    experiment: Experiment, configuration: Configuration, workload: Mapping[str, str], facts: Mapping[str, str]
+) -> Result:
+    """The Result of at least one whole round."""
+    plan = experiment.plan
+    arms = tuple(
+        _arm(spec.name, spec.url, spec.policy, [blocks[spec.name] for blocks in experiment.rounds], experiment)
+        for spec in plan.arms
+    )
+    pairs = pair([{name: b.run for name, b in blocks.items()} for blocks in experiment.rounds], plan.objectives_ms)
+    names = [arm.name for arm in arms]
+    found = (
+        contrasts(pairs, names, plan.baseline, plan.seed, has_objectives=bool(plan.objectives_ms))
+        if pairs is not None
+        else Contrasts(())
+    )
+    rounds = len(experiment.rounds)
+    assert experiment.isolation is not None
+    return Result(
+        command="compare",
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        model=experiment.model,
+        seed=plan.seed,
+        configuration=dict(configuration),
+        workload=dict(workload),
+        facts={
+            "arrivals": plan.arrivals.about(),
+            "rounds": f"{rounds}; {experiment.stopped}",
+            "tokens per word": f"{experiment.tokens_per_word:g}",
+            **facts,
+        },
+        isolation=experiment.isolation.about,
+        baseline=plan.baseline,
+        order=tuple(experiment.order),
+        arms=arms,
+        contrasts=found.found,
+        verdict=verdict(arms, found, plan.baseline),
+        cautions=(*cautions(arms, found, plan.baseline, rounds), *_repeated(plan, rounds), *experiment.notes),
+        definitions={**DEFINITIONS, **_method(len(arms))},
+    )
+
+
+def _repeated(plan: Plan, rounds: int) -> tuple[str, ...]:
+    if plan.distinct_rounds is None or rounds <= plan.distinct_rounds:
+        return ()
+    return (
+        f"The data set has sessions for {plan.distinct_rounds} of {rounds} rounds, which the others repeat: the"
+        " intervals say little about other sessions. Fewer --sessions make more rounds.",
+    )
+
+
+def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: Experiment) -> Arm:
+    pods, objectives_ms = sorted(experiment.pods), experiment.plan.objectives_ms
+    each = [summarise(block.run, pods, objectives_ms, block.counted) for block in blocks]
+    low, high = _band(each)
+    return Arm(
+        name=name,
+        url=url,
+        policy=policy,
+        summary=summarise_runs([b.run for b in blocks], pods, objectives_ms, [b.counted for b in blocks]),
+        blocks=tuple(_brief(summary) for summary in each),
+        ttft_cdf_low_ms=low,
+        ttft_cdf_high_ms=high,
+    )
+
+
+def _band(blocks: Sequence[Summary]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Least and largest of the blocks' own quantiles, between which the pooled ones lie; empty with one block."""
+    cdfs = np.array([summary.ttft.cdf_ms for summary in blocks if summary.ttft.cdf_ms])
+    if len(cdfs) < 2:
+        return (), ()
+    return tuple(cdfs.min(axis=0).tolist()), tuple(cdfs.max(axis=0).tolist())
+
+
+def _brief(summary: Summary) -> Summary:
+    """Without what plots are drawn from."""
+    without = {
+        name: getattr(summary, name).model_copy(update={"cdf_ms": ()})
+        for name in ("ttft", "ttft_from_send", "itl", "e2e")
+    }
+    return summary.model_copy(update={**without, "series": None})
+
+
+def _method(arms: int) -> dict[str, str]:
+    return {
+        "contrast": "an arm against the baseline over requests paired by round, session and turn. Means: requests that"
+        " both completed. Percentiles and goodput: all of sessions that both began, a failed one infinitely slow",
+        "interval": f"{joint_confidence(arms):.2%} of each, so that those of one metric hold for all arms together in"
+        f" {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions in them, widened by"
+        " Student's t for few sessions and for what blocks differ by beyond their sessions. Over one round"
+        " it covers sessions alone",
+        "judgement": f"better or worse where the ratio's interval excludes 1 and the effect is at least"
+        f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",
+    }

@@ -1,0 +1,169 @@
+"""Runs the blocks of an experiment, round after round."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from loadgen.experiment.arms import ArmSpec, block_order
+from loadgen.experiment.checks import check_arm, check_models, warm_up
+from loadgen.experiment.compared import compared
+from loadgen.experiment.contrasts import Contraster, relative_half_width
+from loadgen.experiment.isolation import Deployment, Isolation, isolate, look_up
+from loadgen.experiment.pairs import pair
+from loadgen.experiment.plan import Block, Plan, Round
+from loadgen.load.calibrate import measure_tokens_per_word
+from loadgen.load.client import Client
+from loadgen.load.player import ArmRun, RunSpec, play
+from loadgen.load.progress import Progress
+from loadgen.load.target import ServerUnusable
+from loadgen.load.workers import play_parallel
+from loadgen.measure.pods import PodMetrics, counted
+from loadgen.workloads.render import Renderer
+
+MOST_COUNTED = 10_000
+"""Sessions whose turns are counted for the progress display."""
+
+
+@dataclass(slots=True)
+class _Arm:
+    spec: ArmSpec
+    client: Client
+    deployment: Deployment
+    metrics: PodMetrics
+
+
+class Experiment:
+    """One run of a plan. What is complete can be read at any time, also after `run` was cancelled."""
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self.plan = plan
+        self.rounds: list[dict[str, Block]] = []
+        """Whole ones, by the arm's name."""
+        self.order: list[str] = []
+        """Names of the arms in the order their blocks ran, of whole rounds."""
+        self.pods: set[str] = set()
+        """Every pod that answered, or that a gateway listed."""
+        self.model = ""
+        self.tokens_per_word = plan.tokens_per_word
+        self.isolation: Isolation | None = None
+        self.stopped = "interrupted"
+        """Why there are no more rounds."""
+        self.notes: list[str] = []
+        """What went less than well but does not end the experiment."""
+        self._progress = progress
+
+    async def run(self) -> None:
+        """All rounds, or until nobody answers at all. Raises ServerUnusable where an arm cannot be measured."""
+        clock = asyncio.get_running_loop().time
+        async with AsyncExitStack() as stack:
+            arms = [await self._open(stack, spec) for spec in self.plan.arms]
+            await self._prepare(arms)
+            start_s, reason = clock(), None
+            while reason is None:
+                await self._run_round(arms)
+                reason = self._reason_to_stop(clock() - start_s)
+        self.stopped = reason
+        self._progress.note(f"Stopped after {len(self.rounds)} rounds: {reason}.")
+
+    def half_width(self) -> float:
+        """Of the widest interval of the ratio of mean TTFT, relative to the ratio; infinite where one is missing."""
+        pairs = pair([{name: block.run for name, block in blocks.items()} for blocks in self.rounds])
+        others = [arm.name for arm in self.plan.arms if arm.name != self.plan.baseline]
+        if pairs is None or not others:
+            return float("inf") if others else 0.0
+        contraster, decides = Contraster(pairs, len(self.plan.arms), self.plan.seed), compared(False)[0]
+        return max(relative_half_width(contraster.contrast(decides, self.plan.baseline, arm)) for arm in others)
+
+    # -- before the first block ----------------------------------------------------------------------------------
+
+    async def _open(self, stack: AsyncExitStack, spec: ArmSpec) -> _Arm:
+        client = await stack.enter_async_context(Client(self.plan.target(spec)))
+        deployment = await look_up(client, spec.metrics_urls)
+        metrics = await stack.enter_async_context(PodMetrics(deployment.pods))
+        return _Arm(spec, client, deployment, metrics)
+
+    async def _prepare(self, arms: list[_Arm]) -> None:
+        plan = self.plan
+        self.model = check_models(plan.arms, [await arm.client.model_id() for arm in arms])
+        has_usage = [await check_arm(arm.spec, arm.client, plan.seed) for arm in arms]
+        if not all(has_usage) and not plan.tokens_per_word:
+            silent = ", ".join(arm.spec.name for arm, known in zip(arms, has_usage, strict=True) if not known)
+            raise ServerUnusable(
+                f"{silent}: the answers carry no usage, so neither the size of a word nor a hit rate can be known;"
+                " compare without a hit rate by giving --tokens-per-word (about 1.4 for English)"
+            )
+        if not self.tokens_per_word:
+            self.tokens_per_word = await measure_tokens_per_word(arms[0].client, plan.seed)
+        self.isolation = await isolate([arm.deployment for arm in arms], plan.seed)
+        self.pods |= {pod.name for arm in arms if not arm.spec.metrics_urls for pod in arm.deployment.pods}
+        self._progress.note(f"Model {self.model}, {self.tokens_per_word:g} tokens per word. {self.isolation.about}")
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    async def _run_round(self, arms: list[_Arm]) -> None:
+        number = len(self.rounds)
+        what = self.plan.round(number)
+        planned = _planned(what, self.plan.sessions)
+        order = [arm.name for arm in block_order(self.plan.arms, number)]
+        self._progress.note(f"Round {number + 1}: {', '.join(order)}")
+        by_name = {arm.spec.name: arm for arm in arms}
+        blocks = {name: await self._run_block(by_name[name], number, what, planned) for name in order}
+        self.rounds.append({arm.name: blocks[arm.name] for arm in self.plan.arms})
+        self.order += order
+
+    async def _run_block(self, arm: _Arm, number: int, what: Round, planned: int | None) -> Block:
+        assert self.isolation is not None
+        plan, name = self.plan, arm.spec.name
+        self.pods |= await warm_up(arm.client, f"{plan.seed}/{name}/{number}", plan.warmup_requests)
+        salt = await self.isolation.begin(arm.deployment, name, number)
+        await asyncio.sleep(plan.settle_s)
+        spec = RunSpec(
+            arrivals=plan.arrivals,
+            seed=plan.seed + number,
+            time_limit_s=plan.time_limit_s,
+            sessions=plan.sessions,
+            first_session=what.first_session,
+            salt=salt,
+            max_in_flight=plan.max_in_flight,
+        )
+        before = await arm.metrics.read() if arm.deployment.pods else None
+        self._progress.arm_started(name, planned)
+        run = await self._play(arm, what, spec)
+        self._progress.arm_ended()
+        self.pods |= {pod for pod in run.records.pods if pod}
+        if before is None:
+            return Block(name, run, None)
+        found = counted(before, await arm.metrics.read())
+        self.notes += [line for problem in found.problems if (line := f"{name}: {problem}") not in self.notes]
+        return Block(name, run, found)
+
+    async def _play(self, arm: _Arm, what: Round, spec: RunSpec) -> ArmRun:
+        if self.plan.workers > 1:
+            return await play_parallel(
+                arm.client.target, what.workload, self.tokens_per_word, spec, self.plan.workers, self._progress.progress
+            )
+        renderer = Renderer(self.tokens_per_word, spec.salt)
+        return await play(arm.client, what.workload, renderer, spec, self._progress.request_ended)
+
+    def _reason_to_stop(self, elapsed_s: float) -> str | None:
+        if not any(block.run.records.completed.any() for block in self.rounds[-1].values()):
+            return "no request of the last round completed in any arm"
+        if len(self.plan.arms) == 1 and self.plan.stopping.rounds is None:
+            return "one arm alone: nothing to compare"
+        rounds = len(self.rounds)
+        half_width = self.half_width() if rounds % 2 == 0 else float("inf")
+        if half_width < float("inf"):
+            self._progress.note(f"After {rounds} rounds the ratio of mean TTFT is known within {half_width:.0%}.")
+        return self.plan.stopping.reason(rounds, elapsed_s, half_width)
+
+
+def _planned(what: Round, sessions: int | None) -> int | None:
+    """Requests of a block; None where that is open, or too many to count."""
+    length = what.workload.length
+    rest = None if length is None else max(0, length - what.first_session)
+    count = min((n for n in (sessions, rest) if n is not None), default=None)
+    if count is None or count > MOST_COUNTED:
+        return None
+    return sum(len(what.workload.session(what.first_session + i).turns) for i in range(count))

@@ -1,0 +1,38 @@
+"""How many rounds: until the interval is narrow enough, or time or patience is up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST_ROUNDS = 2
+"""One round each way (ABBA), so that a steady drift cancels and rounds can be told from sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When to stop. `precision` is half the width of the interval of the ratio of mean TTFT, relative to the ratio."""
+
+    precision: float
+    max_rounds: int
+    max_time_s: float
+    rounds: int | None = None
+    """Exactly this many, whatever the precision, as far as `max_time_s` allows."""
+
+    def reason(self, rounds: int, elapsed_s: float, half_width: float) -> str | None:
+        """Why no round follows the `rounds` that took `elapsed_s`; None: one does.
+
+        The interval is looked at after an even number of rounds alone: after an odd one a drift would be in it.
+        """
+        if self.rounds is not None and rounds >= self.rounds:
+            return f"the {_rounds(rounds)} asked for"
+        if self.rounds is None and rounds >= self.max_rounds:
+            return f"--max-rounds {self.max_rounds}"
+        if elapsed_s * (rounds + 1) / rounds > self.max_time_s:
+            return f"another round would end after --max-time {self.max_time_s:g} s"
+        if self.rounds is None and rounds >= LEAST_ROUNDS and rounds % 2 == 0 and half_width <= self.precision:
+            return f"the interval is within {self.precision:.0%} of the ratio (--precision)"
+        return None
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"

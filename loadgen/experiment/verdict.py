@@ -1,0 +1,133 @@
+"""Which arm helped, by how much, whether that is more than chance, and if not, why not: in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from loadgen.experiment.contrasts import Contrasts
+from loadgen.result.model import Arm, Contrast, Summary
+
+FAILED_MORE = 0.01
+"""An arm that fails this share of its requests more than the baseline does not win, however fast the others are."""
+
+
+def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[str, ...]:
+    """Plain sentences, the most important first."""
+    by_name = {arm.name: arm.summary for arm in arms}
+    invalid = tuple(
+        f"INVALID: in {name} {reason}." for name, summary in by_name.items() for reason in summary.validity.reasons
+    )
+    base = by_name[baseline]
+    if len(arms) == 1:
+        return (*invalid, f"{baseline} ran alone: there is nothing to compare it with.")
+    found = [c for arm in arms if (c := contrasts.of(arm.name)) is not None]
+    able = [c for c in found if c.judgement == "better" and not _fails_more(by_name[c.arm], base)]
+    lines = []
+    if able:
+        best = min(able, key=lambda c: c.ratio.value)
+        lines.append(_headline(best, contrasts.ties, by_name, base))
+        found = [c for c in found if c is not best]
+    else:
+        lines.append(f"No arm was distinguishably faster than {baseline}{_why_not(found, by_name, base)}")
+    lines += [_line(c, by_name[c.arm], base) for c in found]
+    judged = {c.arm for c in contrasts.found if c.metric == "ttft_mean_ms"}
+    lines += [
+        f"{name}: no request completed in both arms, so it cannot be judged."
+        for name in by_name
+        if name != baseline and name not in judged
+    ]
+    return (*invalid, *lines)
+
+
+def speedup(contrast: Contrast) -> tuple[float, str]:
+    """How many times as fast the arm is, and the interval of that in words."""
+    ratio = contrast.ratio
+    if ratio.low is None or ratio.high is None:
+        return 1 / ratio.value, "no interval"
+    return 1 / ratio.value, f"interval {1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
+
+
+def failed_share(summary: Summary) -> float:
+    """Failed and unsent requests / planned."""
+    return 1 - summary.completed / summary.planned if summary.planned else 0.0
+
+
+def _fails_more(arm: Summary, base: Summary) -> bool:
+    return failed_share(arm) - failed_share(base) > FAILED_MORE
+
+
+def _headline(best: Contrast, ties: Sequence[str], arms: Mapping[str, Summary], base: Summary) -> str:
+    arm = arms[best.arm]
+    factor, interval = speedup(best)
+    tied = f" {' and '.join(ties)} cannot be told from it." if ties else ""
+    return (
+        f"{best.arm} {'leads' if ties else 'won'}: mean TTFT {_ms(arm.ttft.mean_ms)} against {_ms(base.ttft.mean_ms)}"
+        f" with {best.baseline}, {factor:.2f} times as fast ({interval}). {_cached(arm, base)}"
+        f" p99 TTFT {_p99(arm)} against {_p99(base)}.{tied}"
+    )
+
+
+def _line(contrast: Contrast, arm: Summary, base: Summary) -> str:
+    factor, interval = speedup(contrast)
+    if contrast.judgement == "better" and _fails_more(arm, base):
+        judged = (
+            f"answers sooner than {contrast.baseline} but fails more"
+            f" ({failed_share(arm):.1%} of its requests against {failed_share(base):.1%}), so it is no winner"
+        )
+    elif contrast.judgement == "not distinguishable":
+        judged = f"not distinguishable from {contrast.baseline}"
+    else:
+        judged = f"{contrast.judgement} than {contrast.baseline}"
+    return f"{contrast.arm}: {judged} (mean TTFT {_ms(arm.ttft.mean_ms)}, {factor:.2f} times as fast, {interval})."
+
+
+def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summary) -> str:
+    if any(c.judgement == "better" for c in found):
+        return " without failing more of its requests."
+    rates = {name: arm.reuse.cached_token_rate for name, arm in arms.items()}
+    known = [rate for rate in rates.values() if rate is not None]
+    base_rate = base.reuse.cached_token_rate
+    if base_rate is None or not known:
+        return " here. The server reports no cached tokens, so why cannot be said."
+    best_rate, attainable = max(known), base.reuse.attainable_rate
+    if attainable is not None and attainable < 0.1:
+        return (
+            f" here. The prompts share too little: even one infinite cache would hold {attainable:.0%} of their tokens."
+        )
+    if best_rate < 0.1:
+        return f" here. Hardly anything was reused: {best_rate:.0%} of prompt tokens at best{_of(attainable)}."
+    if base_rate >= 0.9 * best_rate:
+        return (
+            f" here. It already found {base_rate:.0%} of the prompt tokens cached, the best arm {best_rate:.0%}: each"
+            " pod's cache holds nearly all that is shared, so where a request goes hardly matters."
+        )
+    return (
+        f" here. Reuse rose from {base_rate:.0%} to {best_rate:.0%} of the prompt tokens, but the time saved is small"
+        " against the rest of the TTFT: load too low, prompts too short, or decoding dominates."
+    )
+
+
+def _of(attainable: float | None) -> str:
+    return "" if attainable is None else f", where one infinite cache would hold {attainable:.0%}"
+
+
+def _cached(arm: Summary, base: Summary) -> str:
+    ours, theirs = arm.reuse.cached_token_rate, base.reuse.cached_token_rate
+    if ours is None or theirs is None:
+        return "The server reports no cached tokens;"
+    attained = arm.reuse.achieved_share
+    share = "" if attained is None else f" ({attained:.0%} of what one infinite cache would)"
+    return f"Served from cache: {ours:.0%} of the prompt tokens{share} against {theirs:.0%};"
+
+
+def _p99(summary: Summary) -> str:
+    """With failures as infinite."""
+    return (
+        _ms(summary.ttft.with_failures_p99_ms)
+        if summary.ttft.with_failures_p99_ms is not None
+        else "infinite (failures)"
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "none" if value is None else f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"

@@ -1,0 +1,1 @@
+"""Sending requests at their times and noting what became of them."""

@@ -1,0 +1,145 @@
+"""What comes back for one request: a streamed answer, read event by event as it arrives, or a plain body."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from engine.contract import headers
+from engine.contract.sse import SseDecoder
+
+DETAIL_CHARS = 300
+MAX_BODY_BYTES = 64 * 2**20
+_POD, _POLICY = headers.POD.encode(), headers.POLICY.encode()
+
+
+class StreamedAnswer:
+    """Sink of a streamed completion. `done` is set when it ended, well or badly; `failure` says which."""
+
+    __slots__ = (
+        *("done", "text", "chunk_times_s", "prompt_tokens", "cached_tokens", "output_tokens", "has_usage"),
+        *("pod", "policy", "failure", "detail", "lost_connection", "finished_s"),
+        *("_decoder", "_status", "_kind", "_error_body", "_stopped", "_complete", "_events"),
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.text: list[str] = []
+        self.chunk_times_s: list[float] = []
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.has_usage = False
+        self.pod = self.policy = ""
+        self.failure: str | None = None
+        self.detail = ""
+        self.lost_connection = False
+        self.finished_s = 0.0
+        self._decoder = SseDecoder()
+        self._status = 0
+        self._kind = ""
+        self._error_body = b""
+        self._stopped = False
+        self._complete = False
+        self._events = 0
+
+    def head(self, status: int, headers: dict[bytes, bytes], now_s: float) -> None:
+        self._status = status
+        self.pod = headers.get(_POD, b"").decode("latin-1")
+        self.policy = headers.get(_POLICY, b"").decode("latin-1")
+        self._kind = headers.get(b"content-type", b"no content type").decode("latin-1")
+
+    def body(self, data: bytes, now_s: float) -> None:
+        if self.done.done():
+            return
+        if self._status != 200:
+            self._error_body += data[: 4 * DETAIL_CHARS]
+            return
+        try:
+            for event in self._decoder.feed(data):
+                if event == b"[DONE]":
+                    self._complete, self.finished_s = True, now_s
+                else:
+                    self._take(orjson.loads(event), now_s)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self.fail("bad answer", f"{type(error).__name__} {error}", now_s)
+
+    def end(self, now_s: float) -> None:
+        if self._status != 200:
+            self.fail(f"http {self._status}", self._error_body.decode(errors="replace"), now_s)
+        elif self._complete and self._stopped:
+            self._finish(self.finished_s)
+        elif not self._events:
+            self.fail("bad answer", f"no server-sent event in an answer of {self._kind}", now_s)
+        else:
+            self.fail("truncated", "the stream ended before its last event", now_s)
+
+    def lost(self, reason: str, now_s: float) -> None:
+        if self._complete and self._stopped:  # the user has everything
+            self._finish(self.finished_s)
+        else:
+            self.lost_connection = True
+            self.fail("bad answer" if reason.startswith("not HTTP") else "disconnected", reason, now_s)
+
+    def fail(self, label: str, detail: str, now_s: float) -> None:
+        """End it as failed, unless it has ended."""
+        if not self.done.done():
+            self.failure, self.detail = label, detail[:DETAIL_CHARS]
+            self._finish(now_s)
+
+    def _finish(self, now_s: float) -> None:
+        if not self.done.done():
+            self.finished_s = now_s
+            self.done.set_result(None)
+
+    def _take(self, event: Any, now_s: float) -> None:
+        self._events += 1
+        if error := event.get("error"):
+            words = str(error.get("message", error) if isinstance(error, dict) else error)
+            self.fail("error event", words, now_s)
+            return
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta")
+            text = delta.get("content") if delta else choice.get("text")
+            if text:
+                self.text.append(text)
+                self.chunk_times_s.append(now_s)
+            elif delta and (delta.get("reasoning_content") or delta.get("reasoning")):
+                self.chunk_times_s.append(now_s)  # tokens the user waits for, but no part of the next prompt
+            if choice.get("finish_reason"):
+                self._stopped = True
+                if not self.chunk_times_s:  # an answer without text: its end is all the user sees
+                    self.chunk_times_s.append(now_s)
+        if usage := event.get("usage"):
+            self.has_usage = True
+            self.prompt_tokens = int(usage["prompt_tokens"])
+            self.output_tokens = int(usage["completion_tokens"])
+            self.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+class PlainAnswer:
+    """Sink of a whole body. `done` gives status and body, or raises ConnectionError in words."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = loop.create_future()
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def head(self, status: int, headers: dict[bytes, bytes], now_s: float) -> None:
+        self._status = status
+
+    def body(self, data: bytes, now_s: float) -> None:
+        self._size += len(data)
+        if self._size <= MAX_BODY_BYTES:
+            self._parts.append(data)
+        else:
+            self.lost(f"the answer is larger than {MAX_BODY_BYTES} bytes", now_s)
+
+    def end(self, now_s: float) -> None:
+        if not self.done.done():
+            self.done.set_result((self._status, b"".join(self._parts)))
+
+    def lost(self, reason: str, now_s: float) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(reason))

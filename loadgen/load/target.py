@@ -1,0 +1,129 @@
+"""What is measured, and the calls made to it."""
+
+from __future__ import annotations
+
+import math
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import SplitResult, urlsplit
+
+from engine.contract import headers
+from loadgen.load.http1 import Address
+
+Paths = Mapping[str, str]
+PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+class ServerUnusable(Exception):
+    """The server cannot be measured at all; the text says what it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server or gateway with the OpenAI API, and what every request to it carries. Raises ValueError for a bad url.
+
+    Plain values: it travels to worker processes by pickling.
+    """
+
+    url: str
+    """http://host:port or https://host, with or without a path before /v1."""
+    endpoint: Literal["chat", "completions"] = "chat"
+    model: str = ""
+    """Empty: the first of /v1/models."""
+    policy: str = ""
+    """Value of the policy header; empty: no header, as for servers other than our gateway."""
+    api_key: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Further header fields of each request."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further body fields of each request, such as ignore_eos; they override this package's own."""
+    timeout_s: float = 60.0
+    """Bounds a whole request, from sending to its last byte."""
+    prefix_keys: bool = True
+    """Compute each prompt's prefix keys for the attainable hit rate: about 10 us for 8 KB."""
+    tls_ca_file: str = ""
+    """PEM file of the authority that signed an https server's certificate; empty: the system's."""
+    tls_verify: bool = True
+
+    def __post_init__(self) -> None:
+        parts = _split(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url {self.url!r} must be http://host:port or https://host")
+        for name, value in (*self.headers.items(), ("api key", self.api_key), ("policy", self.policy)):
+            if not (name + value).isprintable() or not (name + value).isascii():
+                raise ValueError(f"{name!r} cannot be sent in an HTTP header: only printable ASCII is allowed")
+
+    @property
+    def base_path(self) -> str:
+        """Path before /v1, without a slash at its end."""
+        return _split(self.url).path.rstrip("/").removesuffix("/v1")
+
+    @property
+    def origin(self) -> str:
+        """Where the paths of `get_text` begin."""
+        parts = _split(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.base_path}"
+
+    def address(self) -> Address:
+        """Where to connect. Raises OSError where the CA file cannot be read."""
+        parts = _split(self.url)
+        assert parts.hostname
+        if parts.scheme == "http":
+            return Address(parts.hostname, parts.port or 80)
+        context = ssl.create_default_context(cafile=self.tls_ca_file or None)
+        if not self.tls_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return Address(parts.hostname, parts.port or 443, context)
+
+    def head(self, method: str, path: str) -> bytes:
+        """Request line and the header fields that are the same for each request, up to the last line break."""
+        host = _split(self.url).netloc.rpartition("@")[2]
+        fields = {"host": host, "accept": "*/*", "content-type": "application/json"}
+        if self.policy:
+            fields[headers.POLICY] = self.policy
+        if self.api_key:
+            fields["authorization"] = f"Bearer {self.api_key}"
+        fields |= {name.lower(): value for name, value in self.headers.items()}
+        lines = [f"{method} {self.base_path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        return ("\r\n".join(lines) + "\r\n").encode("latin-1")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request ready to send: made by `Client.call`, ahead of its time where there is time."""
+
+    body: bytes
+    session: int = -1
+    turn: int = 0
+    group: str = ""
+    intended_s: float = math.nan
+    """On the event loop's clock: when the user would send it; nan: when it is sent."""
+    deadline_s: float = math.inf
+    """On the same clock: the run's end, at which the request is cut off."""
+    queued_s: float = 0.0
+    """What it waited for a cap on requests in flight."""
+    prompt_bytes: int = 0
+    prompt_hash: int = 0
+    prefix_keys: tuple[int, ...] = ()
+
+
+def prompt_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation as one prompt for /v1/completions: an answer follows what it answers directly, as in the cache."""
+    out: list[str] = []
+    for message in messages:
+        if out and message["role"] != "assistant":
+            out.append("\n\n")
+        out.append(message["content"])
+    return "".join(out)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"url {url!r}: {error}") from None
+    return parts

@@ -1,0 +1,53 @@
+"""Distributions of a quantity: mean, percentiles, and percentiles in which a failure is infinitely slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from loadgen.result.model import Distribution
+
+Floats = npt.NDArray[np.float64]
+
+CDF_POINTS = np.linspace(0.0, 1.0, 101)
+
+
+def quantile_with_failures(sorted_values: Floats, failed: int, quantile: float) -> float:
+    """The quantile where `failed` further values are infinite; linear between order statistics, as numpy's.
+
+    Infinite where the rank lies among the failures, NaN where there is nothing at all.
+    """
+    count = len(sorted_values) + failed
+    if not count:
+        return float("nan")
+    rank = quantile * (count - 1)
+    below, part = int(rank), rank - int(rank)
+    above = below + 1 if part else below
+    if above >= len(sorted_values):
+        return float("inf")
+    low, high = sorted_values[below], sorted_values[above]
+    return float(low + (high - low) * part)
+
+
+def distribution(
+    values_s: Floats, *, failed: int = 0, percentiles: Sequence[float] = (), cdf: bool = False
+) -> Distribution:
+    """Seconds as milliseconds. `failed` requests enter `with_failures_p99_ms` alone; `percentiles` are 0 to 100."""
+    if not len(values_s):
+        return Distribution()
+    values = np.sort(values_s) * 1000
+    median, p90, p95, p99 = np.quantile(values, (0.5, 0.9, 0.95, 0.99))
+    honest = quantile_with_failures(values, failed, 0.99)
+    return Distribution(
+        mean_ms=float(values.mean()),
+        median_ms=float(median),
+        std_ms=float(values.std()),
+        p90_ms=float(p90),
+        p95_ms=float(p95),
+        p99_ms=float(p99),
+        percentiles_ms={f"{p:g}": float(np.quantile(values, p / 100)) for p in percentiles},
+        cdf_ms=tuple(np.quantile(values, CDF_POINTS).tolist()) if cdf else (),
+        with_failures_p99_ms=honest if np.isfinite(honest) else None,
+    )

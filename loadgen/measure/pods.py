@@ -1,0 +1,140 @@
+"""The pods' own counters: what they say was asked of their prefix caches and found there.
+
+vLLM and this project's engine count tokens in `vllm:prefix_cache_queries_total` and `vllm:prefix_cache_hits_total`
+(older vLLM: `vllm:gpu_prefix_cache_...`); one pod may have several series (engines, models), which are added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
+HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
+SCRAPE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PodAddress:
+    """A pod: `name` is the one in the answers' pod header, else host and port; `url` is the page to scrape."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodCount:
+    """Tokens by a pod's counters: since it started, or between two readings."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All pods at one time; `problems` has a sentence for each that could not be read."""
+
+    pods: Mapping[str, PodCount]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What was counted during a run. Falsy where a pod is missing: a sum over some pods is no hit rate."""
+
+    pods: Mapping[str, PodCount]
+    problems: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.pods) and not self.problems
+
+
+class CounterError(Exception):
+    """Counters that cannot be had; the text says which pod and why."""
+
+
+def parse_counters(text: str) -> PodCount:
+    """The counters of a Prometheus exposition. Raises CounterError where they are absent."""
+    try:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except ValueError as error:
+        raise CounterError(f"no Prometheus text: {error}") from None
+    queries, hits = ([sample.value for sample in samples if sample.name in names] for names in (QUERIES, HITS))
+    if not queries or not hits:
+        raise CounterError(f"it has no {QUERIES[0]}: is its prefix cache switched on?")
+    return PodCount(int(sum(queries)), int(sum(hits)))
+
+
+def counted(before: Reading, after: Reading) -> Counted:
+    """What the pods counted between two readings."""
+    problems = dict.fromkeys((*before.problems, *after.problems))
+    pods = {}
+    for pod in before.pods.keys() ^ after.pods.keys():
+        if not any(problem.startswith(f"{pod}:") for problem in problems):
+            problems[f"{pod}: was there only {'before' if pod in before.pods else 'after'} the run"] = None
+    for pod in before.pods.keys() & after.pods.keys():
+        first, last = before.pods[pod], after.pods[pod]
+        prompt, cached = last.prompt_tokens - first.prompt_tokens, last.cached_tokens - first.cached_tokens
+        if prompt < 0 or cached < 0:
+            problems[f"{pod}: its counters went back: it restarted during the run"] = None
+        else:
+            pods[pod] = PodCount(prompt, cached)
+    return Counted(dict(sorted(pods.items())), tuple(problems))
+
+
+class PodMetrics:
+    """Reads the counters of a set of pods. Use as an async context manager."""
+
+    def __init__(self, addresses: Sequence[PodAddress]) -> None:
+        self.addresses = tuple(addresses)
+
+    async def __aenter__(self) -> PodMetrics:
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.close()
+
+    async def read(self) -> Reading:
+        """Every pod's counters, read at the same time."""
+        found = await asyncio.gather(*(self._read(address) for address in self.addresses))
+        pods = {
+            address.name: count
+            for address, count in zip(self.addresses, found, strict=True)
+            if not isinstance(count, str)
+        }
+        return Reading(pods, tuple(problem for problem in found if isinstance(problem, str)))
+
+    async def _read(self, address: PodAddress) -> PodCount | str:
+        url = address.url
+        try:
+            async with self._http.get(url) as response:
+                if response.status != 200:
+                    return f"{address.name}: {url} answered HTTP {response.status}"
+                return parse_counters(await response.text())
+        except CounterError as error:
+            return f"{address.name}: {url}: {error}"
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
+            return f"{address.name}: {url}: {type(error).__name__} {error}".strip()
+
+
+def address_of(url: str) -> PodAddress:
+    """A pod that is known by its address alone: the page to scrape is `url` where it has a path, else its /metrics."""
+    parts = urlsplit(url)
+    page = url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
+    return PodAddress(page.removeprefix(f"{parts.scheme}://").removesuffix("/metrics"), page)
+
+
+def pods_of_gateway(listing: str) -> list[PodAddress]:
+    """The pods that a gateway's `GET /v1/pods` lists and that it knows by name. Raises CounterError."""
+    try:
+        pods = orjson.loads(listing)["pods"]
+        return [PodAddress(str(pod["pod"]), f"{pod['url']}/metrics") for pod in pods if pod["pod"] and pod["admitted"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise CounterError(f"/v1/pods is not a warmroute gateway's: {type(error).__name__} {error}") from None

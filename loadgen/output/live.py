@@ -1,0 +1,291 @@
+"""What the user sees while arms run: a table that stays in place on a terminal, a line every few seconds elsewhere.
+
+Both fit `loadgen.load.progress.Progress`. A call costs a few microseconds: rich draws twice a second in a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.measure.records import RequestRecord
+from loadgen.output.units import MISSING, clipped, count, duration, milliseconds
+
+LINE_EVERY_S = 5.0
+REFRESH_PER_S = 2
+PLAIN_WIDTH = 110
+_SMALLEST_S, _GROWTH, _BUCKETS = 1e-4, 1.02, 1000
+"""Buckets 2 % wide from 0.1 ms to 11 hours."""
+
+
+class RunningQuantile:
+    """Quantiles of seconds within 1 %, in constant memory.
+
+    The list never changes its size, so that another thread may read it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counts = [0] * _BUCKETS
+
+    def add(self, value_s: float) -> None:
+        """Count a value."""
+        bucket = 0 if value_s <= _SMALLEST_S else int(math.log(value_s / _SMALLEST_S) / math.log(_GROWTH)) + 1
+        self._counts[min(bucket, _BUCKETS - 1)] += 1
+        self.count += 1
+
+    def quantile_s(self, q: float) -> float | None:
+        """The value that a share `q` of values does not exceed, by nearest rank; None without values."""
+        rank, seen = max(1, math.ceil(q * self.count)), 0
+        if not self.count:
+            return None
+        for bucket, times in enumerate(self._counts):
+            seen += times
+            if seen >= rank:
+                return _SMALLEST_S * _GROWTH ** (bucket - 0.5) if bucket else 0.0
+        return None  # another thread counted a value between the two reads
+
+
+class ArmState:
+    """What is known of an arm while it runs, all its blocks together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.planned: int | None = 0
+        self.sent = self.completed = self.failed = 0
+        self.ttft, self.lag = RunningQuantile(), RunningQuantile()
+        self._ttft_sum_s = 0.0
+        self._prompt = self._cached = 0
+        self._before = (0, 0, 0)
+        self._started_s: float | None = None
+        self._finished_blocks_s = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether a block of it runs."""
+        return self._started_s is not None
+
+    def start(self, planned: int | None, now_s: float) -> None:
+        """A block begins."""
+        self.planned = None if planned is None or self.planned is None else self.planned + planned
+        self._before = (self.sent, self.completed, self.failed)
+        self._started_s = now_s
+
+    def end(self, now_s: float) -> None:
+        """The block is over."""
+        self._finished_blocks_s = self.elapsed_s(now_s)
+        self._started_s = None
+
+    def add(self, record: RequestRecord) -> None:
+        """A request ended."""
+        self.lag.add(max(0.0, record.sent_s - record.intended_s))
+        if record.failure is None:
+            self.completed += 1
+            self._prompt += record.prompt_tokens
+            self._cached += record.cached_tokens
+            if record.first_token_s is not None:
+                ttft_s = record.first_token_s - record.intended_s
+                self._ttft_sum_s += ttft_s
+                self.ttft.add(ttft_s)
+        else:
+            self.failed += 1
+        self.sent = max(self.sent, self.completed + self.failed)
+
+    def set_totals(self, sent: int, completed: int, failed: int) -> None:
+        """Totals of the block that runs."""
+        self.sent, self.completed, self.failed = (
+            before + now for before, now in zip(self._before, (sent, completed, failed), strict=True)
+        )
+
+    def elapsed_s(self, now_s: float) -> float:
+        """Seconds that its blocks took so far."""
+        return self._finished_blocks_s + (now_s - self._started_s if self._started_s is not None else 0.0)
+
+    def expected_s(self, now_s: float) -> float | None:
+        """Seconds that the blocks begun so far will take at this pace; None where that cannot be said yet."""
+        ended = self.completed + self.failed
+        if self.planned is None or not ended:
+            return None
+        return self.elapsed_s(now_s) * max(self.planned, ended) / ended
+
+    def cells(self, now_s: float) -> dict[str, str]:
+        """Its row, by column."""
+        ended, expected = self.completed + self.failed, self.expected_s(now_s)
+        clock = duration(self.elapsed_s(now_s))
+        return {
+            "done": count(self.completed) + (f"/{count(self.planned)}" if self.planned else ""),
+            "failed": count(self.failed),
+            "TTFT mean": _ms(self._ttft_sum_s / self.ttft.count if self.ttft.count else None),
+            "p99": _ms(self.ttft.quantile_s(0.99)),
+            "cached": f"{self._cached / self._prompt:.0%}" if self._prompt else MISSING,
+            "time": f"{clock} / ~{duration(expected)}" if expected and self.running else clock,
+            "lag p99": _ms(self.lag.quantile_s(0.99)),
+            "sent": count(self.sent),
+            "req/s": f"{ended / self.elapsed_s(now_s):.1f}" if self.elapsed_s(now_s) > 0 else MISSING,
+        }
+
+    def line(self, now_s: float) -> str:
+        """The row as a sentence."""
+        c = self.cells(now_s)
+        failed = f", {c['failed']} failed" if self.failed else ""
+        return (
+            f"{c['done']} done{failed}, {c['req/s']} req/s, TTFT mean {c['TTFT mean']} p99 {c['p99']},"
+            f" cached {c['cached']}, lag p99 {c['lag p99']}, {c['time']}"
+        )
+
+
+COLUMNS = ("sent", "done", "failed", "TTFT mean", "p99", "cached", "req/s", "time", "lag p99")
+_MOST_WANTED = ("done", "failed", "TTFT mean", "p99", "cached", "time", "lag p99", "sent", "req/s")
+"""In the order in which a narrow terminal gets them."""
+
+
+class _Shown:
+    """Bookkeeping that the live table and the plain lines share."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._arms: dict[str, ArmState] = {}
+        self._current: ArmState | None = None
+
+    def arm_started(self, name: str, planned: int | None) -> None:
+        """An arm, or the next block of one, begins."""
+        self._current = self._arms.setdefault(name, ArmState(name))
+        self._current.start(planned, self._clock())
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """A request of the current arm ended."""
+        if self._current:
+            self._current.add(record)
+
+    def progress(self, sent: int, completed: int, failed: int) -> None:
+        """Totals of the current block."""
+        if self._current:
+            self._current.set_totals(sent, completed, failed)
+
+    def arm_ended(self) -> None:
+        """The current block is over."""
+        if self._current:
+            self._current.end(self._clock())
+            self._current = None
+
+
+class LiveTable(_Shown):
+    """A row for each arm, redrawn in place. Use as a context manager, so that the terminal is left in order."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._live = Live(console=console, get_renderable=lambda: self, refresh_per_second=REFRESH_PER_S)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """A line above the table."""
+        self._console.print(Text(text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, with as many columns as the terminal has room for."""
+        arms = list(self._arms.values())
+        if arms:
+            yield live_table(arms, self._clock(), options.max_width)
+
+
+def live_table(arms: list[ArmState], now_s: float, width: int) -> Table:
+    """Never wider than `width` from 40 columns on; columns that do not fit are left out, the least wanted first."""
+    rows = [arm.cells(now_s) for arm in arms]
+    name_width = min(max(len(arm.name) for arm in arms) + 2, max(12, width // 4))
+    chosen: set[str] = set()
+    used = name_width
+    for column in _MOST_WANTED:
+        used += 2 + max(len(column), *(len(row[column]) for row in rows))
+        if used > width:
+            break
+        chosen.add(column)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("arm", width=name_width, no_wrap=True)
+    shown = [column for column in COLUMNS if column in chosen]
+    for column in shown:
+        table.add_column(column, justify="right", no_wrap=True)
+    for arm, row in zip(arms, rows, strict=True):
+        name = Text(("> " if arm.running else "  ") + clipped(arm.name, name_width - 2))
+        cells = [Text(row[c], style="red" if c == "failed" and arm.failed else "") for c in shown]
+        table.add_row(name, *cells, style="" if arm.running else "dim")
+    return table
+
+
+class PlainLines(_Shown):
+    """A line at each arm's end and at most every five seconds during it: for logs."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, clock)
+        self._last_line_s = -math.inf
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to restore."""
+
+    def note(self, text: str) -> None:
+        """A line."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def arm_started(self, name: str, planned: int | None) -> None:
+        """An arm, or the next block of one, begins."""
+        super().arm_started(name, planned)
+        self._last_line_s = self._clock()
+
+    def request_ended(self, record: RequestRecord) -> None:
+        """A request of the current arm ended."""
+        super().request_ended(record)
+        self._print_if_due()
+
+    def progress(self, sent: int, completed: int, failed: int) -> None:
+        """Totals of the current block."""
+        super().progress(sent, completed, failed)
+        self._print_if_due()
+
+    def arm_ended(self) -> None:
+        """The current block is over."""
+        if self._current:
+            self._print(" ended")
+        super().arm_ended()
+
+    def _print_if_due(self) -> None:
+        if self._clock() - self._last_line_s >= LINE_EVERY_S:
+            self._print("")
+
+    def _print(self, suffix: str) -> None:
+        self._last_line_s = self._clock()
+        if self._current:
+            self._console.print(
+                Text(f"{self._current.name}{suffix}: {self._current.line(self._last_line_s)}"), soft_wrap=True
+            )
+
+
+def _ms(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{milliseconds(seconds * 1000)} ms"
+
+
+def open_progress(console: Console | None = None) -> LiveTable | PlainLines:
+    """On standard error: the live table on a terminal, lines elsewhere."""
+    console = console or Console(stderr=True, highlight=False)
+    return LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)

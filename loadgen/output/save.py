@@ -1,0 +1,78 @@
+"""Writes a Result into a folder in the formats that were asked for. A file appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from loadgen.output.markdown import render_markdown
+from loadgen.output.spreadsheet import render_csv
+from loadgen.result.files import to_json
+from loadgen.result.model import Result
+
+Format = Literal["json", "html", "md", "csv", "png"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+DEFAULT_FORMATS: tuple[Format, ...] = ("json", "html", "md", "csv")
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where the files lie; None or empty where the format was not asked for."""
+
+    json: Path | None = None
+    html: Path | None = None
+    markdown: Path | None = None
+    csv: Path | None = None
+    pngs: tuple[Path, ...] = ()
+
+    def all(self) -> list[Path]:
+        """Every file that was written."""
+        return [path for path in (self.json, self.html, self.markdown, self.csv, *self.pngs) if path]
+
+
+def save(result: Result, folder: Path, formats: Collection[Format] = DEFAULT_FORMATS) -> Paths:
+    """Write result.json, report.html, report.md, result.csv and plot-<name>.png, those in `formats`.
+
+    Makes `folder`. Raises OSError where it cannot be written, before anything is drawn if the folder itself cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return Paths(
+        json=write_whole(folder / "result.json", to_json(result)) if "json" in formats else None,
+        csv=write_whole(folder / "result.csv", render_csv(result).encode()) if "csv" in formats else None,
+        markdown=write_whole(folder / "report.md", render_markdown(result).encode()) if "md" in formats else None,
+        html=_save_html(result, folder) if "html" in formats else None,
+        pngs=_save_pngs(result, folder) if "png" in formats else (),
+    )
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write beside `path` and rename: a reader finds the old content or the new one. Raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _save_html(result: Result, folder: Path) -> Path:
+    from loadgen.output.html import render_html  # matplotlib takes half a second: only who draws pays
+
+    return write_whole(folder / "report.html", render_html(result).encode())
+
+
+def _save_pngs(result: Result, folder: Path) -> tuple[Path, ...]:
+    from loadgen.output.plots.canvas import draw_png
+    from loadgen.output.plots.catalog import plots_of
+
+    return tuple(write_whole(folder / f"plot-{plot.slug}.png", draw_png(plot)) for plot in plots_of(result))

@@ -1,0 +1,1 @@
+"""What a command found, as values that JSON carries."""

@@ -1,0 +1,118 @@
+"""`make policy-table`: play every cell, check the bounds, write the table. Exit status 1 where a bound is missed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from rich.console import Console
+from rich.progress import Progress
+
+from engine.contract.settings import Settings, load_or_exit
+from loadgen.simulate.arms import ARM_NAMES
+from loadgen.simulate.study.bounds import Bound, check
+from loadgen.simulate.study.cases import SYNTHETIC, Case, trace_cases
+from loadgen.simulate.study.files import bound_lines, markdown, save
+from loadgen.simulate.study.run import Cell, find_knee, run_cell
+
+
+class StudySettings(Settings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of the policy table."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    out: str = Field("out/sim", description="folder for policies.json and policies.md")
+    seeds: int = Field(5, ge=1, le=10, description="runs of each cell, with seeds 1, 2, ..")
+    arms: list[str] = Field(list(ARM_NAMES), description="routers to run, comma-separated")
+    cases: list[str] = Field(default_factory=list, description="cases to run, comma-separated; none: all")
+    traces: str | None = Field(
+        None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
+    )
+    processes: int = Field(0, ge=0, le=256, description="runs at the same time; 0: as many as there are cores")
+
+    @field_validator("arms")
+    @classmethod
+    def _check_arms(cls, arms: list[str]) -> list[str]:
+        unknown = [arm for arm in arms if arm not in ARM_NAMES]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: unknown; known are {', '.join(ARM_NAMES)}")
+        return arms
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status."""
+    settings = load_or_exit(StudySettings, argv, "python -m loadgen.simulate.study")
+    screen = Console(stderr=True)
+    known = [*SYNTHETIC, *(trace_cases(Path(settings.traces)) if settings.traces else ())]
+    unknown = set(settings.cases) - {case.name for case in known}
+    if unknown:
+        screen.print(f"--cases: {', '.join(sorted(unknown))} unknown; known are {', '.join(c.name for c in known)}")
+        return 2
+    if not settings.traces:
+        screen.print("without --traces the cases of the Mooncake traces are left out", highlight=False)
+    cases = [case for case in known if not settings.cases or case.name in settings.cases]
+    try:
+        table, knees = play(cases, settings, screen)
+    except KeyboardInterrupt:
+        screen.print("stopped; nothing was written")
+        return 130
+    bounds = list(check(table, cases))
+    return report(table, knees, bounds, cases, Path(settings.out))
+
+
+def play(
+    cases: Sequence[Case], settings: StudySettings, screen: Console
+) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
+    """Every cell, the knees first."""
+    workers = settings.processes or os.cpu_count() or 1
+    owners = {case.knee_of: case for case in cases if case.knee_of}
+    todo = [(case, arm, seed) for case in cases for arm in settings.arms for seed in range(1, settings.seeds + 1)]
+    cells: dict[tuple[str, str, int], Cell] = {}
+    with ProcessPoolExecutor(workers) as pool, Progress(console=screen) as bar:
+        try:
+            finding = bar.add_task("knees", total=len(owners))
+            found = {pool.submit(find_knee, case): name for name, case in owners.items()}
+            knees = {}
+            for future in as_completed(found):
+                knees[found[future]] = future.result()
+                bar.advance(finding)
+            playing = bar.add_task("runs", total=len(todo))
+            runs = {
+                pool.submit(run_cell, case, arm, seed, knees.get(case.knee_of, 1.0)): (case.name, arm, seed)
+                for case, arm, seed in todo
+            }
+            for run in as_completed(runs):
+                cells[runs[run]] = run.result()
+                bar.advance(playing)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    table: dict[str, dict[str, list[Cell]]] = {}
+    for case, arm, seed in todo:
+        table.setdefault(case.name, {}).setdefault(arm, []).append(cells[case.name, arm, seed])
+    return table, knees
+
+
+def report(
+    table: dict[str, dict[str, list[Cell]]],
+    knees: dict[str, float],
+    bounds: Sequence[Bound],
+    cases: Sequence[Case],
+    out: Path,
+) -> int:
+    """Write and print; 1 where a bound is missed."""
+    save(table, knees, bounds, out / "policies.json")
+    text = "\n".join(markdown(table, cases))
+    (out / "policies.md").write_text(text + "\n")
+    lines = list(bound_lines(bounds))
+    print(text, *lines, sep="\n")
+    missed = sum(not bound.kept for bound in bounds)
+    print(f"{len(bounds) - missed} of {len(bounds)} bounds kept; {out}/policies.json, {out}/policies.md")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""What the table has to show; each bound says by how much it is kept or missed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from loadgen.simulate.arms import PEERS
+from loadgen.simulate.study.cases import NOTHING_SHARED, Case
+from loadgen.simulate.study.run import Cell
+
+Table = Mapping[str, Mapping[str, Sequence[Cell]]]
+"""Case -> arm -> one cell a seed."""
+
+OURS = "predicted_ttft"
+MEDIAN_GAIN = 0.15
+P99_SLACK = 1.05
+NOTHING_SHARED_SLACK = 1.01
+FLOOR_SLACK = 1.05
+GROUP_HIT_SLACK = 0.03
+GROUP_BALANCE = 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One check."""
+
+    name: str
+    value: float
+    limit: float
+    detail: str
+
+    @property
+    def kept(self) -> bool:
+        """Whether the value is within the limit."""
+        return self.value <= self.limit
+
+
+def mean(cells: Sequence[Cell], field: str) -> float:
+    """Mean over the seeds."""
+    return statistics.fmean(getattr(cell, field) for cell in cells)
+
+
+def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
+    """Every bound for which there are numbers."""
+    ratios = []
+    for case in cases:
+        arms = table.get(case.name, {})
+        if OURS not in arms:
+            continue
+        if case.name in NOTHING_SHARED:
+            yield from _nothing_shared(case, arms)
+        elif peers := {name: arms[name] for name in PEERS if name in arms}:
+            yield from _against_peers(case, arms, peers)
+            ratios.append(_best(peers, "mean_ttft_ms")[1])
+            ratios[-1] = mean(arms[OURS], "mean_ttft_ms") / ratios[-1]
+        if case.gateways == 1 and "omniscient" in arms:
+            yield _against_floor(case, arms)
+        yield from _groups(case, arms)
+    if ratios:
+        yield Bound(
+            "median over the cases: mean TTFT / best peer's",
+            statistics.median(ratios),
+            1 - MEDIAN_GAIN,
+            f"from {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} cases",
+        )
+
+
+def _against_peers(case: Case, arms: Mapping[str, Sequence[Cell]], peers: Mapping[str, Sequence[Cell]]) -> list[Bound]:
+    bounds = []
+    for field, slack in (("mean_ttft_ms", 1.0), ("p99_ttft_ms", P99_SLACK)):
+        peer, theirs = _best(peers, field)
+        ours = mean(arms[OURS], field)
+        label = "mean" if field.startswith("mean") else "p99"
+        detail = f"{ours:,.1f} ms; best peer {peer} {theirs:,.1f} ms"
+        bounds.append(Bound(f"{case.name}: {label} TTFT / best peer's", ours / theirs, slack, detail))
+    return bounds
+
+
+def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
+    baselines = {name: arms[name] for name in ("round_robin", "least_loaded") if name in arms}
+    if baselines:
+        name, theirs = _best(baselines, "mean_ttft_ms")
+        ours = mean(arms[OURS], "mean_ttft_ms")
+        detail = f"{ours:,.1f} ms; {name} {theirs:,.1f} ms"
+        yield Bound(f"{case.name}: mean TTFT / best baseline's", ours / theirs, NOTHING_SHARED_SLACK, detail)
+
+
+def _against_floor(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Bound:
+    field = "warm_mean_ttft_ms"
+    ours, floor = mean(arms[OURS], field), mean(arms["omniscient"], field)
+    detail = f"{ours:,.1f} ms; omniscient {floor:,.1f} ms, after the first 500 requests"
+    return Bound(f"{case.name}: mean TTFT / omniscient's", ours / floor, FLOOR_SLACK, detail)
+
+
+def _groups(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
+    if "affinity_groups" not in arms or "prefix_hash" not in arms or case.name in NOTHING_SHARED:
+        return
+    groups, hashed = (mean(arms[name], "hit_rate") for name in ("affinity_groups", "prefix_hash"))
+    detail = f"{groups:.3f}; prefix_hash {hashed:.3f}"
+    yield Bound(f"{case.name}: affinity_groups' lag in hit rate", hashed - groups, GROUP_HIT_SLACK, detail)
+    load = mean(arms["affinity_groups"], "max_over_mean_load")
+    yield Bound(f"{case.name}: affinity_groups' max / mean load", load, GROUP_BALANCE, f"{load:.2f}")
+
+
+def _best(arms: Mapping[str, Sequence[Cell]], field: str) -> tuple[str, float]:
+    name = min(arms, key=lambda arm: mean(arms[arm], field))
+    return name, mean(arms[name], field)

@@ -1,0 +1,73 @@
+"""`policies.json` and the table for the README."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from loadgen.simulate.arms import ARM_NAMES
+from loadgen.simulate.study.bounds import Bound, Table, mean
+from loadgen.simulate.study.cases import Case
+from loadgen.simulate.study.run import Cell
+
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""Two-sided 95 % quantile of Student's t by number of seeds."""
+
+
+def save(table: Table, knees: Mapping[str, float], bounds: Sequence[Bound], path: Path) -> None:
+    """Write everything: `cases.<case>.<arm>.<number>` is a list over the seeds."""
+    found = {
+        case: {
+            arm: {field.name: [getattr(cell, field.name) for cell in cells] for field in fields(Cell)}
+            for arm, cells in arms.items()
+        }
+        for case, arms in table.items()
+    }
+    checked = [{**asdict(bound), "kept": bound.kept} for bound in bounds]
+    # Cases stand at the top, as `<case>.<arm>.<number>`.
+    whole = {**found, "knees_sessions_per_s": dict(knees), "bounds": checked}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(whole, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
+    """Mean TTFT of every arm on every case, with the half width of its 95 % interval over the seeds; and the rest."""
+    arms = [arm for arm in ARM_NAMES if any(arm in table.get(case.name, {}) for case in cases)]
+    rows = [case for case in cases if case.name in table]
+    for title, field, digits in (
+        ("Mean TTFT, ms", "mean_ttft_ms", 0),
+        ("p99 TTFT, ms", "p99_ttft_ms", 0),
+        ("Cached share of prompt tokens", "hit_rate", 3),
+        ("Requests of the fullest pod / mean", "max_over_mean_load", 2),
+    ):
+        yield f"**{title}**\n"
+        yield "| router | " + " | ".join(case.name for case in rows) + " |"
+        yield "|---" * (len(rows) + 1) + "|"
+        for arm in arms:
+            cells = [_cell(table[case.name].get(arm), field, digits) for case in rows]
+            yield f"| {arm} | " + " | ".join(cells) + " |"
+        yield ""
+
+
+def bound_lines(bounds: Sequence[Bound]) -> Iterator[str]:
+    """One line a bound."""
+    for bound in bounds:
+        mark = "kept  " if bound.kept else "MISSED"
+        yield f"{mark} {bound.name}: {bound.value:.3f}, at most {bound.limit:.3f} ({bound.detail})"
+
+
+def _cell(cells: Sequence[Cell] | None, field: str, digits: int) -> str:
+    if not cells:
+        return "-"
+    value = f"{mean(cells, field):,.{digits}f}"
+    if len(cells) < 2 or field not in ("mean_ttft_ms", "p99_ttft_ms"):
+        return value
+    spread = statistics.stdev(getattr(cell, field) for cell in cells)
+    half = T_95.get(len(cells), 2.0) * spread / len(cells) ** 0.5
+    return f"{value} ± {half:,.{digits}f}"

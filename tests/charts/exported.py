@@ -1,0 +1,114 @@
+"""What gateway and engine export, read from the text that Prometheus reads; and what a PromQL expression asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.contract.load import LoadReport
+from engine.metrics import EngineMetrics, RegistryState
+from router.telemetry.metrics import GaugeValues, Metrics
+
+TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "service", "endpoint"))
+"""Put on every series by Prometheus itself, for what a ServiceMonitor or PodMonitor selects."""
+
+Names = Mapping[str, frozenset[str]]
+"""Labels by the name of a sample."""
+
+
+def gateway_text() -> str:
+    """`/metrics` of a gateway to which everything has happened once."""
+    metrics = Metrics()
+    metrics.answered("predicted_ttft", "engine-1", 200)
+    metrics.first_byte("predicted_ttft", 0.1)
+    metrics.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
+    metrics.decided(1e-4)
+    metrics.predicted(0.1, 0.2)
+    metrics.unserved("m")
+    metrics.unauthorized()
+    metrics.retried("connect")
+    metrics.broke()
+    metrics.fell_back()
+    values = GaugeValues(
+        in_flight=1,
+        pods_known=1,
+        pods_admitted=1,
+        engine_in_flight={"engine-1": 1},
+        model_engines={"m": 1},
+        discovery_synced=True,
+        discovery_sync_age_seconds=1.0,
+        discovery_errors=1,
+        discovery_relists={"start": 1},
+        registry_configured=True,
+        registry_connected=True,
+        registry_expired=False,
+        registry_pods_synced=1,
+    )
+    return metrics.render(values).decode()
+
+
+def engine_text() -> str:
+    """`/metrics` of an engine to which everything has happened once."""
+    metrics = EngineMetrics("m")
+    metrics.observe_finish(elapsed_s=1.0, reason="stop")
+    metrics.observe_response("/v1/models", 200)
+    metrics.update(LoadReport(), 0)
+    metrics.update_registry(RegistryState())
+    return metrics.exposition().decode()
+
+
+def samples(text: str) -> Names:
+    """The labels of every sample in a `/metrics` text."""
+    found: dict[str, frozenset[str]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.samples, f"{family.name} has no sample here: make one above"
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, frozenset()) | frozenset(sample.labels)
+    return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an expression names."""
+
+    metrics: frozenset[str]
+    labels: Mapping[str, frozenset[str]]
+    """Labels that each metric is selected by."""
+    grouped: frozenset[str]
+    """Labels of `by`, `on` and their like."""
+
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_GROUP = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\s*\{([^}]*)\}")
+_WORDS = frozenset(("and", "or", "unless", "bool", "offset", "inf", "nan"))
+
+
+def asked(expr: str) -> Asked:
+    """What `expr` names. Functions are left out: promtool knows them."""
+    bare = _STRING.sub('""', expr)
+    grouped = {name for group in _GROUP.findall(bare) for name in _NAME.findall(group)}
+    bare = _GROUP.sub("", bare)
+    labels: dict[str, set[str]] = {}
+    for metric, matchers in _SELECTOR.findall(bare):
+        labels.setdefault(metric, set()).update(_NAME.findall(matchers))
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]", " ", bare)
+    bare = re.sub(r"\b[0-9][0-9a-zA-Z.]*", " ", bare)
+    metrics = {m[0] for m in _NAME.finditer(bare) if not re.match(r"\s*\(", bare[m.end() :])} - _WORDS
+    return Asked(frozenset(metrics), {name: frozenset(found) for name, found in labels.items()}, frozenset(grouped))
+
+
+def mistakes(expr: str, exported: Names) -> list[str]:
+    """Names in `expr` that nobody exports."""
+    question = asked(expr)
+    wrong = [f"metric {name}" for name in sorted(question.metrics - exported.keys())]
+    known = TARGET_LABELS.union(*(exported.get(name, frozenset()) for name in question.metrics))
+    wrong += [f"label {label}" for label in sorted(question.grouped - known)]
+    for metric, labels in question.labels.items():
+        unknown = labels - TARGET_LABELS - exported.get(metric, frozenset())
+        wrong += [f"label {label} of {metric}" for label in sorted(unknown)]
+    return wrong

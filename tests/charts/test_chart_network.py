@@ -1,0 +1,149 @@
+"""Who may talk to whom, by reading the NetworkPolicies as a cluster's network does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.charts.chart import CHART, Helm, Object, containers, of_kind, pod_templates
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """A pod: its namespace, labels and named ports."""
+
+    namespace: str
+    labels: dict[str, str]
+    ports: dict[str, int] = field(default_factory=dict)
+
+
+PROMETHEUS = Party("monitoring", {"app.kubernetes.io/name": "prometheus"})
+STRANGER = Party("ns", {"app": "stranger"})
+INGRESS = Party("ingress", {"app": "nginx"})
+NAMESPACE_LABELS = {"ingress": {"ingress": "true"}}
+
+
+def parties(objects: list[Object]) -> dict[str, Party]:
+    """The chart's pods by component."""
+    found = {}
+    for _, template in pod_templates(objects):
+        labels = template["metadata"]["labels"]
+        ports = {port["name"]: port["containerPort"] for one in containers(template) for port in one.get("ports", [])}
+        found[labels["app.kubernetes.io/component"]] = Party("ns", labels, ports)
+    return found
+
+
+def selects(selector: Object, labels: dict[str, str]) -> bool:
+    """A label selector without expressions, which the chart does not use."""
+    assert selector.keys() <= {"matchLabels"}
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def is_peer(peer: Object, party: Party, policy: Object) -> bool:
+    """Whether `from` or `to` names the party."""
+    if "ipBlock" in peer:
+        return False
+    labels = {"kubernetes.io/metadata.name": party.namespace, **NAMESPACE_LABELS.get(party.namespace, {})}
+    in_namespace = (
+        selects(peer["namespaceSelector"], labels)
+        if "namespaceSelector" in peer
+        else party.namespace == policy["metadata"]["namespace"]
+    )
+    return in_namespace and selects(peer.get("podSelector", {}), party.labels)
+
+
+def passes(policies: list[Object], here: Party, there: Party | None, port: int, direction: str) -> bool:
+    """Whether the policies of `here` allow it; `there` None: some address outside. `port` is the receiver's."""
+    receiver = here if direction == "ingress" else there
+    kind = direction.capitalize()
+    own = [p for p in policies if selects(p["spec"]["podSelector"], here.labels) and kind in p["spec"]["policyTypes"]]
+    own = [p for p in own if p["metadata"]["namespace"] == here.namespace]
+    if not own:
+        return True
+    for policy in own:
+        for rule in policy["spec"].get(direction) or []:
+            peers = rule.get("from" if direction == "ingress" else "to")
+            ports = [p["port"] for p in rule.get("ports", [])]
+            numbers = [receiver.ports.get(p) if isinstance(p, str) and receiver else p for p in ports]
+            is_there = peers is None or (there is not None and any(is_peer(p, there, policy) for p in peers))
+            if is_there and (not ports or port in numbers):
+                return True
+    return False
+
+
+def may(objects: list[Object], sender: Party, receiver: Party, port: int) -> bool:
+    """Whether a connection is allowed on both ends."""
+    policies = of_kind(objects, "NetworkPolicy")
+    return passes(policies, sender, receiver, port, "egress") and passes(policies, receiver, sender, port, "ingress")
+
+
+def test_who_reaches_whom(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "loadgen-values.yaml")
+    chart = parties(objects)
+    gateway, engine, redis, loadgen, test = (chart[n] for n in ("gateway", "engine", "redis", "loadgen", "test"))
+    allowed = [
+        (gateway, engine, 8000),
+        (gateway, redis, 6379),
+        (engine, redis, 6379),
+        (loadgen, gateway, 8080),
+        (test, gateway, 8080),
+        (STRANGER, gateway, 8080),
+        (INGRESS, gateway, 8080),
+        (PROMETHEUS, engine, 8000),
+        (PROMETHEUS, gateway, 9090),
+    ]
+    forbidden = [
+        *((one, engine, 8000) for one in (engine, loadgen, test, redis, STRANGER, INGRESS)),
+        *((one, redis, 6379) for one in (loadgen, test, STRANGER, PROMETHEUS)),
+        *((one, gateway, 9090) for one in (STRANGER, INGRESS, engine)),
+        (redis, gateway, 8080),
+        (redis, STRANGER, 80),
+        (engine, STRANGER, 8000),
+        (gateway, STRANGER, 8000),
+    ]
+    for sender, receiver, port in allowed:
+        assert may(objects, sender, receiver, port), (sender, receiver, port)
+    for sender, receiver, port in forbidden:
+        assert not may(objects, sender, receiver, port), (sender, receiver, port)
+
+
+def test_clients_can_be_limited(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
+    chart = parties(objects)
+    gateway = chart["gateway"]
+    assert may(objects, INGRESS, gateway, 8080)
+    assert may(objects, chart["test"], gateway, 8080)
+    assert not may(objects, STRANGER, gateway, 8080)
+    assert may(objects, PROMETHEUS, gateway, 9090)
+
+
+@pytest.mark.parametrize(
+    ("values", "component", "ports"),
+    [
+        ("loadgen-values", "gateway", {53, 443, 6443}),
+        ("loadgen-values", "engine", {53}),
+        ("loadgen-values", "redis", set()),
+        ("gpu-values", "engine", {53, 443}),
+        ("external-redis-values", "engine", {53, 6380}),
+        ("external-redis-values", "gateway", {53, 443, 6380, 6443}),
+        ("external-redis-secret-values", "engine", {53, 6379}),
+    ],
+)
+def test_what_pods_reach_outside(any_helm: Helm, values: str, component: str, ports: set[int]):
+    """DNS, the API server for gateways, the hub for hf:// sources, an external Redis."""
+    objects = any_helm.render(Path(CHART / "ci" / f"{values}.yaml"))
+    policies = of_kind(objects, "NetworkPolicy")
+    party = parties(objects)[component]
+    tried = {53, 80, 443, 6379, 6380, 6443, 8000}
+    assert {port for port in tried if passes(policies, party, None, port, "egress")} == ports
+
+
+def test_existing_engines_are_reached_in_their_namespace(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "existing-values.yaml")
+    gateway = parties(objects)["gateway"]
+    labels = {"app": "vllm", "tier": "prod"}
+    assert may(objects, gateway, Party("inference", labels), 8000)
+    assert not may(objects, gateway, Party("elsewhere", labels), 8000)
+    assert not may(objects, gateway, Party("inference", {"app": "vllm"}), 8000)

@@ -1,0 +1,145 @@
+"""Every flag and variable that the chart gives a program is read by that program's own settings class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charts.schema import PROGRAMS
+from engine.contract.settings import ConfigError
+from engine.model import checkpoint
+from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, Object, container, containers, named, pod_templates
+
+ALL_VALUES = [*CI_VALUES, *PROFILES]
+CONTAINERS = {"gateway": PROGRAMS["gateway"], "engine": PROGRAMS["engine"], "compare": PROGRAMS["loadgen"]}
+
+
+def environment(one: Object) -> dict[str, str]:
+    """What the container's program sees: $(NAME) expanded as the kubelet does, values from elsewhere made up."""
+    env: dict[str, str] = {}
+    for variable in one.get("env", []):
+        value = variable.get("value")
+        if value is None:
+            is_url = variable["name"] == "WARMROUTE_REDIS_URL"
+            value = "redis://from-a-secret:6379" if is_url else "from-elsewhere"
+        for name, known in env.items():
+            value = value.replace(f"$({name})", known)
+        env[variable["name"]] = value
+    return env
+
+
+def load(one: Object) -> Any:
+    """The settings of the program in a container. Raises ConfigError."""
+    return CONTAINERS[one["name"]].load(one["args"], prog=one["name"], environ=environment(one))
+
+
+@pytest.mark.parametrize("values", ALL_VALUES, ids=lambda path: path.stem)
+def test_programs_accept_all_that_the_chart_gives_them(values: Path, any_helm: Helm):
+    seen = []
+    for _, template in pod_templates(any_helm.render(values)):
+        for one in containers(template):
+            if one["name"] in CONTAINERS:
+                load(one)
+                seen.append(one["name"])
+    assert "gateway" in seen
+    assert ("compare" in seen) == (values.stem == "loadgen-values")
+
+
+def test_the_checkpoint_maker_accepts_its_flags(any_helm: Helm, monkeypatch: pytest.MonkeyPatch):
+    made: dict[str, object] = {}
+    monkeypatch.setattr(checkpoint, "make_checkpoint", lambda folder, **shape: made.update(shape, folder=str(folder)))
+    objects = any_helm.render(CHART / "values-demo.yaml")
+    maker = container(named(objects, "Deployment", "rel-warmroute-engine-sim")["spec"]["template"], "model")
+    assert maker["command"] == ["python", "-m", "engine.model.checkpoint"]
+    assert checkpoint.main(maker["args"]) == 0
+    assert made.items() >= {"folder": "/model", "hidden_size": 128, "layers": 2, "dtype": "float32"}.items()
+
+
+def test_settings_arrive_with_their_values(any_helm: Helm):
+    objects = any_helm.render(
+        {
+            "gateway.settings": {"policy": "cache_aware", "max_in_flight": 10, "load_bound": 1.5, "log_requests": True},
+            "models.a": {
+                "source": "random://",
+                "device": "cpu",
+                "settings": {"kv_cache_bytes": 123456789012345, "prefix_cache": False, "seed": 0},
+            },
+            "longestAnswerSeconds": 77,
+        }
+    )
+    gateway = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
+    assert (gateway.policy, gateway.max_in_flight, gateway.load_bound) == ("cache_aware", 10, 1.5)
+    assert (gateway.log_requests, gateway.total_timeout_s, gateway.models) == (True, 77, ["a"])
+    engine = load(container(named(objects, "Deployment", "rel-warmroute-engine-a")["spec"]["template"], "engine"))
+    assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, False, 77)
+    assert (engine.pod_id, engine.served_model_name) == ("from-elsewhere", "a")
+    assert engine.redis_url == gateway.redis_url == "redis://:from-elsewhere@rel-warmroute-redis.ns:6379/0"
+
+
+def test_the_gateway_looks_for_the_pods_that_the_chart_makes(any_helm: Helm):
+    for values in ALL_VALUES:
+        objects = any_helm.render(values)
+        templates = [template for _, template in pod_templates(objects)]
+        engines = [t for t in templates if t["metadata"]["labels"]["app.kubernetes.io/component"] == "engine"]
+        (gateway,) = [t for t in templates if t["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway"]
+        settings = load(container(gateway, "gateway"))
+        selector = dict(term.split("=") for term in settings.kube_selector.split(","))
+        chosen = [t for t in templates if selector.items() <= t["metadata"]["labels"].items()]
+        assert chosen == engines
+        for engine in engines:
+            one = container(engine, "engine")
+            (port,) = (port for port in one["ports"] if port["name"] == settings.kube_port)
+            assert load(one).port == port["containerPort"]
+            assert load(one).stride == settings.stride
+
+
+def test_existing_engines(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "existing-values.yaml")
+    template = named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"]
+    settings = load(container(template, "gateway"))
+    assert (settings.kube_selector, settings.kube_namespace) == ("app=vllm,tier=prod", "inference")
+    assert (settings.kube_port, settings.models) == ("8000", ["Qwen/Qwen3-8B"])
+    mounted = {
+        mount["mountPath"]: volume["secret"]["secretName"]
+        for mount in container(template, "gateway")["volumeMounts"]
+        for volume in template["spec"]["volumes"]
+        if volume["name"] == mount["name"] and "secret" in volume
+    }
+    assert mounted == {"/etc/warmroute/api-keys": "clients", "/etc/warmroute/engine-api-key": "vllm"}
+    assert settings.api_keys_file == "/etc/warmroute/api-keys/keys"
+    assert settings.engine_api_key_file == "/etc/warmroute/engine-api-key/token"
+
+
+def test_probes_and_ports_are_where_the_gateway_listens(any_helm: Helm):
+    objects = any_helm.render()
+    one = container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
+    settings = load(one)
+    assert {p["name"]: p["containerPort"] for p in one["ports"]} == {
+        "http": settings.port,
+        "metrics": settings.metrics_port,
+    }
+    paths = [one[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")]
+    assert paths == ["/health", "/ready", "/health"]
+
+
+def test_a_flag_that_no_program_has_is_noticed(any_helm: Helm):
+    objects = any_helm.render({"gateway.extraArgs": ["--no-such-flag"]})
+    with pytest.raises(ConfigError, match="no-such-flag"):
+        load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
+
+
+def test_sources_from_the_hub_use_flags_that_the_client_has(any_helm: Helm):
+    """`hf download` as huggingface_hub, which tokenizers brings, defines it."""
+    from click.testing import CliRunner
+    from huggingface_hub.cli.hf import app
+
+    said = CliRunner().invoke(app, ["download", "--help"], env={"COLUMNS": "200"}).output
+    objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
+    fetch = container(named(objects, "Deployment", "rel-warmroute-engine-hub")["spec"]["template"], "model")
+    assert fetch["command"] == ["hf", "download"]
+    flags = {argument.partition("=")[0] for argument in fetch["args"] if argument.startswith("--")}
+    assert flags == {"--revision", "--local-dir", "--include"}
+    assert all(flag in said for flag in flags)
+    assert "meta-llama/Llama-3.1-8B-Instruct" in fetch["args"]

@@ -1,0 +1,189 @@
+"""Values that are wrong are refused, by the schema or by a message that names the remedy."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from charts import generate
+from charts.schema import OWNED, PROGRAMS
+from charts.values_doc import read_values
+from tests.charts.chart import CHART, Helm, RenderError
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+SIM = {"source": "random://", "device": "sim"}
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema behind its reference."""
+    reference = schema.get("$ref") or next((part["$ref"] for part in schema.get("allOf", [])), None)
+    return SCHEMA["definitions"][reference.rsplit("/", 1)[1]] if reference else schema
+
+
+def closed_levels(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where a mapping's keys are the chart's: Kubernetes' own objects, and maps of strings, take any key."""
+    schema = resolved(schema)
+    if schema.get("additionalProperties") is False:
+        yield path
+    for key, inner in schema.get("properties", {}).items():
+        yield from closed_levels(inner, (*path, key))
+    for inner in schema.get("patternProperties", {}).values():
+        yield from closed_levels(inner, (*path, "any"))
+
+
+LEVELS = list(closed_levels(SCHEMA))
+
+
+def with_typo(path: tuple[str, ...], key: str = "tyop") -> dict[str, Any]:
+    """Values with nothing but an unknown key at a path."""
+    values: dict[str, Any] = {key: 1}
+    for part in reversed(path):
+        values = {part: values}
+    return values
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both, the second going first."""
+    out = copy.deepcopy(one)
+    for key, value in other.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def test_nearly_every_level_is_closed():
+    """What is open: Kubernetes' objects, maps of labels and annotations, `global`."""
+    assert len(LEVELS) > 60
+    for path in [(), ("gateway",), ("gateway", "settings"), ("models", "any", "settings"), ("monitoring",)]:
+        assert path in LEVELS
+
+
+@pytest.mark.parametrize("path", LEVELS, ids=lambda path: ".".join(path) or "top")
+def test_the_schema_refuses_a_typo_at_every_level(path: tuple[str, ...]):
+    with pytest.raises(jsonschema.ValidationError, match="tyop"):
+        jsonschema.validate(with_typo(path), SCHEMA, cls=jsonschema.Draft7Validator)
+
+
+def test_helm_refuses_typos(helm: Helm, tmp_path: Path):
+    """All levels in one values file; helm names each."""
+    values: dict[str, Any] = {}
+    for i, path in enumerate(LEVELS):
+        values = merged(values, with_typo(path, f"tyop{i}x"))
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(RenderError) as caught:
+        helm.text(file)
+    missing = [path for i, path in enumerate(LEVELS) if f"tyop{i}x" not in str(caught.value)]
+    assert not missing
+
+
+def test_the_schema_needs_nothing_from_elsewhere():
+    text = json.dumps(SCHEMA)
+    assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    assert text.count('"$ref": "#/') == text.count('"$ref":')
+
+
+def test_defaults_fit_the_schema():
+    jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA, cls=jsonschema.Draft7Validator)
+
+
+def test_readme_and_schema_are_generated():
+    """`make chart` writes both."""
+    assert (CHART / "README.md").read_text() == generate.readme(read_values())
+    assert (CHART / "values.schema.json").read_text() == generate.schema()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_settings_are_those_of_the_programs(program: str):
+    properties = SCHEMA["definitions"][f"{program}Settings"]["properties"]
+    fields = set(PROGRAMS[program].model_fields)
+    assert set(properties) == fields - OWNED[program]
+    assert OWNED[program] <= fields
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"models.a": {"device": "sim"}}, r"models\.a\.source is empty: say where"),
+        ({"models.a": {"source": "s3://a/b"}}, r'models\.a\.source "s3://a/b" is of no known kind: it must begin with'),
+        ({"models.a": {"source": "hf://only"}}, r"hf://ORG/REPO"),
+        ({"models.a": {"source": "pvc://"}}, r"pvc://CLAIM"),
+        ({"models.a": {"source": "relative/path"}}, r"hostPath:///PATH"),
+        ({"models.a": {"source": "/m", "checkpoint": {"layers": 1}}}, r"models\.a\.checkpoint is for random:// alone"),
+        ({"models.a": {"source": "oci://a/b"}}, r"1\.35 on \(this is v1\.27\.0\).*imageVolumes=true"),
+        ({"models.a": {**SIM, "terminationGracePeriodSeconds": 905}}, r"models\.a\.terminationGrace.*longestAnswerSec"),
+        (
+            {"models.a": {**SIM, "autoscaling": {"enabled": True}}},
+            r"models\.a\.autoscaling\.enabled needs models\.a\.autoscaling\.prometheusUrl",
+        ),
+        (
+            {"models.a": {**SIM, "autoscaling": {"enabled": True, "minReplicas": 9, "prometheusUrl": "http://p"}}},
+            r"minReplicas \(9\) is above maxReplicas \(4\)",
+        ),
+        ({"gateway.terminationGracePeriodSeconds": 30}, r"gateway\.terminationGracePeriodSeconds \(30\) would cut off"),
+        (
+            {"gateway.autoscaling": {"enabled": True, "minReplicas": 11}},
+            r"gateway\.autoscaling\.minReplicas \(11\) is above gateway\.autoscaling\.maxReplicas \(10\)",
+        ),
+        ({"gateway.ingress.enabled": True}, r"needs gateway\.ingress\.hosts"),
+        ({"gateway.httpRoute.enabled": True}, r"needs gateway\.httpRoute\.parentRefs"),
+        ({"gateway.service.nodePort": 30000}, r"needs gateway\.service\.type NodePort"),
+        ({"gateway.serviceAccount.create": False}, r"gateway\.serviceAccount\.name is empty"),
+        ({"gateway.apiKeys": {"keys": ["a"], "existingSecret": "b"}}, r"gateway\.apiKeys.*remove one"),
+        ({"engines.serviceAccount.create": False}, r"engines\.serviceAccount\.name is empty"),
+        ({"engines.existing.port": 8000}, r"without engines\.existing\.selector"),
+        ({"models.a": SIM, "engines.existing.selector": {"a": "b"}}, r"models and engines\.existing\.selector"),
+        ({"externalRedis.url": "redis://a:1"}, r"set redis\.enabled=false"),
+        (
+            {"redis.enabled": False, "externalRedis": {"url": "redis://a:1", "existingSecret": "b"}},
+            r"externalRedis\.url and externalRedis\.existingSecret",
+        ),
+        (
+            {"redis.enabled": False, "externalRedis.url": "redis://:pw@a:1"},
+            r"holds credentials.*externalRedis\.existingSecret",
+        ),
+        ({"redis.auth": {"password": "a", "existingSecret": "b"}}, r"redis\.auth\.password and"),
+        ({"loadgen.enabled": True}, r"set gateway\.settings\.allow_policy_header=true"),
+        (
+            {
+                "loadgen.enabled": True,
+                "gateway.settings.allow_policy_header": True,
+                "gateway.apiKeys.existingSecret": "keys",
+            },
+            r"loadgen\.enabled and gateway\.apiKeys",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, Any], message: str):
+    with pytest.raises(RenderError, match=message):
+        any_helm.text(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gateway.settings": {"policy": "nearest"}},
+        {"gateway.settings": {"drain_timeout_s": 5}},
+        {"gateway.settings": {"retries": -1}},
+        {"models.a": {**SIM, "device": "tpu"}},
+        {"models.a": {**SIM, "settings": {"block_size": "16"}}},
+        {"models.Upper": SIM},
+        {"redis.auth.password": "with@sign"},
+        {"strideBytes": 255},
+        {"longestAnswerSeconds": 0},
+        {"gateway.image.digest": "sha256:short"},
+        {"engines.defaults.autoscaling.minReplicas": 0},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_wrong_values(any_helm: Helm, values: dict[str, Any]):
+    with pytest.raises(RenderError, match="don't meet the specifications"):
+        any_helm.text(values)

@@ -1,0 +1,134 @@
+"""A cluster as its users see it: kubectl, helm, and a watch of the pods that notes when what was first seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CHART = REPOSITORY / "charts" / "warmroute"
+VALUES = (CHART / "values-demo.yaml", Path(__file__).with_name("values.yaml"))
+RELEASE = "warmroute"
+NAMESPACE = "warmroute"
+EVENT_BYTES = 2**22
+
+
+def command(*words: str, timeout_s: float = 60.0, text: str | None = None) -> str:
+    """Standard output of a program that must succeed within the deadline."""
+    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def kubectl(*words: str, timeout_s: float = 60.0, text: str | None = None) -> str:
+    """`kubectl` in the release's namespace."""
+    return command("kubectl", "--namespace", NAMESPACE, *words, timeout_s=timeout_s, text=text)
+
+
+def kubectl_json(*words: str) -> Any:
+    """The answer as JSON."""
+    return json.loads(kubectl(*words, "--output", "json"))
+
+
+async def do(*words: str, timeout_s: float = 60.0) -> str:
+    """`kubectl` while the event loop goes on."""
+    return await asyncio.to_thread(kubectl, *words, timeout_s=timeout_s)
+
+
+def helm(*words: str, timeout_s: float = 300.0) -> str:
+    """`helm` in the release's namespace."""
+    return command("helm", "--namespace", NAMESPACE, *words, timeout_s=timeout_s)
+
+
+def install(*sets: str) -> None:
+    """Install the chart, or bring it to these values, and wait until everything is ready."""
+    files = [word for path in VALUES for word in ("--values", str(path))]
+    given = [word for value in sets for word in ("--set", value)]
+    wait = ("--wait", "--timeout", "240s", "--create-namespace")
+    helm("upgrade", "--install", RELEASE, str(CHART), *files, *given, *wait)
+
+
+def gateway_url() -> str:
+    """The gateway's Service on a node, which outlives every pod of it, as no port-forward does."""
+    service = kubectl_json("get", "service", f"{RELEASE}-gateway")
+    node = kubectl_json("get", "nodes")["items"][0]
+    address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
+    return f"http://{address}:{service['spec']['ports'][0]['nodePort']}"
+
+
+def pods(selector: str) -> list[str]:
+    """Names of the pods that are not being deleted, in order."""
+    items = kubectl_json("get", "pods", "--selector", selector)["items"]
+    return sorted(pod["metadata"]["name"] for pod in items if "deletionTimestamp" not in pod["metadata"])
+
+
+@dataclass(slots=True)
+class PodTimes:
+    """Seconds of this machine's clock at which a change was first seen, by pod name."""
+
+    ready: dict[str, float] = field(default_factory=dict)
+    dying: dict[str, float] = field(default_factory=dict)
+    gone: dict[str, float] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    """Pods that were there when the watch began."""
+
+    def saw(self, kind: str, pod: dict[str, Any]) -> None:
+        """One event of the watch."""
+        now_s, name = time.time(), pod["metadata"]["name"]
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ())):
+            self.ready.setdefault(name, now_s)
+        if "deletionTimestamp" in pod["metadata"]:
+            self.dying.setdefault(name, now_s)
+        if kind == "DELETED":
+            self.gone.setdefault(name, now_s)
+
+    @property
+    def new(self) -> set[str]:
+        """Pods that became Ready during the watch."""
+        return set(self.ready) - self.known
+
+
+@contextlib.asynccontextmanager
+async def watching(selector: str) -> AsyncIterator[PodTimes]:
+    """Note what happens to the pods while the block lasts. A watch of kubectl's, not the product's own."""
+    listed = await asyncio.to_thread(kubectl_json, "get", "pods", "--selector", selector)
+    times = PodTimes(known={pod["metadata"]["name"] for pod in listed["items"]})
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods?watch=true&labelSelector={selector.replace('=', '%3D')}"
+    version = listed["metadata"]["resourceVersion"]
+    process = await asyncio.create_subprocess_exec(
+        "kubectl", "get", "--raw", f"{path}&resourceVersion={version}", stdout=subprocess.PIPE, limit=EVENT_BYTES
+    )
+    assert process.stdout is not None
+
+    async def follow(lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            event = json.loads(line)
+            times.saw(event["type"], event["object"])
+
+    task = asyncio.create_task(follow(process.stdout))
+    try:
+        yield times
+        assert not task.done(), "kubectl's watch of the pods has ended"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def settle(timeout_s: float = 180.0) -> None:
+    """Until every workload has all its pods available, and none is left that is being deleted."""
+    give_up_at = time.monotonic() + timeout_s
+    for workload in kubectl("get", "deployments,statefulsets", "--output", "name").split():
+        kubectl("rollout", "status", workload, f"--timeout={timeout_s:g}s", timeout_s=timeout_s + 10)
+    while any("deletionTimestamp" in pod["metadata"] for pod in kubectl_json("get", "pods")["items"]):
+        assert time.monotonic() < give_up_at, f"pods that were to end are still there after {timeout_s:g} s"
+        time.sleep(0.5)

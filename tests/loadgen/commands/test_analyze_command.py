@@ -1,0 +1,92 @@
+"""`analyze` as its user meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loadgen.analyze.model import Analysis
+from loadgen.commands import analyze
+from tests.loadgen.analyze.prompts import chat, text, write_lines
+
+
+@pytest.fixture
+def log(tmp_path):
+    rows = [chat(f"It is 2026-05-01T10:00:{i:02d}Z. {text('s', 300)}", f"{i} {text(i, 10)}") for i in range(40)]
+    return write_lines(tmp_path / "log.jsonl", rows)
+
+
+def test_the_text_names_the_break_and_ends_with_the_advice(log, capsys):
+    assert analyze.run([str(log), "--pods", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "40 requests" in shown.out
+    assert "2 pods, perfect affinity" in shown.out
+    flat = " ".join(shown.out.split())
+    assert "A timestamp at byte 6 of the system message (messages[0]) costs 100% of the possible hits" in flat
+    assert "reading prompts" in shown.err
+
+
+def test_json_and_files_hold_the_same_analysis(log, capsys, tmp_path):
+    assert (
+        analyze.run([str(log), "--format", "json", "--out", str(tmp_path / "out"), "--cache-tokens", "1000,2000"]) == 0
+    )
+    printed = Analysis.model_validate_json(capsys.readouterr().out)
+    assert printed == Analysis.model_validate_json((tmp_path / "out" / "analysis.json").read_text())
+    assert [cache.cache_tokens for cache in printed.caches] == [1000, 2000, None]
+    assert "What breaks reuse" in (tmp_path / "out" / "analysis.txt").read_text()
+
+
+def test_text_from_prompts_is_never_taken_for_markup(tmp_path, capsys):
+    rows = [chat(f"[/bold] {text('s', 100)}", f"[red]{i}") for i in range(5)]
+    assert analyze.run([str(write_lines(tmp_path / "log.jsonl", rows))]) == 0
+    assert "[/bold]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "FILE"),
+        (["x", "--block-tokens", "3", "--bytes-per-token", "3.5"], "--block-tokens 3 times --bytes-per-token 3.5"),
+        (["x", "--pods", "0"], "--pods"),
+        (["x", "--cache-tokens", "0"], "--cache-tokens"),
+        (["x", "--cash-tokens", "5"], "did you mean '--cache-tokens'"),
+    ],
+)
+def test_bad_flags_are_named(flags, complaint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        analyze.run(flags)
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_file_without_prompts_fails_and_says_what_is_needed(tmp_path, capsys):
+    path = write_lines(tmp_path / "log.jsonl", [{"status": 200}])
+    assert analyze.run([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "no prompt in 1 lines" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_leaves_nothing(log, monkeypatch, capsys, tmp_path):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(analyze, "analyze", interrupted)
+    assert analyze.run([str(log), "--out", str(tmp_path / "out")]) == 130
+    assert "stopped" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_gives_units_and_defaults(capsys):
+    with pytest.raises(SystemExit) as caught:
+        analyze.run(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cache sizes of a pod to simulate, tokens" in shown
+    assert "(default: [16, 32, 64])" in shown
+
+
+def test_settings_come_from_the_environment_too(log, monkeypatch, capsys):
+    monkeypatch.setenv("WARMROUTE_BLOCK_TOKENS", "32")
+    assert analyze.run([str(log), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["block_tokens"] == 32

@@ -1,0 +1,159 @@
+"""`warmroute-loadgen compare` as a user runs it: flags, exit statuses, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from loadgen.commands.argv import joined
+from loadgen.commands.compare import CompareSettings, make_plan, run
+from loadgen.result.files import read_result
+from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread
+
+FAST = [
+    "--policies=round_robin,predicted_ttft",
+    "--sessions=4",
+    "--session-rate=200",
+    "--think-s=0.001",
+    "--turns-min=1",
+    "--turns-max=2",
+    "--output-tokens=2",
+    "--system-tokens-min=200",
+    "--system-tokens-max=300",
+    "--settle-s=0",
+    "--warmup-requests=2",
+    "--formats=json",
+]
+
+
+def status_of(argv: list[str]) -> int | str | None:
+    try:
+        return run(argv)
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with in_thread(ArmGateway(delay_s={"round_robin": 0.05, "predicted_ttft": 0.05})) as gateway:
+        flags = ["--rounds=2", "--api-key=secret", "--header=x-team=blue", f"--out={tmp_path}"]
+        status = run([f"--url={gateway.url}", *FAST, *flags, "--goodput", "ttft:60000", "e2el:60000"])
+    result = read_result(tmp_path / "result.json")
+    is_valid = all(arm.summary.validity.valid for arm in result.arms)
+    assert status == (0 if is_valid else 3)
+    assert [arm.name for arm in result.arms] == ["round_robin", "predicted_ttft"]
+    assert len(result.order) == 4
+    for arm in result.arms:
+        assert arm.summary.goodput is not None
+        assert arm.summary.goodput.objectives_ms == {"ttft": 60000, "e2el": 60000}
+        assert arm.summary.goodput.share == 1.0
+    assert result.configuration["api_key"] == result.configuration["header"] == "(given)"
+    assert "secret" not in (tmp_path / "result.json").read_text()
+    assert "goodput_share" in {contrast.metric for contrast in result.contrasts}
+    out, err = capsys.readouterr()
+    assert "round_robin" in out
+    assert result.verdict[-1] in " ".join(out.split()) or result.verdict[-1][:40] in out
+    assert "Round 2: predicted_ttft, round_robin" in err
+    flat = json.loads((tmp_path / "result.json").read_text())["arms"]["round_robin"]
+    assert flat["completed"] == result.arms[0].summary.completed
+
+
+def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bound is lowered to what no generator meets."""
+    monkeypatch.setattr("loadgen.measure.validity.MAX_LAG_SHARE", -1.0)
+    with in_thread(ArmGateway()) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, "--rounds=1", f"--out={tmp_path}"]) == 3
+    assert read_result(tmp_path / "result.json").verdict[0].startswith("INVALID: in round_robin the load generator")
+
+
+def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def interrupt(number: int) -> None:
+        if number == 2 + 2 + 1:  # one for each arm before the first round, two in it, the first of the second
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with in_thread(ArmGateway(on_reset=interrupt)) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, "--rounds=5", f"--out={tmp_path}"]) == 130
+    result = read_result(tmp_path / "result.json")
+    assert result.order == ("round_robin", "predicted_ttft")
+    assert "interrupted" in result.facts["rounds"]
+    assert "interrupted; 1 whole round is reported" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def interrupt(number: int) -> None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with in_thread(ArmGateway(on_reset=interrupt)) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, "--rounds=5", f"--out={tmp_path / 'out'}"]) == 130
+    assert not (tmp_path / "out").exists()
+    assert "no round was complete" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_be_measured_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with in_thread(ArmGateway(allows_policy=False)) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, f"--out={tmp_path / 'out'}"]) == 1
+    assert "--allow-policy-header" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    with in_thread(ArmGateway()) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, "--rounds=1", f"--out={tmp_path / 'file' / 'out'}"]) == 1
+    assert "--out cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ([], "--url GATEWAY or at least two --arm"),
+        (["--url=gateway"], "must begin with http://"),
+        (["--url=http://g", "--baseline=x"], "--baseline x is not an arm"),
+        (["--url=http://g", "--goodput", "ttfb:1"], "one of ttft, tpot, e2el"),
+        (["--url=http://g", "--header=x"], "--header 'x' must be NAME=VALUE"),
+        (["--url=http://g", "--header=x=é"], "only printable ASCII"),
+        (["--url=http://g", "--sessions=0"], "--sessions 0 needs a data set"),
+        (["--url=http://g", "--rounds=0"], "--rounds"),
+        (["--url=http://g", "--arrival=trace"], "--workload tenants has none"),
+        (["--url=http://g", "--workload=sharegpt", "--dataset-path=nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_flags_are_exit_status_2(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+    assert status_of(flags) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path):
+    path = tmp_path / "custom.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
+    settings = CompareSettings.model_validate(
+        {"url": "http://g", "workload": "custom", "dataset_path": str(path), "sessions": 4}
+    )
+    plan, _ = make_plan(settings)
+    assert plan.distinct_rounds == 2
+    assert [plan.round(number).first_session for number in range(3)] == [0, 4, 0]
+    everything, _ = make_plan(settings.model_copy(update={"sessions": 0}))
+    assert (everything.sessions, everything.distinct_rounds) == (None, 1)
+
+
+def test_generated_rounds_have_seeds_of_their_own():
+    plan, workload = make_plan(CompareSettings.model_validate({"url": "http://g", "seed": 5}))
+    assert plan.round(0).workload.session(0) == workload.session(0)
+    assert plan.round(1).workload.session(0) != workload.session(0)
+    later, _ = make_plan(CompareSettings.model_validate({"url": "http://g", "seed": 6}))
+    assert plan.round(1).workload.session(0) == later.round(0).workload.session(0)
+
+
+def test_lists_as_in_vllm():
+    assert joined(["--goodput", "ttft:5", "tpot:6", "--seed", "1"], ["--goodput"]) == [
+        "--goodput",
+        "ttft:5,tpot:6",
+        "--seed",
+        "1",
+    ]
+    assert joined(["--goodput=ttft:5", "--url", "x"], ["--goodput"]) == ["--goodput=ttft:5", "--url", "x"]
+    assert joined(["--goodput"], ["--goodput"]) == ["--goodput"]

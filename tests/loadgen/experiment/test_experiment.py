@@ -1,0 +1,263 @@
+"""Whole experiments against scripted gateways on real sockets."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from loadgen.commands.compare import CompareSettings, make_plan
+from loadgen.experiment.report import result_of
+from loadgen.experiment.run import Experiment
+from loadgen.load.progress import Silent
+from loadgen.load.target import ServerUnusable
+from loadgen.result.model import Contrast, Result
+from tests.loadgen.experiment.scripted_arms import ArmGateway, measured
+
+TWO = ["round_robin", "predicted_ttft"]
+FAST: dict[str, object] = {
+    "sessions": 6,
+    "session_rate": 200.0,
+    "think_s": 0.001,
+    "settle_s": 0.0,
+    "turns_min": 2,
+    "turns_max": 2,
+    "output_tokens": 2,
+    "warmup_requests": 2,
+    "system_tokens_min": 200,
+    "system_tokens_max": 300,
+    "request_timeout_s": 30.0,
+    "rounds": 2,
+}
+
+
+class Notes(Silent):
+    """Keeps what the user is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Kept."""
+        self.lines.append(text)
+
+
+async def run(gateway: ArmGateway, **changes: object) -> tuple[Result, Experiment]:
+    url = {} if "arm" in changes else {"url": gateway.url, "policies": TWO}
+    settings = CompareSettings.model_validate({**url, **FAST, **changes})
+    plan, workload = make_plan(settings)
+    experiment = Experiment(plan, Notes())
+    await experiment.run()
+    return result_of(experiment, settings.configuration(), workload.about(), {}), experiment
+
+
+def contrast(result: Result, arm: str = "predicted_ttft", metric: str = "ttft_mean_ms") -> Contrast:
+    return next(c for c in result.contrasts if (c.arm, c.metric) == (arm, metric))
+
+
+def phases(gateway: ArmGateway) -> list[tuple[str, str]]:
+    """The log without repetitions."""
+    return [entry for entry, _ in itertools.groupby(gateway.log)]
+
+
+async def test_blocks_run_abba_from_empty_caches_with_equal_prompts_that_change_by_round():
+    async with ArmGateway().running() as gateway:
+        result, experiment = await run(gateway)
+    assert result.order == ("round_robin", "predicted_ttft", "predicted_ttft", "round_robin")
+    blocks = [
+        phase
+        for policy in result.order
+        for phase in (("chat", policy), ("reset", ""), ("chat", policy))  # warm-up, reset, block
+    ]
+    merged = [entry for entry, _ in itertools.groupby(blocks)]
+    assert phases(gateway)[-len(merged) :] == merged
+    assert "emptied before each block" in result.isolation
+    asked = [prompt for _, prompt in measured(gateway)]
+    per_block = len(asked) // 4
+    assert per_block == 12
+    prompts = [sorted(map(str, asked[i * per_block : (i + 1) * per_block])) for i in range(4)]
+    assert prompts[0] == prompts[1], "the same for each arm"
+    assert prompts[2] == prompts[3]
+    assert not set(prompts[0]) & set(prompts[2]), "other sessions in the next round"
+    assert all(arm.summary.completed == 24 for arm in result.arms)
+    assert all(len(arm.blocks) == 2 for arm in result.arms)
+    assert all(len(arm.ttft_cdf_low_ms) == 101 for arm in result.arms)
+    assert experiment.stopped == "the 2 rounds asked for"
+
+
+async def test_the_numbers_are_the_servers_and_both_sources_of_the_hit_rate_agree():
+    async with ArmGateway(pods=3).running() as gateway:
+        result, _ = await run(gateway)
+    base, arm = (a.summary for a in result.arms)
+    assert set(base.pods) == {"pod-0", "pod-1", "pod-2"} == set(arm.pods)
+    for summary in (base, arm):
+        assert summary.reuse.cached_token_rate is not None
+        assert summary.reuse.counters_agree is True
+        counted = sum(pod.counted_prompt_tokens or 0 for pod in summary.pods.values())
+        assert counted == summary.prompt_tokens
+        assert summary.reuse.attainable_rate is not None
+        assert summary.reuse.duplicate_prompts == 0
+    rate = contrast(result, metric="cached_token_rate")
+    assert arm.reuse.cached_token_rate == pytest.approx(rate.ratio.value * (base.reuse.cached_token_rate or 0))
+    assert "ttft" in result.definitions
+    assert "interval" in result.definitions
+
+
+async def test_counters_that_disagree_are_explained():
+    async with ArmGateway(counters_differ_by=1).running() as gateway:
+        result, _ = await run(gateway)
+    assert result.arms[0].summary.reuse.counters_agree is False
+    (line, *_) = [line for line in result.cautions if "the pods' counters" in line]
+    assert "both saw the same prompt tokens" in line
+    assert line.endswith("The verdict goes by usage.")
+
+
+@pytest.mark.parametrize(("delays", "judgement"), [((0.2, 0.02), "better"), ((0.02, 0.2), "worse")])
+async def test_what_is_truly_faster_or_slower_is_found(delays: tuple[float, float], judgement: str):
+    async with ArmGateway(delay_s=dict(zip(TWO, delays, strict=True))).running() as gateway:
+        result, _ = await run(gateway, rounds=3, sessions=4)
+    assert contrast(result).judgement == judgement
+    by_words = {"better": "predicted_ttft won: mean TTFT ", "worse": "predicted_ttft: worse than round_robin"}
+    assert any(line.startswith(by_words[judgement]) for line in result.verdict)
+
+
+async def test_what_is_truly_equal_is_near_one():
+    async with ArmGateway(delay_s=dict.fromkeys(TWO, 0.2)).running() as gateway:
+        result, _ = await run(gateway)
+    ratio = contrast(result).ratio
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert 0.5 < ratio.value < 2
+    assert ratio.low < 1.3
+    assert ratio.high > 0.77
+
+
+async def test_a_fast_arm_that_fails_is_no_winner():
+    gateway = ArmGateway(delay_s={"round_robin": 0.2}, failing=("predicted_ttft",))
+    async with gateway.running():
+        result, _ = await run(gateway, rounds=3, sessions=8)
+    arm = result.arms[1].summary
+    assert 0 < arm.failed < arm.planned
+    assert set(arm.failures) == {"http 503"}
+    assert not any(line.startswith("predicted_ttft won") for line in result.verdict)
+    assert "fails more" in "\n".join(result.verdict)
+    assert any(
+        line.startswith(f"predicted_ttft failed {arm.failed} of {arm.planned} requests") for line in result.cautions
+    )
+    assert not any(c.metric == "ttft_p99_ms" for c in result.contrasts), "infinite in one of the arms"
+
+
+async def test_two_deployments_are_arms_and_their_pods_are_reset_by_address():
+    service = ArmGateway(delay_s={"": 0.2}, lists_pods=False)
+    async with service.running() as slow, ArmGateway().running() as fast:
+        result, experiment = await run(
+            slow,
+            arm=[f"service={slow.url}", f"ours={fast.url};affinity_groups"],
+            metrics_urls=[f"service={slow.url}/pod/{i}/metrics" for i in range(4)],
+            rounds=3,
+            sessions=4,
+        )
+    assert [(arm.name, arm.url, arm.policy) for arm in result.arms] == [
+        ("service", slow.url, ""),
+        ("ours", fast.url, "affinity_groups"),
+    ]
+    assert result.baseline == "service"
+    assert contrast(result, "ours").judgement == "better"
+    assert {policy for policy, _ in measured(fast)} == {"affinity_groups"}
+    assert experiment.isolation is not None
+    assert experiment.isolation.refused is None
+    assert ("reset", "") in slow.log
+    service_pods = {name: pod for name, pod in result.arms[0].summary.pods.items() if pod.counted_prompt_tokens}
+    assert sum(pod.counted_prompt_tokens or 0 for pod in service_pods.values()) == result.arms[0].summary.prompt_tokens
+    assert result.arms[0].summary.reuse.counters_agree is True
+
+
+async def test_a_service_whose_pods_nobody_names_is_not_reset_but_salted():
+    """A reset would reach one of its pods."""
+    async with ArmGateway(lists_pods=False).running() as gateway:
+        result, _ = await run(gateway)
+    assert ("reset", "") not in gateway.log
+    assert "--metrics-urls names them" in result.isolation
+
+
+async def test_where_the_reset_is_refused_prompts_differ_in_bytes_and_not_in_structure():
+    async with ArmGateway(allows_reset=False).running() as gateway:
+        result, _ = await run(gateway)
+    assert "HTTP 404 no such endpoint" in result.isolation
+    asked = measured(gateway)
+    per_block = len(asked) // 4
+    blocks = [[str(prompt[0]["content"]) for _, prompt in asked[i * per_block :][:per_block]] for i in range(4)]
+    for one, other in itertools.combinations(blocks, 2):
+        assert not {text[:25] for text in one} & {text[:25] for text in other}
+    for one, other in ((blocks[0], blocks[1]), (blocks[2], blocks[3])):
+        assert sorted(text.split("] ", 1)[1] for text in one) == sorted(text.split("] ", 1)[1] for text in other)
+        assert sorted(map(len, one)) == sorted(map(len, other))
+        assert len(set(one)) == len(set(other)), "what was shared is shared"
+
+
+async def test_rounds_are_added_until_the_interval_is_narrow():
+    async with ArmGateway(delay_s=dict.fromkeys(TWO, 0.1)).running() as gateway:
+        result, experiment = await run(gateway, rounds=None, precision=50.0, max_rounds=8)
+    assert len(experiment.rounds) == 2
+    assert "--precision" in result.facts["rounds"]
+    async with ArmGateway().running() as gateway:
+        _, experiment = await run(gateway, rounds=None, precision=1e-9, max_rounds=3)
+    assert (len(experiment.rounds), experiment.stopped) == (3, "--max-rounds 3")
+    async with ArmGateway().running() as gateway:
+        result, experiment = await run(gateway, rounds=None, max_time=1e-3)
+    assert len(experiment.rounds) == 1
+    assert any(line.startswith("There was one round") for line in result.cautions)
+
+
+async def test_a_gateway_where_nobody_answers_ends_the_experiment():
+    def fails(body: dict) -> str | None:
+        return "http 503" if body["messages"][0]["role"] == "system" else None
+
+    async with ArmGateway(fault=fails).running() as gateway:
+        result, experiment = await run(gateway, rounds=8)
+    assert len(experiment.rounds) == 1
+    assert experiment.stopped == "no request of the last round completed in any arm"
+    assert [arm.summary.validity.valid for arm in result.arms] == [False, False]
+    assert result.verdict[0] == "INVALID: in round_robin no request completed."
+
+
+async def test_several_workers_play_the_same_block():
+    async with ArmGateway().running() as gateway:
+        result, _ = await run(gateway, workers=2, rounds=1)
+    asked = measured(gateway)
+    prompts = [sorted(str(prompt) for policy, prompt in asked if policy == name) for name in TWO]
+    assert prompts[0] == prompts[1]
+    assert [arm.summary.completed for arm in result.arms] == [12, 12]
+
+
+async def test_an_unknown_policy_is_refused_before_any_block():
+    async with ArmGateway().running() as gateway:
+        with pytest.raises(ServerUnusable, match=r"policy fastest failed: http 400.*known: round_robin"):
+            await run(gateway, policies=["round_robin", "fastest"])
+    assert not measured(gateway)
+
+
+async def test_a_gateway_that_ignores_the_policy_is_refused():
+    async with ArmGateway(allows_policy=False).running() as gateway:
+        with pytest.raises(ServerUnusable, match=r"asked for policy round_robin.*used predicted_ttft.*--allow-policy"):
+            await run(gateway)
+
+
+async def test_a_server_without_usage_is_refused_unless_told_the_size_of_words():
+    async with ArmGateway(has_usage=False).running() as gateway:
+        with pytest.raises(ServerUnusable, match="--tokens-per-word"):
+            await run(gateway)
+        result, _ = await run(gateway, tokens_per_word=1.5, rounds=1)
+    assert result.arms[0].summary.reuse.cached_token_rate is None
+    assert any("carry no usage" in line for line in result.cautions)
+
+
+async def test_arms_of_different_models_are_refused():
+    async with ArmGateway(model="one").running() as one, ArmGateway(model="two").running() as two:
+        with pytest.raises(ServerUnusable, match=r"a serves one, b serves two.*--model"):
+            await run(one, arm=[f"a={one.url}", f"b={two.url}"])
+
+
+async def test_nobody_there():
+    with pytest.raises(ServerUnusable, match=r"127\.0\.0\.1:1"):
+        await run(ArmGateway(url="http://127.0.0.1:1"))

@@ -1,0 +1,146 @@
+"""What a report says: only what the requests show, and everything that weakens it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from loadgen.experiment.cautions import cautions
+from loadgen.experiment.verdict import verdict
+from loadgen.measure.summary import summarise
+from loadgen.result.model import Arm, Reuse, Summary
+from tests.loadgen.experiment.made import BASE, Rounds, arms_in, found_in, rounds_of
+from tests.loadgen.measure.builders import failed, made_run, request
+
+
+def said(rounds: Rounds) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    arms, found = arms_in(rounds), found_in(rounds)
+    return verdict(arms, found, BASE), cautions(arms, found, BASE, len(rounds))
+
+
+def summary_with(reuse: Reuse, **changes: object) -> Summary:
+    sample = summarise(made_run([request(i) for i in range(10)]))
+    return sample.model_copy(update={"reuse": reuse, **changes})
+
+
+def cautions_about(summary: Summary) -> str:
+    arm = Arm(name="arm", url="http://gateway", summary=summary)
+    return "\n".join(cautions([arm], found_in(rounds_of({BASE: 1.0, "arm": 1.0})), BASE, 4))
+
+
+def test_the_winner_its_numbers_and_ties_are_named():
+    rounds = rounds_of({BASE: 1.0, "predicted_ttft": 0.25, "affinity": 0.2501, "least": 2.0}, noise=0.02)
+    lines, _ = said(rounds)
+    leader = lines[0].split(" leads: mean TTFT ")[0]
+    tied = ({"predicted_ttft", "affinity"} - {leader}).pop()
+    assert re.search(r"(3\.9|4\.0)\d times as fast \(interval 3\.\d\d to 4\.\d\d\)", lines[0])
+    assert "40% of the prompt tokens" in lines[0]
+    assert lines[0].endswith(f"{tied} cannot be told from it.")
+    assert lines[1].startswith(f"{tied}: better than round_robin (mean TTFT ")
+    assert lines[2].startswith("least: worse than round_robin (mean TTFT ")
+
+
+@pytest.mark.parametrize(
+    ("base_cached", "other_cached", "reason"),
+    [(95, 96, "already found 95%"), (2, 3, "Hardly anything was reused: 3%"), (40, 90, "Reuse rose from 40% to 90%")],
+)
+def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str):
+    one = rounds_of({BASE: 1.0}, cached_tokens=base_cached)
+    other = rounds_of({"arm": 1.0}, cached_tokens=other_cached)
+    lines, _ = said([{**a, **b} for a, b in zip(one, other, strict=True)])
+    assert lines[0].startswith("No arm was distinguishably faster than round_robin here.")
+    assert reason in lines[0]
+
+
+def test_prompts_that_share_nothing_are_the_reason():
+    unlike = [request(i, prompt_bytes=512, prefix_keys=(i * 2 + 1, i * 2 + 2), cached_tokens=0) for i in range(20)]
+    run = made_run(unlike)
+    lines, _ = said([{BASE: run, "arm": run}])
+    assert "share too little: even one infinite cache would hold 0% of their tokens" in lines[0]
+
+
+def test_a_server_without_usage_gets_no_reason():
+    silent = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
+    lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
+    assert "why cannot be said" in lines[0]
+    assert "arm: the answers carry no usage, so nothing is known of its hit rate." in warned
+
+
+def test_a_faster_arm_that_fails_more_does_not_win():
+    lines, warned = said(rounds_of({BASE: 1.0, "arm": 0.3}, failing={"arm": 0.2}, noise=0.05))
+    assert lines[0] == "No arm was distinguishably faster than round_robin without failing more of its requests."
+    assert lines[1].startswith("arm: answers sooner than round_robin but fails more (")
+    assert any("compared are only requests that both arms completed" in line for line in warned)
+    assert any("ttft_p99_ms cannot be compared" in line for line in warned)
+
+
+def test_an_invalid_run_says_so_first():
+    late = rounds_of({BASE: 1.0, "arm": 0.3}, sent_s=1000.0, first_token_s=2000.0, finished_s=3000.0)
+    lines, _ = said(late)
+    assert lines[0].startswith("INVALID: in round_robin the load generator itself was late by")
+    assert lines[1].startswith("INVALID: in arm the load generator")
+
+
+def test_answers_that_begin_sooner_and_end_later_are_said_aloud():
+    one = rounds_of({BASE: 1.0}, noise=0.05)
+    other = rounds_of({"arm": 0.3}, noise=0.05, finished_s=500.0)
+    _, warned = said([{**a, **b} for a, b in zip(one, other, strict=True)])
+    assert any(
+        line.startswith("arm begins its answers sooner than round_robin, but its e2e_mean_ms") for line in warned
+    )
+
+
+def test_an_arm_that_cannot_be_judged_and_one_alone():
+    down = made_run([failed(i) for i in range(5)])
+    rounds = [{BASE: made_run([request(i) for i in range(5)]), "arm": down}]
+    lines, _ = said(rounds)
+    assert "arm: no request completed in both arms, so it cannot be judged." in lines
+    alone, warned = said(rounds_of({BASE: 1.0}, rounds=1))
+    assert alone == ("round_robin ran alone: there is nothing to compare it with.",)
+    assert warned == ()
+
+
+@pytest.mark.parametrize(("rounds", "words"), [(1, "There was one round"), (3, "There were 3 rounds"), (4, None)])
+def test_what_the_intervals_cover_is_said(rounds: int, words: str | None):
+    _, warned = said(rounds_of({BASE: 1.0, "arm": 0.5}, rounds=rounds))
+    covering = [line for line in warned if line.startswith("There w")]
+    assert [line.startswith(words) for line in covering] == [True] if words else covering == []
+
+
+def test_a_warm_start_is_suspected():
+    reuse = Reuse(cached_token_rate=0.9, attainable_rate=0.5, achieved_share=1.8)
+    assert "the caches were not empty when a block began" in cautions_about(summary_with(reuse))
+    finer_blocks = Reuse(cached_token_rate=0.51, attainable_rate=0.5, achieved_share=1.02)
+    assert "not empty" not in cautions_about(summary_with(finer_blocks))
+
+
+def test_repeated_prompts_are_said_aloud():
+    assert "9 of 10 prompts had been sent before" in cautions_about(
+        summary_with(Reuse(cached_token_rate=0.9, duplicate_prompts=9))
+    )
+
+
+@pytest.mark.parametrize(
+    ("counted_tokens", "words"),
+    [
+        (2000, "the counters saw 2,000 prompt tokens, the answers 1,000: other traffic"),
+        (500, "the counters saw 500 of 1,000 prompt tokens: pods are missing"),
+        (1000, "both saw the same prompt tokens"),
+    ],
+)
+def test_counters_that_disagree_are_explained(counted_tokens: int, words: str):
+    reuse = Reuse(cached_token_rate=0.4, counted_rate=0.5, counters_agree=False)
+    sample = summary_with(reuse)
+    pod = sample.pods["pod-0"].model_copy(update={"counted_prompt_tokens": counted_tokens})
+    text = cautions_about(sample.model_copy(update={"pods": {"pod-0": pod}}))
+    assert "usage says that 40.0% of prompt tokens were cached, the pods' counters 50.0%" in text
+    assert words in text
+
+
+def test_unknown_pods_are_said_aloud():
+    _, warned = said(rounds_of({BASE: 1.0, "arm": 0.5}, pod=""))
+    assert (
+        "round_robin, arm: the answers do not name the pod, so imbalance between pods is unknown and shown as 1."
+        in warned
+    )

@@ -1,0 +1,165 @@
+"""However the bytes of a response are cut into reads, the answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadgen.load.answer import StreamedAnswer
+from loadgen.load.http1 import Address, Connection, Pool
+from tests.loadgen.load.scripted_server import DONE, LAST, STREAM_HEAD, chunk, event, plain, stop, usage, whole, word
+
+COMMENT = b": keep-alive\n\n"
+BODY = (
+    COMMENT
+    + word("héllo ")
+    + word("\n\n")
+    + event(choices=[])
+    + word("wörld")
+    + stop()
+    + COMMENT
+    + usage(9, 3, 4)
+    + DONE
+)
+CRLF = BODY.replace(b"\n", b"\r\n")
+
+
+Read = Callable[[Iterable[bytes]], tuple["StreamedAnswer", Connection, "Transport"]]
+
+
+class Transport(asyncio.Transport):
+    """Takes what is written and remembers whether it was aborted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.fixture(scope="module")
+def read() -> Iterator[Read]:
+    """What becomes of pieces, the i-th read at the second i."""
+    loop = asyncio.new_event_loop()
+
+    def reading(pieces: Iterable[bytes]) -> tuple[StreamedAnswer, Connection, Transport]:
+        times = itertools.count(1)
+        pool = Pool(Address("nowhere", 1), lambda: float(next(times)))
+        connection, transport, answer = Connection(pool), Transport(), StreamedAnswer(loop)
+        connection.connection_made(transport)
+        connection.request(b"a request", answer)
+        for piece in pieces:
+            connection.data_received(piece)
+        return answer, connection, transport
+
+    yield reading
+    loop.close()
+
+
+def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
+    ends = [0, *sorted({position for position in at if 0 < position < len(data)}), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def responses() -> list[bytes]:
+    one_per_event = b"".join(chunk(part + b"\n\n") for part in BODY.split(b"\n\n")[:-1])
+    length = plain(200, BODY)
+    return [
+        STREAM_HEAD + one_per_event + LAST,
+        STREAM_HEAD + chunk(BODY[:50]) + chunk(BODY[50:]) + LAST,
+        STREAM_HEAD + chunk(CRLF) + LAST,
+        STREAM_HEAD + b"".join(chunk(CRLF[i : i + 1]) for i in range(len(CRLF))) + LAST,
+        b"HTTP/1.1 100 Continue\r\n\r\n" + length,
+    ]
+
+
+def check_complete(answer: StreamedAnswer, connection: Connection, transport: Transport) -> None:
+    assert answer.done.done()
+    assert (answer.failure, answer.detail) == (None, "")
+    assert "".join(answer.text) == "héllo \n\nwörld"
+    assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 3, 4)
+    assert len(answer.chunk_times_s) == 3
+    assert answer.chunk_times_s == sorted(answer.chunk_times_s)
+    assert answer.chunk_times_s[-1] <= answer.finished_s
+    assert not transport.aborted
+    assert not connection.closed
+
+
+def test_cut_once_at_every_byte(read: Read):
+    for response in responses():
+        for position in range(1, len(response)):
+            check_complete(*read(cut(response, [position])))
+
+
+@given(which=st.integers(0, 4), at=st.lists(st.integers(1, 2000), max_size=60))
+def test_cut_anywhere(read: Read, which: int, at: list[int]):
+    check_complete(*read(cut(responses()[which], at)))
+
+
+def test_byte_by_byte(read: Read):
+    for response in responses():
+        check_complete(*read(response[i : i + 1] for i in range(len(response))))
+
+
+@given(at=st.integers(0, len(STREAM_HEAD + chunk(BODY)) - 1))
+def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read, at: int):
+    response = STREAM_HEAD + chunk(BODY)
+    answer, connection, _ = read([response[:at]] if at else [])
+    assert not answer.done.done()
+    connection.connection_lost(None)
+    said_all = at >= len(response) - 2
+    assert answer.done.done()
+    assert answer.failure == (None if said_all else "disconnected")
+    assert connection.answered == (at > 0)
+
+
+def test_chunks_of_one_read_share_its_time(read: Read):
+    first, rest = word("a") + word("b"), word("c") + stop() + DONE
+    answer, *_ = read([STREAM_HEAD, chunk(first), chunk(rest) + LAST])
+    assert answer.chunk_times_s[0] == answer.chunk_times_s[1] < answer.chunk_times_s[2] == answer.finished_s
+
+
+def test_an_answer_without_text_has_its_first_token_at_its_end(read: Read):
+    answer, *_ = read([STREAM_HEAD, chunk(stop()), chunk(usage(5, 0) + DONE) + LAST])
+    assert answer.failure is None
+    assert len(answer.chunk_times_s) == 1
+    assert answer.text == []
+
+
+def test_reasoning_counts_as_tokens_but_is_no_part_of_the_answer(read: Read):
+    thought = event(choices=[{"index": 0, "delta": {"reasoning_content": "hm"}}])
+    answer, *_ = read([STREAM_HEAD, chunk(thought), chunk(word("yes") + stop() + DONE) + LAST])
+    assert len(answer.chunk_times_s) == 2
+    assert answer.text == ["yes"]
+
+
+def test_more_than_was_asked_for_ends_the_connection(read: Read):
+    answer, connection, transport = read([plain(200, whole()) + b"HTTP/1.1 408 Too Late\r\n"])
+    assert answer.failure is None
+    assert connection.closed
+    assert transport.aborted
+
+
+def test_bytes_on_an_idle_connection_end_it(read: Read):
+    _, connection, transport = read([plain(200, whole()), plain(408)])
+    assert connection.closed
+    assert transport.aborted
+
+
+def test_a_server_that_says_close_gets_no_second_request(read: Read):
+    answer, connection, transport = read([plain(200, whole(), more=b"Connection: close\r\n")])
+    assert answer.failure is None
+    assert transport.aborted
+    assert connection.closed
+    assert cast(bytes, transport.written) == b"a request"
