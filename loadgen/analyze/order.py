@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END
 SEPARATORS = (b"\n\n", b"\n")
 MIN_UNIT_BYTES = 24
 """Shorter lines are the same by chance."""
+_MOST_OPENINGS = 8
+"""Brackets of a line that are tried as the beginning of a JSON value."""
 _LABEL = re.compile(
     rb"[\s#*\[(<-]*(?:(?:documents?|docs?|sources?|passages?|contexts?|chunks?|results?)\b[\s#\[(]*\d*|\d+)[\s.:)\]>*-]+",
     re.IGNORECASE,
@@ -70,7 +73,7 @@ def sort_units(text: bytes, separator: bytes, rank: Mapping[bytes, int]) -> byte
 def json_at(text: bytes, at: int) -> tuple[int, int, Any] | None:
     """Bounds and value of the outermost JSON object or array around byte `at` that begins in the same line."""
     start = max(text.rfind(mark, 0, at) + 1 for mark in (b"\n", FIELD_SEPARATOR, MESSAGE_END))
-    for opening in re.finditer(rb"[{\[]", text[start:at]):
+    for opening in itertools.islice(re.finditer(rb"[{\[]", text[start:at]), _MOST_OPENINGS):
         found = decode_json(text, start + opening.start())
         if found and found[0] > at:
             return start + opening.start(), *found

@@ -35,3 +35,9 @@ def place(prompt: Prompt, at: int) -> Place:
     content = text.find(FIELD_SEPARATOR, start) + 1
     role = text[start : content - 1].decode(errors="replace")
     return Place(role, text.count(MESSAGE_END, prompt.tools_bytes, at), max(at - content, 0))
+
+
+def readable(text: bytes) -> str:
+    """Canonical bytes on one line, for people."""
+    shown = text.replace(b"\x1f", b": ").replace(b"\x1e", b"\n").decode(errors="replace")
+    return " ".join(shown.split())

@@ -217,8 +217,8 @@ def _time_s(row: Mapping[str, Any]) -> float | None:
         if isinstance(value, bool) or value is None:
             continue
         if isinstance(value, int | float):
-            # A trace of block ids counts milliseconds from its start.
-            in_ms = value >= _MILLISECONDS_FROM or "hash_ids" in row
+            # Mooncake's traces count milliseconds from their start, Bailian's seconds.
+            in_ms = value >= _MILLISECONDS_FROM or ("hash_ids" in row and "chat_id" not in row)
             return value / 1000 if in_ms else float(value)
         if isinstance(value, str):
             try:

@@ -10,6 +10,8 @@ _MONTHS = rb"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _DAYS = rb"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = rb"[0-2]?\d:[0-5]\d(?::[0-5]\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?"
 _LOOK_AROUND = 48
+_LONGEST_SHAPED_BYTES = 128
+"""Longer differences are texts; the bound also keeps the patterns from long searches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ _NAME = re.compile(rb"[A-Za-z\x80-\xff][\w'.\x80-\xff-]*(?: [A-Za-z\x80-\xff][\w
 def value_at(text: bytes, start: int, end: int) -> tuple[Kind, int, int]:
     """Kind and bounds of the value that covers the difference text[start:end]."""
     low, high = max(0, start - _LOOK_AROUND), min(len(text), end + _LOOK_AROUND)
-    for kind in SHAPED:
+    for kind in SHAPED if end - start <= _LONGEST_SHAPED_BYTES else ():
         assert kind.pattern is not None
         for match in kind.pattern.finditer(text, low, high):
             if match.start() <= start and end <= match.end() and match.start() < match.end():

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from engine.contract.settings import Settings, load_or_exit
 from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source, UnusableLog
-from loadgen.analyze.run import AnalysisSpec, analyze
+from loadgen.analyze.run import analyze
+from loadgen.analyze.spec import AnalysisSpec
 from loadgen.analyze.text import show
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 

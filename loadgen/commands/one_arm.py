@@ -78,14 +78,14 @@ class OpenArm:
     ) -> None:
         await self._stack.aclose()
 
-    async def play(self, workload: Workload, spec: RunSpec, planned: int | None) -> Played:
-        """Warm-up, rest, load. Raises ServerUnusable and WorkerDied."""
+    async def play(self, workload: Workload, spec: RunSpec, planned: int | None, title: str = "") -> Played:
+        """Warm-up, rest, load; shown as `title`, else as the arm. Raises ServerUnusable and WorkerDied."""
         name = self.spec.name
         warmed = await warm_up(self._client, f"{self._load.seed}/{name}/{self._count}", self._load.warmups)
         self._count += 1
         await asyncio.sleep(self._load.settle_s)
         before = await self._metrics.read() if self.deployment.pods else None
-        self._progress.arm_started(name, planned)
+        self._progress.arm_started(title or name, planned)
         try:
             run = await self._play(workload, spec)
         finally:

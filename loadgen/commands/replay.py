@@ -56,14 +56,14 @@ class ReplaySettings(ServerSettings, WorkloadSettings, ArrivalSettings, OutputSe
     @classmethod
     def _take_trace(cls, values: dict[str, Any]) -> dict[str, Any]:
         trace = values.get("trace")
-        if not isinstance(trace, str) or "dataset_path" in values:
-            return values  # the field's own check, or `_check_trace`, says what is wrong
+        if values.get("dataset_path"):
+            raise ValueError("--dataset-path is the positional argument of replay: give TRACE alone")
+        if not isinstance(trace, str):
+            return values  # the field's own check says what is wrong
         return {**values, "dataset_path": trace, "workload": values.get("workload") or format_of(Path(trace))}
 
     @model_validator(mode="after")
     def _check_trace(self) -> Self:
-        if self.dataset_path != self.trace:
-            raise ValueError("--dataset-path is the positional argument of replay: give TRACE alone")
         if self.workload not in FORMATS:
             raise ValueError(f"--workload {self.workload} is no trace; formats are {', '.join(FORMATS)}")
         if self.end_offset_s is not None and self.end_offset_s <= self.start_offset_s:

@@ -71,10 +71,10 @@ def _verdict(curve: Curve, sweep: Sweep) -> str:
         most = f"most completed requests per second: {_served(top.summary):.3g}, at {words(step_of(top))}"
     if found is None:
         assert bad is not None
-        return f"{name} keeps up with no step that was tried: {words(bad)} saturate it ({curve.reasons[bad]}); {most}."
+        return f"{name} keeps up with no step that was tried, not even {words(bad)} ({curve.reasons[bad]}); {most}."
     if bad is None:
         return f"{name} keeps up with {words(step_of(found))}, the highest step that was tried; {most}."
-    return f"{name} keeps up with {words(step_of(found))}; {words(bad)} saturate it ({curve.reasons[bad]}); {most}."
+    return f"{name} keeps up with {words(step_of(found))}, not with {words(bad)} ({curve.reasons[bad]}); {most}."
 
 
 def _cautions(sweep: Sweep, arms: list[Arm]) -> tuple[str, ...]:

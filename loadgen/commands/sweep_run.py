@@ -44,7 +44,7 @@ class Steps:
 
     def words(self, step: float) -> str:
         """The step for a reader."""
-        return f"{step:g} sessions at a time" if self.over_concurrency else f"{step:g} requests/s"
+        return f"{step:g} session{'s' * (step != 1)} at a time" if self.over_concurrency else f"{step:g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +154,15 @@ class Sweep:
             salt=salt,
             max_in_flight=plan.max_in_flight,
         )
-        self._progress.note(f"{arm.spec.name}: {plan.steps.words(step)}, {planned} requests")
-        played = await arm.play(plan.workload, spec, planned)
+        played = await arm.play(plan.workload, spec, planned, f"{arm.spec.name}, {plan.steps.words(step)}")
         summary = arm.summary(played)
         lower = sorted((p for p in curve.points if step_of(p) < step), key=step_of)
         at_a_time = step if plan.steps.over_concurrency else 0.0
         why = reason(summary, played.run.records, lower, at_a_time, plan.ttft_growth)
         if why:
-            self._progress.note(f"{arm.spec.name}: {plan.steps.words(step)} saturate it: {why}")
+            self._progress.note(
+                f"{arm.spec.name}: {plan.steps.words(step)} {'is' if step == 1 else 'are'} too much: {why}"
+            )
         return summary, why
 
 

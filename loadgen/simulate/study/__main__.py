@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from engine.contract.settings import Settings, load_or_exit
 from loadgen.simulate.arms import ARM_NAMES
 from loadgen.simulate.study.bounds import Bound, check
 from loadgen.simulate.study.cases import SYNTHETIC, Case, trace_cases
-from loadgen.simulate.study.files import bound_lines, markdown, save
+from loadgen.simulate.study.files import bound_lines, load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
+
+FILE = "policies.json"
 
 
 class StudySettings(Settings):
@@ -30,6 +32,9 @@ class StudySettings(Settings):
     cases: list[str] = Field(default_factory=list, description="cases to run, comma-separated; none: all")
     traces: str | None = Field(
         None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
+    )
+    merge: bool = Field(
+        False, description="keep the knees of an earlier policies.json, and its numbers of arms and cases not run now"
     )
     processes: int = Field(0, ge=0, le=256, description="runs at the same time; 0: as many as there are cores")
 
@@ -54,28 +59,35 @@ def main(argv: Sequence[str]) -> int:
     if not settings.traces:
         screen.print("without --traces the cases of the Mooncake traces are left out", highlight=False)
     cases = [case for case in known if not settings.cases or case.name in settings.cases]
+    path = Path(settings.out) / FILE
     try:
-        table, knees = play(cases, settings, screen)
+        old, knees = load(path) if settings.merge else ({}, {})
+        new, knees = play(cases, settings, knees, screen)
     except KeyboardInterrupt:
         screen.print("stopped; nothing was written")
         return 130
-    bounds = list(check(table, cases))
-    return report(table, knees, bounds, cases, Path(settings.out))
+    except (OSError, ValueError) as error:
+        screen.print(f"--merge: {error}", markup=False)
+        return 2
+    names = [case.name for case in known if case.name in old or case.name in new]
+    table = {name: {**old.get(name, {}), **new.get(name, {})} for name in names}
+    shown = [case for case in known if case.name in table]
+    return report(table, knees, list(check(table, shown)), shown, path)
 
 
 def play(
-    cases: Sequence[Case], settings: StudySettings, screen: Console
+    cases: Sequence[Case], settings: StudySettings, known_knees: Mapping[str, float], screen: Console
 ) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
     """Every cell, the knees first."""
     workers = settings.processes or os.cpu_count() or 1
-    owners = {case.knee_of: case for case in cases if case.knee_of}
+    knees = dict(known_knees)
+    owners = {case.knee_of: case for case in cases if case.knee_of and case.knee_of not in knees}
     todo = [(case, arm, seed) for case in cases for arm in settings.arms for seed in range(1, settings.seeds + 1)]
     cells: dict[tuple[str, str, int], Cell] = {}
     with ProcessPoolExecutor(workers) as pool, Progress(console=screen) as bar:
         try:
             finding = bar.add_task("knees", total=len(owners))
             found = {pool.submit(find_knee, case): name for name, case in owners.items()}
-            knees = {}
             for future in as_completed(found):
                 knees[found[future]] = future.result()
                 bar.advance(finding)
@@ -101,16 +113,16 @@ def report(
     knees: dict[str, float],
     bounds: Sequence[Bound],
     cases: Sequence[Case],
-    out: Path,
+    path: Path,
 ) -> int:
     """Write and print; 1 where a bound is missed."""
-    save(table, knees, bounds, out / "policies.json")
+    save(table, knees, bounds, path)
     text = "\n".join(markdown(table, cases))
-    (out / "policies.md").write_text(text + "\n")
+    path.with_suffix(".md").write_text(text + "\n")
     lines = list(bound_lines(bounds))
     print(text, *lines, sep="\n")
     missed = sum(not bound.kept for bound in bounds)
-    print(f"{len(bounds) - missed} of {len(bounds)} bounds kept; {out}/policies.json, {out}/policies.md")
+    print(f"{len(bounds) - missed} of {len(bounds)} bounds kept; {path}, {path.with_suffix('.md')}")
     return 1 if missed else 0
 
 

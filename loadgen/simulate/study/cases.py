@@ -20,6 +20,7 @@ from loadgen.workloads.traces import load_mooncake
 
 PODS = 8
 PROFILE = "h100-8b"
+BLOCK_TOKENS = 64
 LOW, HIGH = 0.6, 0.9
 """Shares of the knee."""
 FAULT_AT = 0.4
@@ -56,7 +57,13 @@ class Case:
         """The pods, and what happens to them."""
         profile = find_profile(PROFILE)
         pods = tuple(
-            PodSpec(f"pod-{i}", profile, speed=0.5 if self.slow_pod and i == PODS // 2 else 1.0) for i in range(PODS)
+            PodSpec(
+                f"pod-{i}",
+                profile,
+                speed=0.5 if self.slow_pod and i == PODS // 2 else 1.0,
+                block_size=BLOCK_TOKENS,
+            )
+            for i in range(PODS)
         )
         at_s = FAULT_AT * self.requests / (self.load * knee) if self.dying_pod else 0.0
         faults = (Fault(at_s, FaultKind.DIE, f"pod-{PODS // 2}"),) if self.dying_pod else ()

@@ -36,6 +36,24 @@ def save(table: Table, knees: Mapping[str, float], bounds: Sequence[Bound], path
     os.replace(draft, path)
 
 
+def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
+    """What `save` wrote: the cells and the knees. Raises OSError, and ValueError where it wrote something else."""
+    whole = json.loads(path.read_text())
+    try:
+        knees = {str(name): float(rate) for name, rate in whole.pop("knees_sessions_per_s").items()}
+        whole.pop("bounds")
+        table = {
+            case: {
+                arm: [Cell(**dict(zip(numbers, values, strict=True))) for values in zip(*numbers.values(), strict=True)]
+                for arm, numbers in arms.items()
+            }
+            for case, arms in whole.items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no policy table: {type(error).__name__} {error}") from None
+    return table, knees
+
+
 def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
     """Mean TTFT of every arm on every case, with the half width of its 95 % interval over the seeds; and the rest."""
     arms = [arm for arm in ARM_NAMES if any(arm in table.get(case.name, {}) for case in cases)]

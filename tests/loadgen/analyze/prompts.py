@@ -10,7 +10,8 @@ from typing import Any
 
 from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source
-from loadgen.analyze.run import AnalysisSpec, analyze
+from loadgen.analyze.run import analyze
+from loadgen.analyze.spec import AnalysisSpec
 from loadgen.words import prose
 
 

@@ -58,7 +58,9 @@ def test_parts_of_the_time_add_up_to_the_mean_end_to_end():
     plot.paint(figure)
     for row, arm in enumerate(result.arms):
         bars = [bar for bar in figure.axes[0].patches if abs(bar.get_y() + bar.get_height() / 2 - row) < 1e-6]
-        assert sum(bar.get_width() for bar in bars) == pytest.approx(arm.summary.e2e.mean_ms)
+        ends = [0.0, *(bar.get_x() + bar.get_width() for bar in bars)]
+        assert [bar.get_x() for bar in bars] == pytest.approx(ends[:-1])
+        assert ends[-1] == pytest.approx(arm.summary.e2e.mean_ms)
         assert bars[1].get_width() == pytest.approx(arm.summary.ttft_from_send.mean_ms)
 
 
