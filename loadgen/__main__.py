@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from engine.contract.signals import end_on_sigterm
 
 EXIT_INTERRUPTED = 130
+COMMANDS = {
+    "compare": "policies of a gateway, or deployments, against each other: same prompts and schedule, in ABBA order",
+    "bench": "one server, with the flags and the result file of `vllm bench serve`",
+    "replay": "a request trace against one server",
+    "sweep": "rising rate or concurrency up to the knee, and the highest goodput",
+    "simulate": "a whole fleet of emulated GPU pods in virtual time: our policies, other routers, traces",
+    "analyze": "what a log of prompts would gain from prefix caching, and what breaks reuse in it",
+    "report": "draw a result.json again",
+    "demo": "start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report",
+}
+"""Each is a module of `loadgen.commands` with `run(argv) -> exit status`."""
 USAGE = """usage: warmroute-loadgen COMMAND [flags]
 
-Realistic chat traffic for LLM servers, and what it says about routing.
+Realistic traffic for LLM servers, and what it says about routing.
 
 commands:
-  compare   routing policies against each other on one gateway: same prompts, same schedule, caches emptied between
-  demo      start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report
+{commands}
 
 `warmroute-loadgen COMMAND --help` lists its flags with units and defaults. Every flag can also be set in the
 environment (WARMROUTE_SESSION_RATE=2) or in a YAML file (--config FILE); flags win, then the environment.
@@ -25,19 +36,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand; exits with 0, 1 (the run failed), 2 (bad flags) or 130 (interrupted)."""
     if argv is None:
         end_on_sigterm(EXIT_INTERRUPTED)
-    # Imported here: it takes a while, in which a SIGTERM must not be lost.
-    from loadgen import cli
-
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"compare": cli.run_compare, "demo": cli.run_demo}
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(USAGE.format(commands="\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())), end="")
         raise SystemExit(0 if arguments else 2)
     command, *rest = arguments
-    if command not in commands:
-        print(f"warmroute-loadgen: unknown command {command!r}; allowed: {', '.join(commands)}", file=sys.stderr)
+    if command not in COMMANDS:
+        print(f"warmroute-loadgen: unknown command {command!r}; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-    raise SystemExit(commands[command](rest))
+    # Imported here: it takes a while, in which a SIGTERM must not be lost, and only what the command needs.
+    module = importlib.import_module(f"loadgen.commands.{command}")
+    raise SystemExit(module.run(rest))
 
 
 if __name__ == "__main__":

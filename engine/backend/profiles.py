@@ -3,9 +3,20 @@
     step_ms = max(w0, a + c1 * T_new) + c2 * sum t * (p + t / 2) + c3 * sum decode context + c4 * B
 
 T_new: prefill chunk tokens plus decode tokens; t, p: a prefill chunk's tokens and those before it; B: decode tokens.
-The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regressors. H100 and A100: w0, a and c1 fitted
-to Vidur's published profile of the linear operations (Llama2-7B on H100, Llama3-8B on A100); c2 to c4 and all of L4 are
-estimates for an 8B model, not measurements.
+The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regressors.
+
+h100-8b, a100-8b: Llama-3-8B in bfloat16. w0, a and c1 are fitted to Vidur's published profile of the linear operations
+(Llama2-7B on H100, Llama3-8B on A100) and rounded up; c2 to c4 are estimates.
+l4-8b: an 8B model with weights in fp8, as 24 GB hold no more. All of it is an estimate.
+h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case,
+which is of the linear operations alone: what the four exchange between layers is not in it. The rest scales h100-8b:
+
+    c2  attention is 4 * layers * heads * head_dim operations a pair: 80 * 64 against 32 * 32 is 5 times, on 4 GPUs 1.25
+    c3  KV is 320 KiB a token against 128 KiB: 2.5 times, on 4 GPUs 0.625
+    c4  as for 8B: it stands for work of the host
+    KV  0.9 * 4 * 80 GB - 141 GB of weights - 4 * 2 GB for activations = 139 GB, at 327,680 bytes a token 424,000 tokens
+
+`warmroute-engine calibrate` measures a profile instead (`calibrate.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +82,8 @@ PROFILES: Mapping[str, SimProfile] = MappingProxyType(
         for profile in (
             SimProfile("h100-8b", 6.0, 3.0, 0.022, 1.07e-6, 7.0e-5, 0.02, 410_000),
             SimProfile("a100-8b", 10.0, 8.1, 0.066, 3.0e-6, 1.2e-4, 0.02, 410_000),
-            SimProfile("l4-8b-fp8", 30.0, 20.0, 0.16, 6.0e-6, 4.0e-4, 0.05, 170_000),
+            SimProfile("l4-8b", 30.0, 20.0, 0.16, 6.0e-6, 4.0e-4, 0.05, 170_000),
+            SimProfile("h100-70b-tp4", 14.3, 10.2, 0.0523, 1.34e-6, 4.4e-5, 0.02, 424_000),
         )
     }
 )
@@ -81,5 +93,7 @@ PROFILES: Mapping[str, SimProfile] = MappingProxyType(
 def find_profile(name: str) -> SimProfile:
     """The profile of this name. Raises ValueError naming those there are."""
     if name not in PROFILES:
-        raise ValueError(f"unknown sim profile {name!r}; there are: {', '.join(PROFILES)}")
+        raise ValueError(
+            f"unknown sim profile {name!r}; there are: {', '.join(PROFILES)}; or name a file that ends in .yaml"
+        )
     return PROFILES[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -11,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.contract.settings import Settings
 from loadgen.commands.one_arm import LoadSpec
+from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec
 from loadgen.load.target import Target
 from loadgen.measure.goodput import parse_objectives
@@ -112,7 +112,7 @@ class ServerSettings(Settings):
         """Every setting that has a value, with secrets replaced."""
         given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
         hidden = {name: "(given)" for name in _SECRETS if given[name]}
-        return {name: _storable(value) for name, value in (given | hidden).items()}
+        return {name: storable(value) for name, value in (given | hidden).items()}
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:
@@ -121,9 +121,3 @@ def words_of(texts: list[str], flag: str) -> Mapping[str, str]:
     if bad := [text for text, (name, sign, _) in zip(texts, pairs, strict=True) if not (name and sign)]:
         raise ValueError(f"{flag} {bad[0]!r} must be NAME=VALUE")
     return {name: value for name, _, value in pairs}
-
-
-def _storable(value: Any) -> Any:
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,26 +9,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import Field
-from rich.console import Console
+from pydantic import Field, field_validator
 
 from engine.contract.settings import Settings
-from loadgen.calibrate import measure_tokens_per_word
-from loadgen.client import ChatClient
-from loadgen.compare import Comparison, compare
-from loadgen.config import CompareSettings, Policies
+from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
 from loadgen.demo.stack import StackSpec, Steps, start_stack
-from loadgen.progress import Progress
+from loadgen.experiment.arms import arms_of
+from loadgen.experiment.report import result_of
+from loadgen.experiment.run import Experiment
+from loadgen.load.arrivals import mean_turns
+from loadgen.load.calibrate import measure_tokens_per_word
+from loadgen.load.client import Client
+from loadgen.load.progress import Progress
+from loadgen.load.target import Target
+from loadgen.result.model import Result
 
+POLICIES = ["round_robin", "least_loaded", "affinity_groups", "predicted_ttft"]
+ROUNDS = 2
+"""Forward, then backward: what drifts on the machine falls on all arms alike."""
 REPORT_S = 15.0
-"""Time kept back for the last answers' drain, stopping the children and drawing the plots."""
-DRAIN_S = 8.0
-"""An arm outlasts its arrivals by about this: two more turns with their pauses."""
-MIN_WINDOW_S, MIN_SESSIONS = 5.0, 12
+"""Time kept back for stopping the children and drawing the plots."""
+DRAIN_S = 6.0
+"""A block outlasts its arrivals by about this: two more turns with their pauses, and the reset before it."""
+MIN_WINDOW_S, MIN_SESSIONS = 5.0, 6
 SLACK = 1.15
-"""An arm that outlasts its share of the time by more is cut off: the whole demo ends by about 1.15 * total_s."""
+"""A block that outlasts its share of the time by more is cut off: the whole demo ends by about 1.15 * total_s."""
 
 
 class DemoSettings(Settings):
@@ -37,10 +44,7 @@ class DemoSettings(Settings):
     config: str | None = Field(None, description="YAML file with any of these settings")
     out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
     seed: int = Field(1, description="decides prompts and schedule")
-    policies: Policies = Field(
-        ["round_robin", "least_loaded", "affinity_groups", "predicted_ttft"],
-        description="routing policies to compare, comma-separated, one arm each, in this order",
-    )
+    policies: list[str] = Field(POLICIES, description="routing policies to compare, comma-separated, one arm each")
     pods: int = Field(4, ge=1, le=64, description="engine processes")
     redis_url: str | None = Field(
         None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
@@ -50,51 +54,67 @@ class DemoSettings(Settings):
         ge=256,
         description="KV pool of each engine in tokens; 8,000 hold about half of the 8 system prompts",
     )
-    arm_s: float = Field(55.0, gt=0, description="seconds of arrivals in each arm; less where total_s demands it")
+    block_s: float = Field(
+        28.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
+    )
     total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
 
+    @field_validator("policies")
+    @classmethod
+    def _check_policies(cls, policies: list[str]) -> list[str]:
+        if not policies or not all(policies):
+            raise ValueError("must name at least one policy, and no empty one")
+        arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
+        return policies
 
-async def demo(settings: DemoSettings, folder: Path, screen: Console) -> tuple[Comparison, dict[str, str]]:
-    """The comparison, and what the report should say about the machine. Raises ChildDied, ServerUnusable."""
-    steps = Steps(screen)
+
+async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Result:
+    """The comparison's result. Raises ChildDied, ServerUnusable."""
+    steps = Steps(progress.note)
     steps.say(f"logs of the child processes: {folder / 'logs'}")
     with tempfile.TemporaryDirectory(prefix="warmroute-demo-") as scratch, Children(folder / "logs") as children:
         redis_url = settings.redis_url or os.environ.get("REDIS_URL") or None
         spec = StackSpec(settings.pods, settings.pool_tokens, redis_url, Path(scratch))
         url = await start_stack(spec, children, steps)
-        result = await children.guard(_measure(settings, url, steps, screen))
+        result = await children.guard(_measure(settings, url, steps, progress))
         steps.say("stopping the children")
     return result
 
 
-async def _measure(
-    settings: DemoSettings, url: str, steps: Steps, screen: Console
-) -> tuple[Comparison, dict[str, str]]:
-    plan = CompareSettings.model_validate({"url": url, "policies": settings.policies, "seed": settings.seed})
-    async with ChatClient(url, extra={"ignore_eos": True}) as client:
+async def _measure(settings: DemoSettings, url: str, steps: Steps, progress: Progress) -> Result:
+    given = {"url": url, "policies": settings.policies, "seed": settings.seed, "rounds": ROUNDS}
+    plan = CompareSettings.model_validate(given)
+    target = Target(url, policy=settings.policies[0], extra={"ignore_eos": True})
+    _, workload = make_plan(plan)
+    first = workload.session(0).turns[0]
+    system_tokens = sum(piece.tokens for piece in first.messages[0].pieces)
+    async with Client(target) as client:
         await client.model_id()
         tokens_per_word = await measure_tokens_per_word(client, settings.seed)
-        words = round((plan.system_tokens_min + plan.system_tokens_max) / 2 / tokens_per_word)
-        pace = await measure_pace(client, settings.pods, words, plan.output_tokens)
+        pace = await measure_pace(client, settings.pods, round(system_tokens / tokens_per_word), first.output_tokens)
     steps.say(
         f"this machine: {pace.alone_s:.2f} s for an uncached system prompt on an idle pod, {pace.cold_s:.2f} s each"
         f" when all pods work, {pace.answer_s:.2f} s for an answer"
     )
-    plan = _sized(plan, pace, settings, steps.elapsed_s, tokens_per_word)
-    with Progress(screen, len(settings.policies)) as progress:
-        comparison = await compare(plan, progress)
-    return comparison, _facts(settings, pace)
+    sized = _sized(given, pace, mean_turns(workload, 100), settings, steps.elapsed_s, tokens_per_word)
+    planned, workload = make_plan(sized)
+    experiment = Experiment(planned, progress)
+    await experiment.run()
+    about = {"name": workload.name, **workload.about()}
+    result = result_of(experiment, sized.configuration(), about, _facts(settings, pace))
+    return result.model_copy(update={"command": "demo"})
 
 
 def _sized(
-    plan: CompareSettings, pace: Pace, settings: DemoSettings, elapsed_s: float, tokens_per_word: float
+    given: dict[str, object], pace: Pace, turns: float, settings: DemoSettings, elapsed_s: float, tokens_per_word: float
 ) -> CompareSettings:
-    """The plan with the rate the machine bears, and as many sessions as the remaining time allows."""
-    share_s = (settings.total_s - elapsed_s - REPORT_S) / len(settings.policies)
-    window_s = min(settings.arm_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
-    rate = round(pace.session_rate((plan.turns_min + plan.turns_max) / 2), 3)
-    return plan.model_copy(
-        update={
+    """The settings with the rate the machine bears, and as many sessions as the remaining time allows."""
+    share_s = (settings.total_s - elapsed_s - REPORT_S) / (ROUNDS * len(settings.policies))
+    window_s = min(settings.block_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
+    rate = round(pace.session_rate(turns), 3)
+    return CompareSettings.model_validate(
+        {
+            **given,
             "session_rate": rate,
             "sessions": max(MIN_SESSIONS, round(rate * window_s)),
             "time_limit_s": round(max(window_s + DRAIN_S, SLACK * share_s), 1),

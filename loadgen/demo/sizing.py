@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from loadgen.calibrate import probe, probe_call
-from loadgen.client import ChatClient
+from loadgen.load.calibrate import probe
+from loadgen.load.client import Client
 
 UTILISATION = 0.75
 """Share of the machine that round robin is to keep busy: loaded, not overloaded."""
@@ -15,7 +15,6 @@ EXPECTED_MISS = 0.6
 """Share of a system prompt's prefill that round robin pays per request with this pool: first visits, evictions."""
 MAX_SESSION_RATE = 20.0
 """Sessions per second; more would measure the load generator on the same cores."""
-_POLICY = "round_robin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +34,17 @@ class Pace:
         return min(MAX_SESSION_RATE, UTILISATION / session_s)
 
 
-async def measure_pace(client: ChatClient, pods: int, system_words: int, output_tokens: int) -> Pace:
-    """Measure with unique prompts, spread over all pods. Raises ServerUnusable where one fails."""
+async def measure_pace(client: Client, pods: int, system_words: int, output_tokens: int) -> Pace:
+    """Measure with unique prompts; the client's policy is to spread them evenly. Raises ServerUnusable."""
     await _wall_s(client, "warm", pods, 20, 2)
-    alone = await probe(client, probe_call("pace/alone", system_words, 1), _POLICY)
+    alone = await probe(client, "pace/alone", system_words, 1)
     assert alone.first_token_s is not None
     cold_s = await _wall_s(client, "cold", pods, system_words, 1) / pods
     answer_s = await _wall_s(client, "answer", 2 * pods, 20, output_tokens) / (2 * pods)
     return Pace(cold_s, answer_s, alone.first_token_s - alone.sent_s)
 
 
-async def _wall_s(client: ChatClient, seed: str, count: int, words: int, max_tokens: int) -> float:
+async def _wall_s(client: Client, seed: str, count: int, words: int, max_tokens: int) -> float:
     start_s = time.monotonic()
-    calls = [probe_call(f"pace/{seed}/{i}", words, max_tokens) for i in range(count)]
-    await asyncio.gather(*(probe(client, call, _POLICY) for call in calls))
+    await asyncio.gather(*(probe(client, f"pace/{seed}/{i}", words, max_tokens) for i in range(count)))
     return time.monotonic() - start_s

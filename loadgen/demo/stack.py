@@ -7,11 +7,11 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from rich.console import Console
 
 from loadgen.demo.children import Child, ChildDied, Children
 
@@ -44,8 +44,8 @@ class StackSpec:
 class Steps:
     """Prints what is going on, with the seconds since the start."""
 
-    def __init__(self, screen: Console) -> None:
-        self._screen = screen
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
         self._start_s = time.monotonic()
 
     @property
@@ -55,7 +55,7 @@ class Steps:
 
     def say(self, text: str) -> None:
         """One line."""
-        self._screen.print(f"[{self.elapsed_s:6.1f} s] {text}", markup=False)
+        self._note(f"[{self.elapsed_s:6.1f} s] {text}")
 
 
 async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:

@@ -2,9 +2,10 @@
 
 Two things differ between repetitions. Which sessions happened to be drawn: rounds, and sessions within rounds, are
 resampled with replacement, the same ones for both arms. And what happened to a block as a whole (drift of the machine,
-a queue that built up), of which resampling a handful of rounds shows too little: where rounds differ by more than their
-sessions explain, each resample is moved by that excess times a draw from Student's t of rounds - 1 degrees of freedom.
-With one round there is no such term, and the interval is of the sessions alone.
+a queue that built up), of which resampling a handful of rounds shows too little: where blocks differ by more than their
+sessions explain, each resample is moved by that excess times a draw from Student's t. How much blocks differ is taken to
+be the same for all arms, so that k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a two-way
+layout of arms and rounds. With one round there is no such term, and the interval is of the sessions alone.
 
 A bootstrap of few units is too narrow by sqrt((n - 1) / n), and by the difference between Student's t and the normal
 law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015): each resample is stretched to make up for both.
@@ -14,6 +15,7 @@ Davison and Hinkley, Bootstrap Methods and their Application (1997), 3.8: two-st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,8 +50,8 @@ class Draws:
     weights: Floats
     within: tuple[Floats, ...]
     """For each round: weights that resample its sessions, zero for the other rounds."""
-    shifts: Floats
-    """For each resample, a draw from Student's t; zeros with one round."""
+    seed: int
+    """Of what is drawn later."""
     stretch: Floats
     """For each resample, what makes a normal deviate from n units one of Student's t; near 1 with many units."""
 
@@ -73,10 +75,9 @@ def draws(round_of: npt.NDArray[np.int64], seed: int) -> Draws:
         only = np.zeros((WITHIN_RESAMPLES, len(round_of)))
         only[:, round_of == r] = rng.multinomial(size, np.full(size, 1 / size), WITHIN_RESAMPLES)
         within.append(only)
-    shifts = rng.standard_t(rounds - 1, RESAMPLES) if rounds > 1 else np.zeros(RESAMPLES)
     units = len(round_of)
     stretch = np.sqrt(units / rng.chisquare(units - 1, RESAMPLES)) if units > rounds else np.ones(RESAMPLES)
-    return Draws(round_of, weights.astype(np.float64), tuple(within), shifts, stretch)
+    return Draws(round_of, weights.astype(np.float64), tuple(within), seed, stretch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,36 @@ class Effect:
     is_below: bool
 
 
-def effect(statistic: Statistic, drawn: Draws, confidence: float | None) -> Effect | None:
+@dataclass(frozen=True, slots=True)
+class RoundSpread:
+    """What blocks differ by beyond their sessions."""
+
+    of_mean: float = 0.0
+    """Standard deviation that it gives the mean over rounds of the logarithm of a ratio of two arms."""
+    freedom: int = 1
+    """Degrees of freedom of its estimate."""
+
+
+def round_spread(statistics: Sequence[Statistic], drawn: Draws) -> RoundSpread:
+    """From all arms' statistics against the same baseline. None to be seen where there is one round."""
+    if drawn.rounds < 2:
+        return RoundSpread()
+    each = np.array([drawn.round_of == r for r in range(drawn.rounds)], np.float64)
+    logs = [_log_ratios(statistic, each) for statistic in statistics]
+    known = [i for i, row in enumerate(logs) if np.isfinite(row).all()]
+    if not known:
+        return RoundSpread()
+    table = np.array([np.zeros(drawn.rounds), *(logs[i] for i in known)])  # the baseline against itself first
+    residual = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
+    freedom = len(known) * (drawn.rounds - 1)
+    between = 2 * float((residual**2).sum()) / freedom
+    variances = [_variance(_log_ratios(statistics[i], weights)) for i in known for weights in drawn.within]
+    within = [variance for variance in variances if np.isfinite(variance)]
+    excess = max(0.0, between - (float(np.mean(within)) if within else 0.0))
+    return RoundSpread(float(np.sqrt(excess / drawn.rounds)), freedom)
+
+
+def effect(statistic: Statistic, drawn: Draws, confidence: float | None, spread: RoundSpread) -> Effect | None:
     """Estimates, and intervals where `confidence` is given and there is something to resample.
 
     None where a ratio makes no sense: an arm's value is zero, infinite or missing.
@@ -103,7 +133,8 @@ def effect(statistic: Statistic, drawn: Draws, confidence: float | None) -> Effe
     with np.errstate(all="ignore"):
         bases, arms = statistic.values(drawn.weights)
         # On the scale of logarithms: resamples spread out a little, and the arm moved against the baseline.
-        moved = drawn.shifts * _round_spread(statistic, drawn) / 2
+        shifts = np.random.default_rng(drawn.seed + 1).standard_t(spread.freedom, RESAMPLES)
+        moved = shifts * spread.of_mean / 2
         arms = arm * np.exp(np.log(arms / arm) * drawn.stretch + moved)
         bases = base * np.exp(np.log(bases / base) * drawn.stretch - moved)
         ratios, differences = arms / bases, arms - bases
@@ -114,19 +145,6 @@ def effect(statistic: Statistic, drawn: Draws, confidence: float | None) -> Effe
         is_above=low > 1,
         is_below=high < 1,
     )
-
-
-def _round_spread(statistic: Statistic, drawn: Draws) -> float:
-    """Standard deviation, on the log scale of the ratio, that rounds have beyond their sessions', for their mean."""
-    if drawn.rounds < 2:
-        return 0.0
-    each = np.array([drawn.round_of == r for r in range(drawn.rounds)], np.float64)
-    logs = _log_ratios(statistic, each)
-    if not np.isfinite(logs).all():
-        return 0.0
-    within = [spread for weights in drawn.within if np.isfinite(spread := _variance(_log_ratios(statistic, weights)))]
-    excess = logs.var(ddof=1) - (float(np.mean(within)) if within else 0.0)
-    return float(np.sqrt(max(excess, 0.0) / drawn.rounds))
 
 
 def _log_ratios(statistic: Statistic, weights: Floats) -> Floats:

@@ -46,21 +46,31 @@ class Contraster:
         self._drawn = draws(pairs.round_of, seed)
         self._drawn_rounds = draws(np.arange(self._drawn.rounds), seed)
 
-    def contrast(self, metric: Metric, baseline: str, arm: str) -> Contrast | None:
-        """None where a ratio makes no sense."""
-        ready = metric.prepare(self._pairs, self._pairs.sides[baseline], self._pairs.sides[arm])
-        if ready is None:
-            return None
-        drawn: Draws = self._drawn_rounds if ready.unit_is_round else self._drawn
-        found = effect(ready.statistic, drawn, self.confidence if ready.has_interval else None)
-        if found is None:
-            return None
+    def contrasts(self, metric: Metric, baseline: str, arms: Sequence[str]) -> dict[str, Contrast]:
+        """One metric of `arms` against the baseline; arms for which a ratio makes no sense are left out."""
+        sides = self._pairs.sides
+        prepared = {arm: metric.prepare(self._pairs, sides[baseline], sides[arm]) for arm in arms}
+        ready = {arm: comparison for arm, comparison in prepared.items() if comparison is not None}
+        if not ready:
+            return {}
+        is_by_round = next(iter(ready.values())).unit_is_round
+        drawn = self._drawn_rounds if is_by_round else self._drawn
+        spread = round_spread([comparison.statistic for comparison in ready.values()], drawn)
+        found = {}
+        for arm, comparison in ready.items():
+            confidence = self.confidence if comparison.has_interval else None
+            if (measured := effect(comparison.statistic, drawn, confidence, spread)) is not None:
+                found[arm] = _contrast(metric, baseline, arm, comparison.pairs, measured)
+        return found
+
+
+def _contrast(metric: Metric, baseline: str, arm: str, pairs: int, found: Effect) -> Contrast:
         return Contrast(
             metric=metric.name,
             better=metric.better,
             baseline=baseline,
             arm=arm,
-            pairs=ready.pairs,
+            pairs=pairs,
             difference=found.difference,
             ratio=found.ratio,
             judgement=_judgement(found, metric),

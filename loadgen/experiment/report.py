@@ -17,6 +17,7 @@ from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise, summarise_runs
 from loadgen.result.model import Arm, Result, Summary
 
+SHOWN_PROBLEMS = 3
 Configuration = Mapping[str, str | int | float | bool | list[str] | None]
 
 
@@ -57,9 +58,20 @@ def result_of(
         arms=arms,
         contrasts=found.found,
         verdict=verdict(arms, found, plan.baseline),
-        cautions=(*cautions(arms, found, plan.baseline, rounds), *_repeated(plan, rounds), *experiment.notes),
+        cautions=(
+            *cautions(arms, found, plan.baseline, rounds),
+            *_repeated(plan, rounds),
+            *_unread(experiment.problems),
+        ),
         definitions={**DEFINITIONS, **_method(len(arms))},
     )
+
+
+def _unread(problems: Sequence[str]) -> tuple[str, ...]:
+    if not problems:
+        return ()
+    more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+    return (f"The pods' counters confirm no hit rate: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}.",)
 
 
 def _repeated(plan: Plan, rounds: int) -> tuple[str, ...]:

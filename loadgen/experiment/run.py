@@ -50,8 +50,8 @@ class Experiment:
         self.isolation: Isolation | None = None
         self.stopped = "interrupted"
         """Why there are no more rounds."""
-        self.notes: list[str] = []
-        """What went less than well but does not end the experiment."""
+        self.problems: list[str] = []
+        """What kept pods' counters from being read, each once."""
         self._progress = progress
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class Experiment:
         if before is None:
             return Block(name, run, None)
         found = counted(before, await arm.metrics.read())
-        self.notes += [line for problem in found.problems if (line := f"{name}: {problem}") not in self.notes]
+        self.problems += [problem for problem in found.problems if problem not in self.problems]
         return Block(name, run, found)
 
     async def _play(self, arm: _Arm, what: Round, spec: RunSpec) -> ArmRun:
@@ -154,8 +154,9 @@ class Experiment:
             return "one arm alone: nothing to compare"
         rounds = len(self.rounds)
         half_width = self.half_width() if rounds % 2 == 0 else float("inf")
-        if half_width < float("inf"):
-            self._progress.note(f"After {rounds} rounds the ratio of mean TTFT is known within {half_width:.0%}.")
+        if rounds % 2 == 0:
+            known = f"is known within {half_width:.0%}" if half_width < 1 else "is not known yet"
+            self._progress.note(f"After {rounds} rounds the ratio of mean TTFT {known}.")
         return self.plan.stopping.reason(rounds, elapsed_s, half_width)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -21,7 +22,7 @@ class StreamedAnswer:
     __slots__ = (
         *("done", "text", "chunk_times_s", "prompt_tokens", "cached_tokens", "output_tokens", "has_usage"),
         *("pod", "policy", "failure", "detail", "lost_connection", "finished_s"),
-        *("_decoder", "_status", "_kind", "_error_body", "_stopped", "_complete", "_events"),
+        *("_decoder", "_between", "_status", "_kind", "_error_body", "_stopped", "_complete", "_events"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,6 +37,7 @@ class StreamedAnswer:
         self.lost_connection = False
         self.finished_s = 0.0
         self._decoder = SseDecoder()
+        self._between = True
         self._status = 0
         self._kind = ""
         self._error_body = b""
@@ -56,13 +58,23 @@ class StreamedAnswer:
             self._error_body += data[: 4 * DETAIL_CHARS]
             return
         try:
-            for event in self._decoder.feed(data):
+            for event in self._events_of(data):
                 if event == b"[DONE]":
                     self._complete, self.finished_s = True, now_s
                 else:
                     self._take(orjson.loads(event), now_s)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             self.fail("bad answer", f"{type(error).__name__} {error}", now_s)
+
+    def _events_of(self, data: bytes) -> Iterable[bytes]:
+        # Most reads bring exactly one event of one line, which needs no decoder: a tenth of the client's CPU time.
+        whole = data.endswith(b"\n\n")
+        if whole and self._between and data.startswith(b"data: "):
+            event = data[6:-2]
+            if b"\n" not in event and b"\r" not in event:
+                return (event,)
+        self._between = whole
+        return self._decoder.feed(data)
 
     def end(self, now_s: float) -> None:
         if self._status != 200:

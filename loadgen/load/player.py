@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -114,9 +115,11 @@ async def play(
     `start_s` is an instant on the event loop's clock, None for now. Cancellation closes what is under way.
     """
     clock = clock_of(asyncio.get_running_loop())
-    start_s = clock() if start_s is None else start_s
     raise_file_limit()
-    with quiet_collector(), RecordLog(start_s, keep_gaps=spec.keep_gaps, kept_keys=KEPT_KEYS // spec.workers) as log:
+    with quiet_collector(), contextlib.ExitStack() as stack:
+        start_s = clock() if start_s is None else start_s  # not before the collector is done: it may take 0.1 s
+        kept_keys = KEPT_KEYS // spec.workers
+        log = stack.enter_context(RecordLog(start_s, keep_gaps=spec.keep_gaps, kept_keys=kept_keys))
         schedule = _Schedule(workload, spec, start_s)
         arm = _Arm(client, renderer, spec, clock, start_s, log, on_record, tally or Tally())
         try:

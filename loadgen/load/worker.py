@@ -20,6 +20,7 @@ import uvloop
 
 from loadgen.load.client import Client
 from loadgen.load.player import RunSpec, Tally, play
+from loadgen.load.process import quiet_collector
 from loadgen.load.target import Target
 from loadgen.workloads.base import Workload
 from loadgen.workloads.render import Renderer
@@ -52,6 +53,11 @@ async def _work(job: Job) -> None:
     task = asyncio.current_task()
     assert task is not None
     loop.add_reader(sys.stdin.fileno(), _listen, started, task)
+    with quiet_collector():  # before the start, not after it
+        await _play(job, started, tally)
+
+
+async def _play(job: Job, started: asyncio.Future[float], tally: Tally) -> None:
     async with Client(job.target) as client:
         await client.model_id()
         _say("ready")

@@ -113,7 +113,7 @@ class Records:
     policies: tuple[str, ...]
     failures: tuple[str, ...]
     details: tuple[str, ...]
-    """For each of `failures`, the words of the first request that failed so."""
+    """For each of `failures`, the words of one request that failed so."""
     gaps: GapHistogram
     """Of completed and failed requests alike."""
     _rows: npt.NDArray[np.void]
@@ -325,10 +325,10 @@ def _merged_tables(parts: Sequence[Records]) -> dict[str, Any]:
             for name in getattr(part, table):
                 names.code(name)
         tables[table] = tuple(names.codes)
-    details: dict[str, str] = {}
+    details = {"": "", OTHERS: ""}
     for part in parts:
         for label, detail in zip(part.failures, part.details, strict=True):
-            details.setdefault(label, detail)
+            details[label] = details.get(label) or detail
     return tables | {"details": tuple(details[label] for label in tables["failures"]), "gaps": GapHistogram()}
 
 

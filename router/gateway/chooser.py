@@ -161,7 +161,7 @@ class Chooser:
 
     def traffic_shares(self) -> dict[str, TrafficShares]:
         """The counters behind `affinity_groups`, by model: what gateways exchange."""
-        groups = {model: policies["affinity_groups"] for model, policies in self._policies.items()}
+        groups = {model: policies.get("affinity_groups") for model, policies in self._policies.items()}
         return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
 
     def _policy(self, inbound: Inbound, now_s: float) -> Policy:

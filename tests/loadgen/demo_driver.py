@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from loadgen.__main__ import main
-from loadgen.config import CompareSettings
+from loadgen.commands.compare import CompareSettings
 from loadgen.demo import run, stack
 
 

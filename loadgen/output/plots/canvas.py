@@ -136,9 +136,9 @@ def _handle(key: Key) -> Line2D | Patch:
             return Patch(facecolor=colour, alpha=0.35 if key.look == "pale" else 1.0, label=label)
 
 
-def one_axes(figure: FigureBase, height: float, left: float = 44, bottom: float = 34, top: float = 20) -> Axes:
+def one_axes(figure: FigureBase, height: float, left: float = 48, bottom: float = 34, top: float = 20) -> Axes:
     """The only axes of a figure of `height` points, margins in points."""
-    box = (left / WIDTH, bottom / height, 1 - (left + 10) / WIDTH, 1 - (bottom + top) / height)
+    box = (left / WIDTH, bottom / height, 1 - (left + 14) / WIDTH, 1 - (bottom + top) / height)
     return figure.add_axes(box)
 
 
@@ -156,7 +156,7 @@ def panel_axes(figure: FigureBase, names: Sequence[tuple[str, int]], y_label: st
     """One panel for each (arm, slot), side by side in pairs with common y axes; the arm's name is its title."""
     height, rows, columns = panels_height(len(names)), panel_rows(len(names)), min(2, len(names))
     axes: list[Axes] = []
-    top, bottom, left, gap = 34.0, 32.0, 40.0, 16.0
+    top, bottom, left, gap = 34.0, 32.0, 42.0, 16.0
     inner = (height - top - bottom - 30 * (rows - 1)) / rows
     width = (WIDTH - left - 10 - gap * (columns - 1)) / columns
     for i, (name, slot) in enumerate(names):
@@ -178,7 +178,7 @@ def panel_axes(figure: FigureBase, names: Sequence[tuple[str, int]], y_label: st
 def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     """The x label below at the right, the y label level above the axis: nothing is to be read sideways."""
     axes.set_xlabel(x_label, loc="right", labelpad=3)
-    axes.annotate(y_label, (0, 1), (-38, 7), xycoords="axes fraction", textcoords="offset points", color=theme.SOFT)
+    axes.annotate(y_label, (0, 1), (-42, 7), xycoords="axes fraction", textcoords="offset points", color=theme.SOFT)
 
 
 def share_axis(axis: Any) -> None:

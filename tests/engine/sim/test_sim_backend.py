@@ -9,7 +9,7 @@ import pytest
 
 from engine.backend.base import Backend
 from engine.backend.profiles import PROFILES, SimProfile, find_profile
-from engine.backend.sim import SimBackend
+from engine.backend.sim import CATCH_UP_S, SimBackend
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.sched.plan import SequenceChunk, StepPlan
@@ -58,6 +58,33 @@ async def test_a_step_takes_its_time_on_the_loop():
     assert result.elapsed_s == pytest.approx(PROFILE.step_s(plan))
     assert loop.time() - started_s == pytest.approx(result.elapsed_s, abs=2e-3)
     await backend.close()
+
+
+@pytest.mark.looptime
+async def test_host_time_between_the_steps_of_a_request_is_made_good():
+    backend, loop = SimBackend(PROFILE, vocab_size=100), asyncio.get_running_loop()
+    subject, step_s = request(), PROFILE.w0_ms / 1e3
+    started_s = loop.time()
+    for _ in range(10):
+        await backend.run(StepPlan((chunk(subject, 0, 1),)))
+        await asyncio.sleep(0.4 * step_s)
+    assert loop.time() - started_s == pytest.approx(10.4 * step_s, rel=0.05)
+
+
+@pytest.mark.looptime
+async def test_an_idle_device_starts_when_asked_and_a_long_stall_lasts():
+    backend, loop = SimBackend(PROFILE, vocab_size=100), asyncio.get_running_loop()
+    step_s = PROFILE.w0_ms / 1e3
+    for number in range(3):
+        started_s = loop.time()
+        await backend.run(StepPlan((chunk(request(number), 0, 1),)))
+        assert loop.time() - started_s == pytest.approx(step_s, rel=0.05), "another request: the device was idle"
+        await asyncio.sleep(0.4 * step_s)
+    started_s = loop.time()
+    await asyncio.sleep(1.0)
+    for _ in range(40):
+        await backend.run(StepPlan((chunk(request(2), 0, 1),)))
+    assert loop.time() - started_s == pytest.approx(1.0 + 40 * step_s - CATCH_UP_S, rel=0.01)
 
 
 @pytest.mark.looptime

@@ -12,7 +12,10 @@ from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source
 from loadgen.analyze.run import analyze
 from loadgen.analyze.spec import AnalysisSpec
-from loadgen.words import prose
+
+WORDS = [
+    f"{a}{b}" for a in ("ra", "to", "len", "mi", "sor") for b in ("ve", "na", "kel", "st", "dor", "pim", "ga", "ul")
+]
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
@@ -33,7 +36,7 @@ def chat(system: str, user: str) -> dict[str, Any]:
 
 def text(seed: int | str, words: int) -> str:
     """Prose that depends on the seed alone."""
-    return prose(random.Random(f"{seed}"), words)
+    return " ".join(random.Random(f"{seed}").choices(WORDS, k=words))
 
 
 def brute_prefix_bytes(prompts: Sequence[bytes]) -> list[int]:

@@ -40,6 +40,7 @@ class ArmGateway(ScriptedGateway):
     known: tuple[str, ...] = ("round_robin", "predicted_ttft", "affinity_groups")
     lists_pods: bool = True
     model: str = "scripted"
+    scrapable: bool = True
     counters_differ_by: int = 0
     """Tokens that each pod counts as found though usage does not say so."""
     on_reset: Callable[[int], None] = lambda number: None
@@ -62,6 +63,8 @@ class ArmGateway(ScriptedGateway):
         return web.json_response({"pods": pods})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if not self.scrapable:
+            return web.Response(status=403)
         pod = self._pods[int(request.match_info["number"])]
         assert isinstance(pod, CountedPod)
         extra = self.counters_differ_by if pod.queries else 0

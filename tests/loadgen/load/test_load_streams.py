@@ -96,9 +96,9 @@ def check_complete(answer: StreamedAnswer, connection: Connection, transport: Tr
     assert not connection.closed
 
 
-def test_cut_once_at_every_byte(read: Read):
+def test_cut_once_at_every_byte_of_all_but_the_longest(read: Read):
     for response in responses():
-        for position in range(1, len(response)):
+        for position in range(1, len(response), 1 + len(response) // 1500):
             check_complete(*read(cut(response, [position])))
 
 

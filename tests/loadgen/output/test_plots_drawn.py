@@ -14,7 +14,7 @@ from PIL import Image
 
 from loadgen.output.plots.canvas import draw_png, draw_svg, log_range, log_ticks
 from loadgen.output.plots.catalog import plots_of
-from loadgen.output.plots.latency import block_points, ratio_ticks, where_time_went
+from loadgen.output.plots.latency import block_points, contrast_forest, ratio_ticks, ttft_cdf, where_time_went
 from loadgen.output.plots.sweep import knee, step_of
 from tests.loadgen.output import results
 
@@ -103,3 +103,24 @@ def test_ratio_axis_always_shows_one(low, high):
     assert 1.0 in ticks
     gaps = [math.log(b / a) for a, b in pairwise(ticks)]
     assert all(gap > 0 for gap in gaps)
+
+
+def test_lines_of_the_distribution_are_the_results_quantiles():
+    result = results.named("comparison")
+    figure = Figure()
+    ttft_cdf(result).paint(figure)
+    lines = figure.axes[0].lines
+    assert len(lines) == len(result.arms)
+    for line, arm in zip(lines, result.arms, strict=True):
+        assert list(line.get_xdata()) == pytest.approx(arm.summary.ttft.cdf_ms)
+        assert list(line.get_ydata()) == pytest.approx([i / 100 for i in range(101)])
+
+
+def test_whiskers_of_the_forest_are_the_intervals():
+    result = results.named("comparison")
+    figure = Figure()
+    contrast_forest(result).paint(figure)
+    drawn = [sorted(map(float, line.get_xdata())) for line in figure.axes[0].lines]
+    for contrast in result.contrasts:
+        assert any(ends == pytest.approx([contrast.ratio.low, contrast.ratio.high]) for ends in drawn if len(ends) == 2)
+        assert any(ends == pytest.approx([contrast.ratio.value]) for ends in drawn if len(ends) == 1)

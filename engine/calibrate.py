@@ -1,0 +1,146 @@
+"""`warmroute-engine calibrate`: measure a device, write the profile that `--device sim --sim-profile FILE` emulates."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from engine.app import StartError, torch_backend
+from engine.backend.calibration.fit import Measured, fit_profile, relative_errors
+from engine.backend.calibration.measure import Measurement, measure
+from engine.backend.calibration.shapes import Limits, Shape
+from engine.backend.profile_file import SUFFIXES, profile_text
+from engine.backend.profiles import SimProfile
+from engine.config import EngineSettings
+from engine.contract.settings import Settings, load_or_exit
+from engine.model.errors import ModelError
+
+PROG = "warmroute-engine calibrate"
+EXIT_FAILED, EXIT_INTERRUPTED = 2, 130
+DISTURBED = 0.25
+"""Spread of repeats above which the user is told that something else ran."""
+MIN_STEPS = 12
+"""Steps to fit six constants to."""
+
+
+class CalibrateSettings(Settings):
+    """What is measured, for how long, and where the profile goes."""
+
+    model: Path = Field(description="Folder of the Hugging Face checkpoint")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Device to measure")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of weights and KV; auto: the checkpoint's"
+    )
+    out: Path = Field(Path("profile.yaml"), description="Profile to write, a .yaml file, replaced where it exists")
+    seconds: float = Field(60.0, ge=1, le=3600, description="Seconds to measure for, loading the model not counted")
+    kv_cache_bytes: int = Field(2**30, ge=1, description="Bytes of the KV pool; its tokens are the profile's")
+    kv_pool_tokens: int = Field(0, ge=0, description="Tokens of the KV pool; 0: as many as fit kv_cache_bytes")
+    block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
+    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step at most")
+    max_running: int = Field(64, ge=1, le=4096, description="Sequences that decode at once at most")
+    threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
+    seed: int = Field(0, ge=0, lt=2**63, description="Decides the steps that the profile is checked with")
+    config: str | None = Field(None, description="YAML file with any of these settings")
+
+    @field_validator("out")
+    @classmethod
+    def _is_yaml(cls, path: Path) -> Path:
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"must end in {' or '.join(SUFFIXES)}: --sim-profile tells a file from a name by that")
+        return path
+
+    def engine(self) -> EngineSettings:
+        """The engine that is measured. Raises ValueError."""
+        shared = set(CalibrateSettings.model_fields) & set(EngineSettings.model_fields) - {"config"}
+        return EngineSettings(**{name: getattr(self, name) for name in shared})
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit status: 0, 2 where the device or the model cannot be used, 130 on Ctrl-C; exits with 2 on bad flags."""
+    settings = load_or_exit(CalibrateSettings, argv, PROG)
+    try:
+        profile, found = asyncio.run(calibrate(settings))
+        settings.out.write_text(profile_text(profile, _about(settings, found, profile)), encoding="utf-8")
+    except (ModelError, StartError, ValueError) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        print(f"{PROG}: --out {settings.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print("\n".join(_table(profile, found)))
+    print(f"{_errors('fitted steps', profile, found.fitted)}\n{_errors('held-out steps', profile, found.held_out)}")
+    print(f"{settings.out}: use it with --device sim --sim-profile {settings.out}")
+    return 0
+
+
+async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measurement]:
+    """Load the model, measure, fit. Raises ModelError, StartError, ValueError."""
+    engine = settings.engine()
+    _say(f"loading {settings.model} on {settings.device}")
+    backend, blocks = await asyncio.to_thread(torch_backend, engine)
+    try:
+        # Memory that was never written is slower to write and, on the CPU, faster to read than memory in use.
+        backend.pool.data.zero_()
+        config = backend.model.config
+        limits = Limits(
+            settings.max_step_tokens, settings.max_running, config.max_position, blocks, settings.block_size
+        )
+        found = await measure(backend, limits, settings.seconds, settings.seed, _say)
+    finally:
+        await backend.close()
+    if len(found.fitted) < MIN_STEPS:
+        raise ValueError(
+            f"only {len(found.fitted)} kinds of steps fit the KV pool, the model and --max-step-tokens; {MIN_STEPS} are"
+            " needed: give more --kv-pool-tokens"
+        )
+    if found.spread > DISTURBED:
+        _say(
+            f"repeats of a step differ by {found.spread:.0%}: something else uses this machine, expect a rough profile"
+        )
+    profile = fit_profile(settings.out.stem, [step for _, step in found.fitted], blocks * settings.block_size)
+    return profile, found
+
+
+def _about(settings: CalibrateSettings, found: Measurement, profile: SimProfile) -> str:
+    """The comment over the profile."""
+    return "\n".join(
+        (
+            f"Measured by {PROG} on {time.strftime('%Y-%m-%d', time.gmtime())}: {settings.model.resolve().name},"
+            f" {settings.device}, {platform.machine()}.",
+            f"{_errors('Held-out steps', profile, found.held_out)}",
+            "Formula and units: engine/backend/profiles.py.",
+        )
+    )
+
+
+def _table(profile: SimProfile, found: Measurement) -> list[str]:
+    lines = [f"{'step':40} {'measured ms':>12} {'predicted ms':>12} {'error':>7}"]
+    for kind, steps in (("", found.fitted), (" (held out)", found.held_out)):
+        for shape, step in steps:
+            took_ms, predicted_ms = step.elapsed_s * 1e3, profile.step_s(step.plan) * 1e3
+            lines.append(
+                f"{f'{shape}{kind}':40} {took_ms:12.2f} {predicted_ms:12.2f} {predicted_ms / took_ms - 1:+7.0%}"
+            )
+    return lines
+
+
+def _errors(what: str, profile: SimProfile, steps: Sequence[tuple[Shape, Measured]]) -> str:
+    if not steps:
+        return f"{what}: none fit the limits"
+    median, p90 = np.quantile(relative_errors(profile, [step for _, step in steps]), (0.5, 0.9))
+    return f"{what}: {len(steps)}, error {median:.1%} at the median, {p90:.1%} at p90"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

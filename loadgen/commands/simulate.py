@@ -1,0 +1,198 @@
+"""`warmroute-loadgen simulate`: routers on a whole fleet of emulated pods, in virtual time and one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.contract.settings import ConfigError, load_or_exit
+from loadgen.commands.argv import joined
+from loadgen.commands.exit_status import EXIT_INTERRUPTED
+from loadgen.commands.finish import report
+from loadgen.commands.one_arm import timed_by
+from loadgen.commands.simulate_faults import faults_of
+from loadgen.commands.simulate_result import simulate_arms
+from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
+from loadgen.commands.storable import storable
+from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec, check_times, mean_turns
+from loadgen.output.live import open_progress
+from loadgen.output.settings import OutputSettings
+from loadgen.simulate.arms import ARM_NAMES
+from loadgen.simulate.build import PROFILE_NAMES, emulated_pods
+from loadgen.simulate.fleet import FleetSpec
+from loadgen.simulate.scenario import Scenario
+from loadgen.workloads.base import Workload
+from loadgen.workloads.catalog import WorkloadSettings, build_workload
+
+PROG = "warmroute-loadgen simulate"
+DEFAULT_ARMS = ("round_robin", "least_loaded", "prefix_hash", "cache_aware", "affinity_groups", "predicted_ttft")
+LISTS = ("--arms", "--seeds", "--die", "--join", "--slow", "--rates")
+"""Flags that take several words."""
+SWEEP_ONLY = ("rates", "start_rate", "precision", "point_s", "ttft_growth")
+
+
+class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen simulate`.
+
+    Nothing is computed and nothing is sent: the gateway's decisions, the engine's scheduler and its cache run as in
+    production, on pods that take the time their profile says. The same flags give the same result, bit for bit. A
+    workload with times of its own (a trace) arrives at those unless flags say otherwise. Exit status: 0, 1 where a
+    file cannot be written, 2 for bad flags, 3 where no request or hardly any completed, 130 on Ctrl-C.
+    """
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    arms: list[str] = Field(
+        list(DEFAULT_ARMS), description=f"routers to compare, comma-separated, of {', '.join(ARM_NAMES)}"
+    )
+    baseline: str = Field("", description="arm the others are measured against; empty: round_robin, else the first")
+    pods: int = Field(8, ge=1, le=1024, description="emulated pods, named pod-0 and so on")
+    profile: str = Field(
+        "h100-8b",
+        description=f"what a pod is: {', '.join(PROFILE_NAMES)}, or a YAML file as `warmroute-engine calibrate` writes",
+    )
+    kv_tokens: int | None = Field(None, ge=16, description="tokens of KV a pod holds; none: the profile's")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
+    max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
+    max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
+    gateways: int = Field(1, ge=1, le=64, description="gateways that requests are dealt to in turn; each sees its own")
+    event_delay_ms: float = Field(
+        2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
+    )
+    network_ms: float = Field(
+        1.0, ge=0, description="milliseconds between gateway and pod, one way, tokenizing included"
+    )
+    sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions of a run at most; in a sweep, at least")
+    seeds: list[int] = Field([], description="a run of every arm for each, comma-separated; none: --seed alone")
+    die: list[str] = Field([], description="pods that die, and when, in seconds of the run: pod-3@20,pod-4@30")
+    join: list[str] = Field([], description="pods that come in addition, and when: pod-9@30")
+    slow: list[str] = Field([], description="pods whose speed changes, when, and to what share: pod-2@10=0.5")
+    sweep: Literal["off", "rate"] = Field("off", description="rate: more and more load, each arm up to its knee")
+    rates: list[float] = Field(
+        [], description="requests per second to try (--sweep rate); none: --start-rate doubled, then bisected"
+    )
+    start_rate: float = Field(8.0, gt=0, description="first rate of a sweep, requests per second")
+    precision: float = Field(0.15, gt=0, le=1, description="relative gap between knee and saturation that is enough")
+    point_s: float = Field(20.0, gt=0, description="virtual seconds over which a sweep's step lasts, at least")
+    ttft_growth: float = Field(
+        10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
+    )
+    out: str = Field("out/sim", description="folder for result.json, report.html, report.md, result.csv and PNGs")
+
+    @field_validator("arms")
+    @classmethod
+    def _check_arms(cls, arms: list[str]) -> list[str]:
+        unknown = [arm for arm in arms if arm not in ARM_NAMES]
+        if unknown or not arms:
+            raise ValueError(f"{', '.join(unknown) or 'nothing'} is no arm")
+        if len(set(arms)) < len(arms):
+            raise ValueError("each arm once")
+        return arms
+
+    @field_validator("seeds")
+    @classmethod
+    def _check_seeds(cls, seeds: list[int]) -> list[int]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("each seed once")
+        return seeds
+
+    @field_validator("rates")
+    @classmethod
+    def _check_rates(cls, rates: list[float]) -> list[float]:
+        if any(not 0 < rate < float("inf") for rate in rates) or rates != sorted(set(rates)):
+            raise ValueError("must be above 0, finite and ascending")
+        return rates
+
+    @model_validator(mode="after")
+    def _check_simulation(self) -> Self:
+        if self.baseline and self.baseline not in self.arms:
+            raise ValueError(f"--baseline {self.baseline} is not an arm; arms are {', '.join(self.arms)}")
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(f"--max-step-tokens must be at least --max-running, which is {self.max_running}")
+        self._check_sweep()
+        self.fleet()
+        return self
+
+    def _check_sweep(self) -> None:
+        given = self.model_fields_set
+        if self.sweep == "off":
+            if wrong := [name for name in SWEEP_ONLY if name in given]:
+                raise ValueError(f"{_dashed(wrong[0])} needs --sweep rate")
+            return
+        if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
+            raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
+        if self.rates and "start_rate" in given:
+            raise ValueError("--rates and --start-rate say the same: give one of them")
+
+    def fleet(self) -> FleetSpec:
+        """The pods, and what happens to them. Raises ValueError."""
+        pods = emulated_pods(
+            self.pods,
+            self.profile,
+            kv_tokens=self.kv_tokens,
+            block_size=self.block_size,
+            max_step_tokens=self.max_step_tokens,
+            max_running=self.max_running,
+        )
+        faults = faults_of(self.die, self.join, self.slow, pods)
+        return FleetSpec(pods, faults, network_s=self.network_ms / 1e3, event_delay_s=self.event_delay_ms / 1e3)
+
+    def chosen_baseline(self) -> str:
+        """The arm the others are measured against."""
+        return self.baseline or ("round_robin" if "round_robin" in self.arms else self.arms[0])
+
+    def scenario(self, seed: int) -> Scenario:
+        """One run's traffic and fleet. Raises ConfigError for a workload that cannot be played so."""
+        workload = build_workload(self.model_copy(update={"seed": seed}))
+        if workload.length == 0:
+            raise ConfigError(f"--workload {workload.name} holds no session")
+        arrivals = self._arrivals_for(workload)
+        try:
+            check_times(arrivals, workload)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        timed = timed_by(workload, arrivals.kind)
+        return Scenario(self.fleet(), timed, arrivals, self.sessions, seed, self.gateways)
+
+    def configuration(self) -> dict[str, Any]:
+        """Every setting that has a value."""
+        given = self.model_dump()
+        return {name: storable(value) for name, value in given.items() if value is not None and name != "config"}
+
+    def _arrivals_for(self, workload: Workload) -> ArrivalSpec:
+        if self.sweep == "rate":
+            return ArrivalSpec(ArrivalKind.POISSON)
+        has_times = workload.session(0).start_s is not None
+        if has_times and not set(ArrivalSettings.model_fields) & self.model_fields_set:
+            return ArrivalSpec(ArrivalKind.TRACE)
+        return self.arrivals(mean_turns(workload, self.sessions))
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit status; exits with 2 on bad flags."""
+    settings = load_or_exit(SimulateSettings, joined(argv, LISTS), PROG)
+    try:
+        scenarios = [settings.scenario(seed) for seed in settings.seeds or [settings.seed]]
+    except ConfigError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    shown, baseline = settings.configuration(), settings.chosen_baseline()
+    try:
+        with open_progress() as progress:
+            if settings.sweep == "rate":
+                sweep = RateSweep(
+                    settings.rates, settings.start_rate, settings.precision, settings.point_s, settings.ttft_growth
+                )
+                result = simulate_sweep(scenarios[0], settings.arms, sweep, shown, progress)
+            else:
+                result = simulate_arms(scenarios, settings.arms, baseline, shown, progress)
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return report(result, settings, PROG)
+
+
+def _dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,103 @@
+"""From simulated runs to a Result: every arm plays every seed, then the arms are compared request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from loadgen.experiment.cautions import cautions
+from loadgen.experiment.contrasts import Contrasts, contrasts
+from loadgen.experiment.pairs import pair
+from loadgen.experiment.verdict import verdict
+from loadgen.load.arrivals import mean_turns
+from loadgen.load.progress import Progress
+from loadgen.measure.definitions import DEFINITIONS
+from loadgen.measure.summary import summarise, summarise_runs
+from loadgen.result.model import Arm, Result
+from loadgen.simulate.build import profile_words
+from loadgen.simulate.scenario import Scenario, SimulatedRun, play
+
+ISOLATION = "Every run begins with empty caches and a router that knows nothing."
+METHOD = {
+    "virtual time": "seconds of the simulation's clock: an emulated pod's step takes what the profile's formula says",
+    "step": "max(w0, a + c1 x new tokens) + c2 x sum of t (p + t / 2) over prefill chunks of t tokens after p"
+    " + c3 x context tokens of decoding requests + c4 x decoding requests, in milliseconds",
+}
+
+
+def simulate_arms(
+    scenarios: Sequence[Scenario],
+    arms: Sequence[str],
+    baseline: str,
+    configuration: Mapping[str, Any],
+    progress: Progress,
+) -> Result:
+    """Every arm on every scenario (of which each is a round, differing in the seed), and what that says."""
+    rounds: list[dict[str, SimulatedRun]] = []
+    order: list[str] = []
+    for scenario in scenarios:
+        rounds.append({arm: play_watched(scenario, arm, progress) for arm in arms})
+        order += arms
+    pods = scenarios[0].pods()
+    made = tuple(_arm(arm, [runs[arm] for runs in rounds], pods) for arm in arms)
+    pairs = pair(rounds) if len(arms) > 1 else None
+    found = contrasts(pairs, arms, baseline, scenarios[0].seed) if pairs is not None else Contrasts(())
+    return Result(
+        command="simulate",
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        model=model_name(scenarios[0]),
+        seed=scenarios[0].seed,
+        configuration=dict(configuration),
+        workload={"name": scenarios[0].workload.name, **scenarios[0].workload.about()},
+        facts=facts(scenarios),
+        isolation=ISOLATION,
+        baseline=baseline,
+        order=tuple(order),
+        arms=made,
+        contrasts=found.found,
+        verdict=verdict(made, found, baseline),
+        cautions=cautions(made, found, baseline, len(rounds)),
+        definitions={**DEFINITIONS, **METHOD},
+    )
+
+
+def play_watched(scenario: Scenario, arm: str, progress: Progress) -> SimulatedRun:
+    """`play`, shown as it goes."""
+    length = scenario.workload.length
+    sessions = scenario.sessions if length is None else min(scenario.sessions, length)
+    progress.arm_started(arm, round(sessions * mean_turns(scenario.workload, sessions)))
+    try:
+        return play(scenario, arm, progress.request_ended)
+    finally:
+        progress.arm_ended()
+
+
+def model_name(scenario: Scenario) -> str:
+    """What stands for the model in a result."""
+    return f"emulated {scenario.fleet.pods[0].profile.name}"
+
+
+def facts(scenarios: Sequence[Scenario]) -> dict[str, str]:
+    """What the run rested on: the whole profile first, since its constants decide the headline."""
+    first = scenarios[0]
+    fleet, pod = first.fleet, first.fleet.pods[0]
+    return {
+        f"profile {pod.profile.name}": profile_words(pod),
+        "pods": f"{len(fleet.pods)}, {pod.kv_tokens:,} tokens of KV each in blocks of"
+        f" {pod.block_size}, {pod.max_step_tokens} tokens a step, {pod.max_running} requests at a time",
+        "gateways": f"{first.gateways}, an event reaches them {fleet.event_delay_s * 1e3:g} ms after it is published,"
+        f" a request a pod after {fleet.network_s * 1e3:g} ms",
+        "events": "; ".join(
+            f"{fault.pod} {fault.kind} at {fault.at_s:g} s" + (f" to {fault.speed:g}" if fault.kind == "slow" else "")
+            for fault in fleet.faults
+        )
+        or "none",
+        "arrivals": first.arrivals.about(),
+        "seeds": ", ".join(str(scenario.seed) for scenario in scenarios),
+    }
+
+
+def _arm(name: str, runs: Sequence[SimulatedRun], pods: Sequence[str]) -> Arm:
+    each = tuple(summarise(run, pods, in_brief=True) for run in runs)
+    return Arm(name=name, url="", policy=name, summary=summarise_runs(runs, pods), blocks=each)

@@ -1,0 +1,103 @@
+"""One run of one arm: what is played, and its records as columns, ready for `loadgen.measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from loadgen.load.arrivals import ArrivalSpec
+from loadgen.load.process import quiet_collector
+from loadgen.measure.records import RecordLog, Records, RequestRecord
+from loadgen.simulate.arms import make_router
+from loadgen.simulate.faults import FaultKind
+from loadgen.simulate.fleet import FleetSpec, Simulation
+from loadgen.workloads.base import Session, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything that decides a run but the arm. Equal scenarios give equal records, in every process."""
+
+    fleet: FleetSpec
+    workload: Workload
+    arrivals: ArrivalSpec
+    sessions: int
+    """How many; at most as many as the workload has."""
+    seed: int
+    """Of arrivals and of routers that draw lots."""
+    gateways: int = 1
+    """Requests are dealt to them in turn."""
+
+    def pods(self) -> list[str]:
+        """Every pod that takes part at some time."""
+        born = [fault.pod for fault in self.fleet.faults if fault.kind is FaultKind.JOIN]
+        return sorted({pod.name for pod in self.fleet.pods} | set(born))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedRun:
+    """A `loadgen.measure.columns.Run` in virtual time."""
+
+    records: Records
+    planned: int
+    """Requests of all sessions; those that follow a failed one were never sent."""
+    duration_s: float
+    """Until the last request ended."""
+    routers: Mapping[str, object]
+    """The arm's gateways by name, as the run left them: for tests and studies."""
+
+
+def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None] | None = None) -> SimulatedRun:
+    """Play the scenario with this arm's routers. Raises ValueError for an unknown arm."""
+    workload = _Counted(scenario.workload)
+    length = workload.length
+    with RecordLog() as log:
+
+        def ended(record: RequestRecord) -> None:
+            log.add(record)
+            if on_record is not None:
+                on_record(record)
+
+        simulation = Simulation(
+            scenario.fleet,
+            workload,
+            scenario.arrivals,
+            sessions=scenario.sessions if length is None else min(scenario.sessions, length),
+            seed=scenario.seed,
+            on_record=ended,
+        )
+        names = [f"gateway-{number}" for number in range(scenario.gateways)]
+        stride = scenario.fleet.stride
+        routers = {
+            name: make_router(arm, simulation, 1000 * scenario.seed + number, stride)
+            for number, name in enumerate(names)
+        }
+        with quiet_collector():
+            simulation.run(list(routers.values()))
+        records = log.finish()
+    duration_s = float(records.finished_s.max()) if len(records) else 0.0
+    return SimulatedRun(records, workload.turns, duration_s, routers)
+
+
+class _Counted:
+    """A workload that counts the turns of the sessions asked for."""
+
+    def __init__(self, base: Workload) -> None:
+        self._base = base
+        self.turns = 0
+
+    @property
+    def name(self) -> str:
+        return self._base.name
+
+    @property
+    def length(self) -> int | None:
+        return self._base.length
+
+    def session(self, number: int) -> Session:
+        session = self._base.session(number)
+        self.turns += len(session.turns)
+        return session
+
+    def about(self) -> Mapping[str, str]:
+        return self._base.about()
