@@ -27,6 +27,12 @@ die() {
 }
 storage() { buildah --root "$work/storage" --runroot "$work/run" "$@"; }
 
+# Whether OUT/NAME.tar is newer than all that goes into images.
+is_current() {
+    [ -s "$out/$1.tar" ] && [ -s "$out/$1.bytes" ] && [ -z "$(find pyproject.toml README.md .dockerignore .ci router engine \
+        loadgen -name __pycache__ -prune -o -newer "$out/$1.tar" -print -quit)" ]
+}
+
 need_tools() {
     [ "$(id -u)" = 0 ] || die "needs root, to make the base image; with Docker, the head of each Dockerfile has the command"
     local missing=()
@@ -102,6 +108,10 @@ fi
 storage rm --all >/dev/null # what a build that failed has left
 have_wheels=''
 for name in "${names[@]}"; do
+    if is_current "$name"; then
+        say "$name: is current"
+        continue
+    fi
     started=$SECONDS
     tag=docker.io/warmroute/$name:$VERSION
     case $name in

@@ -11,7 +11,7 @@ from engine.config import EngineSettings
 from engine.contract.settings import Settings
 from engine.model.checkpoint import CheckpointShape
 from engine.model.config import DTYPES
-from loadgen.config import CompareSettings
+from loadgen.commands.compare import CompareSettings
 from router.config import GatewaySettings
 
 Schema = dict[str, Any]

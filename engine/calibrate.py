@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from engine.app import StartError, torch_backend
 from engine.backend.calibration.fit import Measured, fit_profile, relative_errors
@@ -27,7 +27,7 @@ PROG = "warmroute-engine calibrate"
 EXIT_FAILED, EXIT_INTERRUPTED = 2, 130
 DISTURBED = 0.25
 """Spread of repeats above which the user is told that something else ran."""
-MIN_STEPS = 12
+MIN_STEPS = 24
 """Steps to fit six constants to."""
 
 
@@ -57,8 +57,18 @@ class CalibrateSettings(Settings):
             raise ValueError(f"must end in {' or '.join(SUFFIXES)}: --sim-profile tells a file from a name by that")
         return path
 
+    @model_validator(mode="after")
+    def _is_an_engine(self) -> Self:
+        try:
+            self.engine()
+        except ValidationError as error:
+            first = error.errors()[0]
+            flag = "".join(f"--{str(name).replace('_', '-')}: " for name in first["loc"])
+            raise ValueError(flag + str(first["msg"]).removeprefix("Value error, ")) from None
+        return self
+
     def engine(self) -> EngineSettings:
-        """The engine that is measured. Raises ValueError."""
+        """The engine that is measured. Raises ValidationError."""
         shared = set(CalibrateSettings.model_fields) & set(EngineSettings.model_fields) - {"config"}
         return EngineSettings(**{name: getattr(self, name) for name in shared})
 

@@ -15,7 +15,7 @@ from engine.contract.settings import Settings
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
-from loadgen.demo.stack import StackSpec, Steps, start_stack
+from loadgen.demo.stack import StackSpec, Steps, cpu_engines, start_stack
 from loadgen.experiment.arms import arms_of
 from loadgen.experiment.report import result_of
 from loadgen.experiment.run import Experiment
@@ -74,7 +74,7 @@ async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Resu
     steps.say(f"logs of the child processes: {folder / 'logs'}")
     with tempfile.TemporaryDirectory(prefix="warmroute-demo-") as scratch, Children(folder / "logs") as children:
         redis_url = settings.redis_url or os.environ.get("REDIS_URL") or None
-        spec = StackSpec(settings.pods, settings.pool_tokens, redis_url, Path(scratch))
+        spec = StackSpec(settings.pods, cpu_engines(settings.pool_tokens), redis_url, Path(scratch))
         url = await start_stack(spec, children, steps)
         result = await children.guard(_measure(settings, url, steps, progress))
         steps.say("stopping the children")

@@ -20,8 +20,46 @@ READY_TIMEOUT_S = 120.0
 MODEL_FOLDER = "model"
 ENGINE_NICENESS = 5
 """Engines would use every core; gateway and load generator, which elsewhere have cores of their own, go first."""
+EMULATED_RUNNING = 256
+"""Requests that run at once on an emulated GPU, as vLLM's default for one."""
+SMALLEST_CHECKPOINT = (
+    *("--hidden-size", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--intermediate-size", "32"),
+    *("--max-position", "131072"),
+)
+"""An emulated engine reads the tokenizer and the length of the context, and no weights."""
 _LISTENING = re.compile(r"listening on (http://\S+)")
 _REDIS_READY = re.compile(r"[Rr]eady to accept connections")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What the engines are."""
+
+    about: str
+    """For the user, after their number."""
+    flags: tuple[str, ...]
+    """Of each engine."""
+    checkpoint: tuple[str, ...] = ()
+    """Of `engine.model.checkpoint`: the shape of the model."""
+    niceness: int = ENGINE_NICENESS
+
+
+def cpu_engines(pool_tokens: int) -> EngineKind:
+    """Engines that compute, with a KV pool of so many tokens each."""
+    return EngineKind(
+        f"engines on CPU, one thread and {pool_tokens:,} tokens of KV pool each",
+        ("--device", "cpu", "--threads", "1", "--kv-pool-tokens", str(pool_tokens)),
+    )
+
+
+def emulated_engines(profile: str) -> EngineKind:
+    """Engines that emulate the device of a profile: a built-in one or a YAML file."""
+    return EngineKind(
+        f"emulated {profile} engines",
+        ("--device", "sim", "--sim-profile", profile, "--max-running", str(EMULATED_RUNNING), "--text-threads", "1"),
+        SMALLEST_CHECKPOINT,
+        niceness=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +67,7 @@ class StackSpec:
     """What to start."""
 
     pods: int
-    pool_tokens: int
-    """KV pool of each engine, in tokens."""
+    engines: EngineKind
     redis_url: str | None
     """None: a private server on a socket in the scratch folder."""
     scratch: Path
@@ -64,12 +101,12 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
     steps.say("making a small Llama checkpoint (random weights, its own tokenizer)")
     await children.run(
         "checkpoint",
-        module_command("engine.model.checkpoint", "--out", str(spec.scratch / MODEL_FOLDER)),
+        module_command("engine.model.checkpoint", "--out", str(spec.scratch / MODEL_FOLDER), *spec.engines.checkpoint),
         env,
         CHECKPOINT_TIMEOUT_S,
     )
     redis_url = spec.redis_url or await _start_redis(spec.scratch, children, steps)
-    steps.say(f"starting {spec.pods} engines on CPU, one thread and {spec.pool_tokens:,} tokens of KV pool each")
+    steps.say(f"starting {spec.pods} {spec.engines.about}")
     engines = [_start_engine(i, spec, redis_url, children, env) for i in range(1, spec.pods + 1)]
     urls = []
     for engine in engines:
@@ -119,13 +156,11 @@ def _start_engine(number: int, spec: StackSpec, redis_url: str, children: Childr
         *("--model", str(spec.scratch / MODEL_FOLDER)),
         *("--served-model-name", spec.model_name),
         *("--pod-id", f"engine-{number}"),
-        *("--device", "cpu"),
-        *("--threads", "1"),
         *("--port", "0"),
         *("--redis-url", redis_url),
-        *("--kv-pool-tokens", str(spec.pool_tokens)),
+        *spec.engines.flags,
     )
-    return children.start(f"engine-{number}", argv, env, niceness=ENGINE_NICENESS)
+    return children.start(f"engine-{number}", argv, env, niceness=spec.engines.niceness)
 
 
 async def _wait_ready(gateway: Child, url: str) -> None:

@@ -3,9 +3,9 @@
 Two things differ between repetitions. Which sessions happened to be drawn: rounds, and sessions within rounds, are
 resampled with replacement, the same ones for both arms. And what happened to a block as a whole (drift of the machine,
 a queue that built up), of which resampling a handful of rounds shows too little: where blocks differ by more than their
-sessions explain, each resample is moved by that excess times a draw from Student's t. How much blocks differ is taken to
-be the same for all arms, so that k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a two-way
-layout of arms and rounds. With one round there is no such term, and the interval is of the sessions alone.
+sessions explain, each resample is moved by that excess times a draw from Student's t. How much blocks differ is taken
+to be the same for all arms, so that k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a
+two-way layout of arms and rounds. With one round there is no such term: the interval is of the sessions alone.
 
 A bootstrap of few units is too narrow by sqrt((n - 1) / n), and by the difference between Student's t and the normal
 law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015): each resample is stretched to make up for both.

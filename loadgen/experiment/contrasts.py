@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from loadgen.experiment.bootstrap import Draws, Effect, draws, effect
+from loadgen.experiment.bootstrap import Effect, draws, effect, round_spread
 from loadgen.experiment.compared import Metric, compared
 from loadgen.experiment.pairs import Pairs
 from loadgen.result.model import Contrast
@@ -65,16 +65,16 @@ class Contraster:
 
 
 def _contrast(metric: Metric, baseline: str, arm: str, pairs: int, found: Effect) -> Contrast:
-        return Contrast(
-            metric=metric.name,
-            better=metric.better,
-            baseline=baseline,
-            arm=arm,
-            pairs=pairs,
-            difference=found.difference,
-            ratio=found.ratio,
-            judgement=_judgement(found, metric),
-        )
+    return Contrast(
+        metric=metric.name,
+        better=metric.better,
+        baseline=baseline,
+        arm=arm,
+        pairs=pairs,
+        difference=found.difference,
+        ratio=found.ratio,
+        judgement=_judgement(found, metric),
+    )
 
 
 def joint_confidence(arms: int) -> float:
@@ -87,10 +87,13 @@ def contrasts(
 ) -> Contrasts:
     """Every other arm against the baseline, arm by arm."""
     contraster = Contraster(pairs, len(arms), seed)
+    others = [arm for arm in arms if arm != baseline]
+    metrics = compared(has_objectives)
+    by_metric = {metric.name: contraster.contrasts(metric, baseline, others) for metric in metrics}
     found, missing = [], []
-    for arm in arms:
-        for metric in compared(has_objectives) if arm != baseline else ():
-            if contrast := contraster.contrast(metric, baseline, arm):
+    for arm in others:
+        for metric in metrics:
+            if contrast := by_metric[metric.name].get(arm):
                 found.append(contrast)
             else:
                 missing.append(f"{arm}: {metric.name} cannot be compared with {baseline}: {_why_missing(metric)}.")
@@ -102,9 +105,8 @@ def _ties(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, ...]:
     if not better:
         return ()
     best = min(better, key=lambda c: c.ratio.value)
-    metric = compared(False)[0]
-    against = {c.arm: contraster.contrast(metric, best.arm, c.arm) for c in better if c is not best}
-    return tuple(arm for arm, c in against.items() if c is not None and c.judgement == "not distinguishable")
+    against = contraster.contrasts(compared(False)[0], best.arm, [c.arm for c in better if c is not best])
+    return tuple(arm for arm, c in against.items() if c.judgement == "not distinguishable")
 
 
 def relative_half_width(contrast: Contrast | None) -> float:

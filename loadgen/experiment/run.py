@@ -73,8 +73,9 @@ class Experiment:
         others = [arm.name for arm in self.plan.arms if arm.name != self.plan.baseline]
         if pairs is None or not others:
             return float("inf") if others else 0.0
-        contraster, decides = Contraster(pairs, len(self.plan.arms), self.plan.seed), compared(False)[0]
-        return max(relative_half_width(contraster.contrast(decides, self.plan.baseline, arm)) for arm in others)
+        contraster = Contraster(pairs, len(self.plan.arms), self.plan.seed)
+        found = contraster.contrasts(compared(False)[0], self.plan.baseline, others)
+        return max(relative_half_width(found.get(arm)) for arm in others)
 
     # -- before the first block ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.gateway import MODEL, Gateway
 from loadgen.simulate.pod import PodSpec, Report, SimPod
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker
-from loadgen.simulate.routing import Offered, Router, Scrape
+from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
 
@@ -120,6 +120,13 @@ class Simulation:
         while self.busy and self.timeline.step():
             pass
 
+    def send(self, number: int, pod: str | None) -> None:
+        """A router lets a request go that it held; None: no pod is left for it."""
+        if pod is None:
+            self._finish(self._flights[number], "no pod")
+        else:
+            self._send(self._flights[number], pod)
+
     # -- users ----------------------------------------------------------------------------------------------------
 
     def _begin_sessions(self) -> None:
@@ -183,7 +190,10 @@ class Simulation:
         pod = flight.router.choose(flight.offered, flight.tried, self.timeline.now_s)
         if pod is None:
             self._finish(flight, "no pod")
-            return
+        elif pod != HELD:
+            self._send(flight, pod)
+
+    def _send(self, flight: _Flight, pod: str) -> None:
         flight.pod = pod
         flight.tried.append(pod)
         self.timeline.after(self._spec.network_s, partial(self._reach, flight))

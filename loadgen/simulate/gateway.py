@@ -18,7 +18,8 @@ from router.gateway.inbound import Inbound
 from router.gateway.usage import Usage
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
-from router.routing.policies import PolicyOptions, make_policy
+from router.routing.affinity_groups import AffinityGroups
+from router.routing.policies import make_policy
 from router.routing.shares import TrafficShares
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
@@ -72,9 +73,12 @@ class Gateway:
         *,
         stride: int,
         publishes: bool = True,
-        options: PolicyOptions | None = None,
+        made: Policy | None = None,
+        speculation_ttl_s: float = SPECULATION_TTL_S,
     ) -> None:
-        """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through."""
+        """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
+        `made`: the policy, where it is not the one called `policy`.
+        """
         self.name = policy
         self.takes_reports = publishes
         self._clock = timeline.clock
@@ -83,7 +87,7 @@ class Gateway:
         self._index = PrefixIndex()
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
-        self._policy: Policy = make_policy(policy, options)
+        self._policy: Policy = make_policy(policy) if made is None else made
         self._chooser = Chooser(
             self._serving,
             self._index,
@@ -93,7 +97,7 @@ class Gateway:
             Metrics(),
             clock=self._clock,
             stride=stride,
-            speculation_ttl_s=SPECULATION_TTL_S,
+            speculation_ttl_s=speculation_ttl_s,
             foreign_ttl_s=FOREIGN_TTL_S,
         )
 
@@ -160,7 +164,7 @@ class Gateway:
 
     def traffic_shares(self) -> Mapping[str, TrafficShares]:
         """What gateways exchange through Redis."""
-        return self._chooser.traffic_shares()
+        return {MODEL: self._policy.shares} if isinstance(self._policy, AffinityGroups) else {}
 
     def _inbound(self, request: Offered) -> Inbound:
         prompt_tokens = len(request.tokens)

@@ -35,6 +35,8 @@ class PodSpec:
     max_step_tokens: int = 2048
     max_running: int = 256
     max_waiting: int = 100_000
+    reuses: bool = True
+    """False: prefixes are not cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class SimPod:
         self.alive = True
         self.busy_s = 0.0
         blocks = (spec.kv_tokens or spec.profile.kv_tokens) // spec.block_size
-        self.cache = PrefixCache(blocks, spec.block_size)
+        self.cache = PrefixCache(blocks, spec.block_size, enabled=spec.reuses)
         config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
         self.scheduler = Scheduler(self.cache, config)
         self._timeline = timeline

@@ -10,6 +10,9 @@ from typing import Protocol
 from engine.contract.keys import PrefixKey
 from loadgen.simulate.pod import Report
 
+HELD = ""
+"""Answer of a router that keeps the request; it sends it later by `Simulation.send`."""
+
 
 @dataclass(slots=True, eq=False)
 class Offered:
@@ -51,7 +54,7 @@ class Router(Protocol):
         ...
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
-        """The pod for the request, which is sent there at once; None: no pod is left."""
+        """The pod for the request, which is sent there at once; None: no pod is left; `HELD`: later."""
         ...
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:

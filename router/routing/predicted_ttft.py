@@ -21,7 +21,7 @@ _RECENT_HALF_LIFE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Cost:
+class PodCost:
     """Seconds, as DESIGN.md 5 names them."""
 
     wait_s: float
@@ -72,7 +72,7 @@ class PredictedTtft:
         costs, scores = self._costs(request, pods, longest, owed_s)
         chosen = self._choose_equal(request, pods, costs, scores)
         if explain:
-            parts = [{name: getattr(cost, name) for name in _Cost.__slots__} for cost in costs]
+            parts = [{name: getattr(cost, name) for name in PodCost.__slots__} for cost in costs]
             return decide(self.name, pods, chosen, scores, parts, costs[chosen].ttft_s)
         if account is not None:
             self._debts.book(account, _owed_after(costs, scores, chosen, owed_s), request.now_s)
@@ -81,7 +81,7 @@ class PredictedTtft:
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
 
     def _choose_equal(
-        self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[_Cost], scores: Sequence[float]
+        self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[PodCost], scores: Sequence[float]
     ) -> int:
         """Of the pods hardly worse than the best, with no shorter match, the one with least recent work."""
         best = lowest(request, pods, scores)
@@ -116,7 +116,7 @@ class PredictedTtft:
 
     def _costs(
         self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[_Cost], list[float]]:
+    ) -> tuple[list[PodCost], list[float]]:
         """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
         now_s, prompt = request.now_s, request.prompt_tokens
         speeds = self._speeds(pods)
@@ -149,13 +149,13 @@ class PredictedTtft:
                 switch_s = self._switch_margin * duplicate_s
                 credit_s = min(owed_s, duplicate_s + switch_s)
             costs.append(
-                _Cost(wait_s, own_s, step_s, fetch_s, externality_s, pressure_s, duplicate_s, switch_s, credit_s)
+                PodCost(wait_s, own_s, step_s, fetch_s, externality_s, pressure_s, duplicate_s, switch_s, credit_s)
             )
             scores.append(wait_s + own_s + step_s + fetch_s + externality_s + pressure_s + switch_s - credit_s)
         return costs, scores
 
 
-def _owed_after(costs: Sequence[_Cost], scores: Sequence[float], chosen: int, owed_s: float) -> float:
+def _owed_after(costs: Sequence[PodCost], scores: Sequence[float], chosen: int, owed_s: float) -> float:
     """The debt after this request: paid down by a copy, else grown by what the request would have saved with one."""
     if costs[chosen].duplicate_s > 0:
         return owed_s - costs[chosen].credit_s

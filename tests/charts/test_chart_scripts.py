@@ -163,15 +163,18 @@ async def test_the_comparison_gives_up_with_the_reason():
     assert "of 99 engines take requests" in output
 
 
-@pytest.mark.parametrize(("status", "writes"), [(0, True), (3, True), (1, False)])
-async def test_the_job_ends_as_the_comparison_did_and_prints_what_there_is(
-    any_helm: Helm, tmp_path: Path, status: int, writes: bool
+@pytest.mark.parametrize(("status", "writes", "ends"), [(0, True, 0), (3, True, 0), (1, False, 1)])
+async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_what_there_is(
+    any_helm: Helm, tmp_path: Path, status: int, writes: bool, ends: int
 ):
+    """A run that cannot be relied on (3) has a result that says so: the Job is done."""
     (job,) = of_kind(any_helm.render(CHART / "ci" / "loadgen-values.yaml"), "Job")
     fake = tmp_path / "bin" / "warmroute-loadgen"
     fake.parent.mkdir()
     result = tmp_path / "result.json"
-    fake.write_text(f"#!/bin/sh\necho the table: $*\n{f'echo {{}} > {result}' if writes else ''}\nexit {status}\n")
+    fake.write_text(
+        f"#!/bin/sh\necho the table: $* key=$WARMROUTE_API_KEY\n{f'echo {{}} > {result}' if writes else ''}\nexit {status}\n"
+    )
     fake.chmod(0o755)
     ended = []
     for name in ("compare", "result"):
@@ -180,7 +183,11 @@ async def test_the_job_ends_as_the_comparison_did_and_prints_what_there_is(
         done = await asyncio.to_thread(
             subprocess.run,
             [*command, *one.get("args", [])],
-            env={**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"},
+            env={
+                **os.environ,
+                "PATH": f"{fake.parent}:{os.environ['PATH']}",
+                "API_KEYS": "# clients\n\n  sk-first\nsk-second\n",
+            },
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -188,6 +195,6 @@ async def test_the_job_ends_as_the_comparison_did_and_prints_what_there_is(
         ended.append((done.returncode, done.stdout))
     (_, table), (exit_status, printed) = ended
     assert "the table: compare --url=http://rel-warmroute-gateway.ns:80 --out=/results" in table
-    assert "--policies=round_robin,predicted_ttft --sessions=10 --seed=7" in table
-    assert exit_status == status
+    assert "--policies=round_robin,predicted_ttft --sessions=10 --seed=7 key=sk-first\n" in table
+    assert exit_status == ends
     assert printed == ("{}\n" if writes else "")

@@ -151,14 +151,6 @@ def test_settings_are_those_of_the_programs(program: str):
         ),
         ({"redis.auth": {"password": "a", "existingSecret": "b"}}, r"redis\.auth\.password and"),
         ({"loadgen.enabled": True}, r"set gateway\.settings\.allow_policy_header=true"),
-        (
-            {
-                "loadgen.enabled": True,
-                "gateway.settings.allow_policy_header": True,
-                "gateway.apiKeys.existingSecret": "keys",
-            },
-            r"loadgen\.enabled and gateway\.apiKeys",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

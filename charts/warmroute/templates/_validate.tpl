@@ -80,9 +80,6 @@ wrong is in values.schema.json.
 {{- if not .Values.gateway.settings.allow_policy_header }}
 {{- fail "loadgen.enabled needs a gateway that lets requests choose the policy: set gateway.settings.allow_policy_header=true" }}
 {{- end }}
-{{- if include "warmroute.hasApiKeys" . }}
-{{- fail "loadgen.enabled and gateway.apiKeys are both set, and the load generator has no key to send: compare on a release without gateway.apiKeys" }}
-{{- end }}
 {{- end }}
 {{- end }}
 

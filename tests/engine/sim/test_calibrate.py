@@ -18,7 +18,7 @@ from engine.backend.calibration.shapes import Limits, Shape, drawn, grid, step_p
 from engine.backend.profile_file import load_profile
 from engine.backend.profiles import PROFILES, SimProfile
 from engine.backend.torch_backend import TorchBackend
-from engine.calibrate import CalibrateSettings
+from engine.calibrate import CalibrateSettings, run
 from engine.contract.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import load_decoder
@@ -140,22 +140,28 @@ def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tm
     assert "at the median" in out.read_text()
 
 
-def test_what_cannot_be_measured_is_refused_in_a_line(checkpoint: Path, tmp_path: Path):
-    for flags, message in (
-        (["--model", str(tmp_path)], "config.json cannot be read"),
-        (["--model", str(checkpoint), "--kv-pool-tokens", "16"], "too small to calibrate"),
-        (["--model", str(checkpoint), "--out", str(tmp_path / "no" / "p.yaml"), "--kv-pool-tokens", "512"], "--out"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "engine", "calibrate", "--seconds", "1", "--max-step-tokens", "64", *flags],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "."], "config.json cannot be read"),
+        (["--kv-pool-tokens", "16"], "too small to calibrate"),
+        (["--kv-pool-tokens", "64"], "kinds of steps fit the KV pool"),
+        (["--kv-pool-tokens", "512", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--seconds", "1", "--threads", "1", "--max-step-tokens", "64", "--max-running", "8"]
+    assert run(["--model", str(checkpoint), *sizes, *flags]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -165,6 +171,8 @@ def test_what_cannot_be_measured_is_refused_in_a_line(checkpoint: Path, tmp_path
         (["--model", "m", "--out", "profile.json"], "--out: .*must end in .yaml"),
         (["--model", "m", "--device", "sim"], "--device"),
         (["--model", "m", "--seconds", "0"], "--seconds"),
+        (["--model", "m", "--block-size", "20"], "--block-size: must be 16, 32 or 64"),
+        (["--model", "m", "--max-step-tokens", "8"], r"--max-step-tokens \(8\) must be at least --max-running \(64\)"),
         (["--model", "m", "--port", "1"], "flag --port is unknown"),
     ],
 )

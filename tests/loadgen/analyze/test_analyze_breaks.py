@@ -63,9 +63,7 @@ def test_a_timestamp_at_any_byte_costs_what_the_slow_way_says(tmp_path, at, seed
 @FEW
 @given(st.integers(0, 10**6), st.integers(2, 60))
 def test_none_is_invented_in_diverse_prompts(tmp_path, seed, words):
-    # From the fourth word on: prose of this generator begins with one of few headings.
-    diverse = [text(f"{seed}/{i}", words + 3).split(maxsplit=3)[3] for i in range(80)]
-    rows = [chat(system, user) for system, user in zip(diverse[:40], diverse[40:], strict=True)]
+    rows = [chat(text(f"{seed}s{i}", words), text(f"{seed}u{i}", words)) for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert found.findings == ()
     assert found.possible_hit_rate == found.hit_rate
@@ -129,7 +127,7 @@ def test_a_shared_part_behind_a_long_one_that_differs_is_advised_to_the_front(tm
     rows = [chat(f"{text(f'tenant {i}', 150)}\nRULES\n{shared}", f"{text(i, 10)} {i}") for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert [(f.kind, f.role) for f in found.findings] == [("text", "system")]
-    assert found.findings[0].byte < 20  # the tenants' texts begin with headings that may agree
+    assert found.findings[0].byte < 20
     assert found.findings[0].cost_share > 0.9
     assert "before it" in found.findings[0].advice
 

@@ -1,0 +1,89 @@
+"""KV that moves between pods: an upper bound on what it could save, with a network that never queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.sched.request import KeySpan
+from loadgen.simulate.fleet import Simulation
+from loadgen.simulate.gateway import Gateway
+from loadgen.simulate.pod import SimPod
+from loadgen.simulate.routing import HELD, Offered
+from loadgen.simulate.trials.variants import DEFAULTS, predicted
+from router.routing.predicted_ttft import PodCost, PredictedTtft
+from router.routing.types import PodView, RequestInfo
+
+KV_BYTES_PER_TOKEN = 128 * 1024
+"""8B model with grouped-query attention: 32 layers x 8 heads x 128 x 2 (K, V) x 2 bytes."""
+SETUP_S = 0.001
+TOKEN_BYTES = 4
+
+
+class MovingTtft(PredictedTtft):
+    """On a pod with a shorter match, what the longest one holds beyond it is fetched where that is faster."""
+
+    token_s = 0.0
+    """Seconds to move a token's KV."""
+
+    def _costs(
+        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
+    ) -> tuple[list[PodCost], list[float]]:
+        costs, scores = super()._costs(request, pods, longest_match, owed_s)
+        for i, (pod, cost) in enumerate(zip(pods, costs, strict=True)):
+            missing = longest_match - pod.matched_tokens
+            saved_s = cost.duplicate_s - (SETUP_S + missing * self.token_s)
+            if missing > 0 and saved_s > 0:
+                # Neither those behind it nor a debt pay for a copy that costs no computing.
+                shorter_s = max(0.0, cost.externality_s - (cost.own_s - cost.duplicate_s))
+                scores[i] += cost.credit_s - saved_s - shorter_s
+                cost.own_s -= saved_s
+                cost.externality_s -= shorter_s
+                cost.duplicate_s = cost.switch_s = cost.credit_s = 0.0
+        return costs, scores
+
+
+class Moving(Gateway):
+    """A request sent to a pod with a shorter match waits for the transfer, not for prefill, and only for KV that some
+    pod has by then.
+    """
+
+    def __init__(self, simulation: Simulation, stride: int, bytes_per_s: float) -> None:
+        policy = predicted(MovingTtft, DEFAULTS)
+        policy.token_s = self._token_s = KV_BYTES_PER_TOKEN / bytes_per_s
+        super().__init__("predicted_ttft", simulation.timeline, stride=stride, made=policy)
+        self._simulation = simulation
+
+    def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
+        """See `Router`."""
+        name = super().choose(request, excluded, now_s)
+        target = self._simulation.pods.get(name or "")
+        if name is None or target is None:
+            return name
+        held = _held_tokens(target, request)
+        longest = max(_held_tokens(pod, request) for pod in self._simulation.pods.values())
+        if longest <= held:
+            return name
+        delay_s = SETUP_S + (longest - held) * self._token_s
+        self._simulation.timeline.after(delay_s, lambda: self._arrive(request, name, target, longest))
+        return HELD
+
+    def _arrive(self, request: Offered, name: str, pod: SimPod, tokens: int) -> None:
+        if pod.alive:
+            _put(pod.cache, request, tokens, self._stride // TOKEN_BYTES)
+        self._simulation.send(request.number, name)
+
+
+def _held_tokens(pod: SimPod, request: Offered) -> int:
+    """Leading tokens of the prompt whose KV the pod holds now."""
+    sequence = PrefixCache(1, pod.spec.block_size).open(request.tokens)
+    return pod.cache.count_hits(sequence, len(request.tokens)) * pod.spec.block_size
+
+
+def _put(cache: PrefixCache, request: Offered, tokens: int, key_tokens: int) -> None:
+    """The first `tokens` of the prompt are in the cache, unless running requests leave no room."""
+    spans = [KeySpan(key, (i + 1) * key_tokens) for i, key in enumerate(request.keys)]
+    sequence = cache.open(request.tokens[:tokens], key_spans=[span for span in spans if span.tokens <= tokens])
+    if cache.admit(sequence, tokens) is not None:
+        cache.commit(sequence, tokens)
+        cache.release(sequence)
