@@ -101,7 +101,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
 
 
 async def _leave_when_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Let kept connections end with their next answer: one that is idle in the end would meet a client's next request."""
+    """Let kept connections end with their next answer: one left idle would meet a client's next request."""
     if request.app[ADMISSION].is_draining:
         response.force_close()
         response.headers["Connection"] = "close"

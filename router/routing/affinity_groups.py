@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.keys import PrefixKey
+from router.routing.latency import prefill_s
 from router.routing.pick import bound_per_weight, decide, load, lowest
 from router.routing.ring import Rings
 from router.routing.shares import Popularity, TrafficShares
@@ -64,8 +65,7 @@ class AffinityGroups:
         if explain:
             return decide(self.name, pods, chosen, scores)
         self._groups = groups
-        uncached = max(0, request.prompt_tokens - pods[chosen].matched_tokens)
-        self.shares.record(request.keys, uncached + request.output_tokens, request.now_s)
+        self.shares.record(request.keys, _work_s(request, pods, chosen), request.now_s)
         return decide(self.name, pods, chosen)
 
     def _group(
@@ -127,3 +127,15 @@ class AffinityGroups:
         for pod_id in group:
             worth[pod_id] += each
         return tuple(group)
+
+
+def _work_s(request: RequestInfo, pods: Sequence[PodView], chosen: int) -> float:
+    """Seconds of the pod that the request takes: its prefill, and its part in the steps that decode its answer.
+
+    The fixed part of a step is shared by those that decode in it, on average over the pods.
+    """
+    pod, cost = pods[chosen], pods[chosen].cost
+    uncached = max(0, request.prompt_tokens - pod.matched_tokens)
+    together = 1 + sum([view.decoding for view in pods]) / len(pods)
+    token_s = cost.base_s / together + cost.sequence_s + cost.context_s * request.prompt_tokens
+    return prefill_s(cost, uncached, request.prompt_tokens) + request.output_tokens * token_s

@@ -173,7 +173,8 @@ async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_wha
     fake.parent.mkdir()
     result = tmp_path / "result.json"
     fake.write_text(
-        f"#!/bin/sh\necho the table: $* key=$WARMROUTE_API_KEY\n{f'echo {{}} > {result}' if writes else ''}\nexit {status}\n"
+        "#!/bin/sh\necho the table: $* key=$WARMROUTE_API_KEY\n"
+        f"{f'echo {{}} > {result}' if writes else ''}\nexit {status}\n"
     )
     fake.chmod(0o755)
     ended = []

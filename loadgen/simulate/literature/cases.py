@@ -80,7 +80,9 @@ KINDS = (
         "jobs of 100 items of 100 to 400 tokens under 600 of instructions, answers of 32",
         lambda seed: Batch("batch", seed),
     ),
-    Kind("diverse prompts", "200 to 2,000 tokens, nothing shared, answers of 64", lambda seed: Diverse("diverse", seed)),
+    Kind(
+        "diverse prompts", "200 to 2,000 tokens, nothing shared, answers of 64", lambda seed: Diverse("diverse", seed)
+    ),
 )
 
 

@@ -85,19 +85,13 @@ def study(seeds: Sequence[int], requests: int, tell: Tell) -> Tables:
     second: list[Row] = []
     for kind in KINDS:
         tell(kind.name)
-
-        def scenario(rate: float, seed: int, *, kind: object = kind) -> Scenario:
-            return by_workload(kind, seed, requests, rate)  # type: ignore[arg-type]
-
-        rates[kind.name] = LOAD * knee(without_caching(scenario(1.0, seeds[0])))
-        runs = [scenario(rates[kind.name], seed) for seed in seeds]
+        rate = rates[kind.name] = LOAD * knee(without_caching(by_workload(kind, seeds[0], requests // 2, 1.0)))
+        runs = [by_workload(kind, seed, requests, rate) for seed in seeds]
         second += [_row(kind.name, arm, runs) for arm in WORKLOAD_ARMS]
     third: list[Row] = []
     for level in SHARING_LEVELS:
         tell(f"{level:.0%} of a prompt shared")
-        third += [
-            _row(f"{level:g}", arm, [sharing(level, seed, requests) for seed in seeds]) for arm in WORKLOAD_ARMS
-        ]
+        third += [_row(f"{level:g}", arm, [sharing(level, seed, requests) for seed in seeds]) for arm in WORKLOAD_ARMS]
     return Tables(tuple(seeds), first, tuple(second), rates, tuple(third))
 
 

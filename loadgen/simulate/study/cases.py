@@ -102,7 +102,7 @@ class Window:
 
 def gsp(seed: int) -> Workload:
     """SGLang's default: 64 groups x 16, 2,048 + 128 tokens, 256 of answer; more prompts of each group, all unique."""
-    return GeneratedSharedPrefix(seed=seed, prompts_per_group=64)
+    return GeneratedSharedPrefix(seed=seed, prompts_per_group=128)
 
 
 def tenants_150(seed: int) -> Workload:
@@ -117,7 +117,9 @@ def tenants_zipf(seed: int) -> Workload:
 
 def multi_turn(seed: int) -> Workload:
     """Conversations of 3 to 8 turns under five system prompts, 5 s between an answer and the next question."""
-    return Chat("multi-turn", seed, 5, 0.5, 800, 800, 50, 400, turns_min=3, turns_max=8, think_s=5.0, output_tokens=200)
+    return Chat(
+        "multi-turn", seed, 5, 0.5, 2000, 2000, 200, 1000, turns_min=3, turns_max=8, think_s=5.0, output_tokens=300
+    )
 
 
 def zero_sharing(seed: int) -> Workload:
