@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo test check format bench chart manifests images cluster-test kind-up clean
+.PHONY: help demo test check format bench policy-table chart manifests images cluster-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
 	@for bench in tests/bench/bench_*.py; do \
 		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
 	done
+
+policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
+	$(BIN)/python -m loadgen.simulate.study $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
 
 chart: $(STAMP) ## write the chart's README and schema from its values and the programs' settings
 	$(BIN)/python -m charts.generate

@@ -33,40 +33,48 @@ class SimBackend:
         self._profile = profile
         self._vocab_size = vocab_size
         self._seed = seed % 2**64
-        self._step: asyncio.Future[None] | None = None
         self._ends_s = -math.inf
         """When the last step ended, or ends, on the event loop's clock."""
         self._requests: frozenset[int] = frozenset()
         """Ids of its requests."""
+        self._is_waited_for = False
+        self._left_until_s = -math.inf
+        """When the last step ends whose caller was cancelled."""
 
     async def run(self, plan: StepPlan) -> StepResult:
         """Wait as long as the step takes. Raises RuntimeError while another step is in progress."""
-        if self._step is not None and not self._step.done():
+        now_s, elapsed_s = asyncio.get_running_loop().time(), self._profile.step_s(plan)
+        if self._is_waited_for or now_s < self._left_until_s:
             raise RuntimeError("a step is in progress: the backend runs one at a time")
-        loop = asyncio.get_running_loop()
-        now_s, elapsed_s = loop.time(), self._profile.step_s(plan)
         requests = frozenset([chunk.request.id for chunk in plan.chunks])
         goes_on = not self._requests.isdisjoint(requests)
         start_s = max(self._ends_s, now_s - CATCH_UP_S) if goes_on else now_s
         self._ends_s, self._requests = start_s + elapsed_s, requests
-        self._step = loop.create_future()
-        loop.call_later(max(0.0, self._ends_s - now_s), self._step.set_result, None)
-        await asyncio.shield(self._step)
+        self._is_waited_for = True
+        try:
+            await asyncio.sleep(max(0.0, self._ends_s - now_s))
+        except asyncio.CancelledError:
+            self._left_until_s = self._ends_s
+            raise
+        finally:
+            self._is_waited_for = False
         sampled = {chunk.request.id: self._sample(chunk.request) for chunk in plan.chunks if chunk.samples}
         return StepResult(sampled, elapsed_s)
 
     async def close(self) -> None:
         """Wait for the step in progress."""
-        if self._step is not None:
-            await self._step
+        ends_s = self._ends_s if self._is_waited_for else self._left_until_s
+        await asyncio.sleep(max(0.0, ends_s - asyncio.get_running_loop().time()))
 
     def _sample(self, request: Request) -> SampledToken:
         position = len(request.prompt_tokens) + len(request.output_tokens)
         # The request's seed is masked: any integer the API accepts fits 63 bits then.
         packed = _TOKEN_OF.pack(request.sampling.seed & (2**63 - 1), position)
-        first = xxh3_64_intdigest(packed, self._seed) % self._vocab_size
-        around = [(first + i) % self._vocab_size for i in range(min(self._vocab_size, len(request.stop_token_ids) + 1))]
-        token = next((t for t in around if t not in request.stop_token_ids), first)
+        first = token = xxh3_64_intdigest(packed, self._seed) % self._vocab_size
+        stops = request.stop_token_ids
+        if first in stops:
+            around = [(first + i) % self._vocab_size for i in range(min(self._vocab_size, len(stops) + 1))]
+            token = next((t for t in around if t not in stops), first)
         if request.sampling.logprobs is None:
             return SampledToken(token)
         logprob = -math.log(self._vocab_size)

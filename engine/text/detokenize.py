@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+
 from engine.text.tokenizer import Tokenizer
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
 """Tokens of one byte that a UTF-8 character may need; more of them pending are not a character."""
@@ -20,6 +23,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._utf8 = _UTF8("replace") if tokenizer.joins_bytes else None
         self._window: list[int] = []
         """The tokens of the last piece, whose text the decoder needs as context, and those with text yet to come."""
         self._context = 0
@@ -29,6 +33,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that `token` makes certain, often empty within a character."""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.decoded_bytes(token))
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         certain = len(text.rstrip(_REPLACEMENT))
@@ -44,6 +50,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What is left, an incomplete character as U+FFFD. Nothing may be pushed afterwards."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         return self._tokenizer.decode(self._window)[self._sent :]
 
     def _shrink_to(self, start: int) -> None:

@@ -72,6 +72,10 @@ class Tokenizer:
         self._byte_level = '"ByteLevel"' in json.dumps(state["decoder"])
         self._bytes_of_char = _byte_level_alphabet()
         self._added = {token["id"] for token in state["added_tokens"]}
+        self._special = {token["id"] for token in state["added_tokens"] if token["special"]}
+        self.joins_bytes: bool = (state["decoder"] or {}).get("type") == "ByteLevel"
+        """`decode` is nothing but the bytes of the tokens, joined and decoded as UTF-8: those of `decoded_bytes`."""
+        self._decoded: dict[int, bytes] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -99,6 +103,14 @@ class Tokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def decoded_bytes(self, token: int) -> bytes:
+        """What `decode` joins for a token where `joins_bytes`: nothing for a special one."""
+        found = self._decoded.get(token)
+        if found is None:  # as many entries as the vocabulary has
+            text = "" if token in self._special else self.token_text(token)
+            found = self._decoded[token] = self._byte_level_bytes(text)
+        return found
+
     def token_id(self, token: str) -> int | None:
         """Id of a token by its vocabulary string, None where there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
@@ -114,11 +126,14 @@ class Tokenizer:
         if token in self._added:
             return text.encode()
         if self._byte_level:
-            mapped = [self._bytes_of_char.get(char) for char in text]
-            return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
+            return self._byte_level_bytes(text)
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # sentencepiece's byte fallback
             return bytes.fromhex(text[3:5])
         return text.replace("\u2581", " ").encode()
+
+    def _byte_level_bytes(self, text: str) -> bytes:
+        mapped = [self._bytes_of_char.get(char) for char in text]
+        return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

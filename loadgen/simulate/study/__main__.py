@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -33,6 +34,7 @@ class StudySettings(Settings):
     traces: str | None = Field(
         None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
     )
+    sessions: int = Field(0, ge=0, description="sessions of each run, for a quick look; 0: as many as the case has")
     merge: bool = Field(
         False, description="keep the knees of an earlier policies.json, and its numbers of arms and cases not run now"
     )
@@ -58,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if not settings.traces:
         screen.print("without --traces the cases of the Mooncake traces are left out", highlight=False)
-    cases = [case for case in known if not settings.cases or case.name in settings.cases]
+    cases = [
+        replace(case, requests=settings.sessions or case.requests)
+        for case in known
+        if not settings.cases or case.name in settings.cases
+    ]
     path = Path(settings.out) / FILE
     try:
         old, knees = load(path) if settings.merge else ({}, {})

@@ -74,14 +74,14 @@ def summary(records: list[RequestRecord]) -> Cell:
     )
 
 
-def find_knee(case: Case, seed: int = 1) -> float:
+def find_knee(case: Case, seed: int = 1, run_s: float = KNEE_RUN_S) -> float:
     """The knee in sessions per second: the highest rate at which the omniscient arm's p99 TTFT stays within ten times
     that of a nearly idle fleet, one of the criteria of `warmroute-loadgen sweep`. Found by doubling and five halvings,
-    so within 4 %, from runs of at least `KNEE_RUN_S`.
+    so within 4 %, from runs of at least `run_s`.
     """
 
     def p99_ms(rate: float) -> float:
-        sessions = max(case.requests, round(KNEE_RUN_S * rate))
+        sessions = max(case.requests, round(run_s * rate))
         arrivals = ArrivalSpec(ArrivalKind.POISSON, rate)
         cell = measure(case.workload(seed), arrivals, case.fleet(rate), "omniscient", seed, sessions)
         return cell.p99_ttft_ms

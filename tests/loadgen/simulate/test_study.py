@@ -1,0 +1,129 @@
+"""The policy table: what is checked, kept in files, and played."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from loadgen.load.arrivals import ArrivalKind
+from loadgen.simulate.arms import ARM_NAMES, PEERS
+from loadgen.simulate.study.__main__ import main
+from loadgen.simulate.study.bounds import check
+from loadgen.simulate.study.cases import NOTHING_SHARED, PODS, SYNTHETIC, Case, Window, gsp, trace_cases
+from loadgen.simulate.study.files import load, markdown, save
+from loadgen.simulate.study.run import Cell, find_knee, run_cell
+from loadgen.workloads.single import Diverse
+
+CELL = Cell(100.0, 200.0, 90.0, 1000.0, 0.5, 1.1, 50, 0)
+CASE = Case("small", "", gsp, 60, load=0.5)
+
+
+def table_of(**changes: dict[str, float]) -> dict[str, dict[str, list[Cell]]]:
+    """One case in which every arm measured `CELL`, or what is changed."""
+    arms = {arm: [replace(CELL, **changes.get(arm, {}))] * 2 for arm in ARM_NAMES}
+    return {"small": arms}
+
+
+def missed(table: dict[str, dict[str, list[Cell]]], case: Case = CASE) -> set[str]:
+    return {bound.name for bound in check(table, [case]) if not bound.kept}
+
+
+def test_each_bound_is_missed_by_its_own_number_alone():
+    better = {"mean_ttft_ms": 80.0}
+    assert not missed(table_of(predicted_ttft=better))
+    assert missed(table_of()) == {"median over the cases: mean TTFT / best peer's"}
+    peer = sorted(PEERS)[0]
+    worse = {"mean_ttft_ms": 101.0}
+    assert "small: mean TTFT / best peer's" in missed(table_of(predicted_ttft=worse))
+    assert "small: mean TTFT / best peer's" in missed(table_of(predicted_ttft=better, **{peer: {"mean_ttft_ms": 79.0}}))
+    assert missed(table_of(predicted_ttft={**better, "p99_ttft_ms": 211.0})) == {"small: p99 TTFT / best peer's"}
+    assert not missed(table_of(predicted_ttft={**better, "p99_ttft_ms": 209.0}))
+    assert missed(table_of(predicted_ttft={**better, "warm_mean_ttft_ms": 95.0})) == {"small: mean TTFT / omniscient's"}
+    lag = table_of(predicted_ttft=better, affinity_groups={"hit_rate": 0.46})
+    assert missed(lag) == {"small: affinity_groups' lag in hit rate"}
+    uneven = table_of(predicted_ttft=better, affinity_groups={"max_over_mean_load": 1.2})
+    assert missed(uneven) == {"small: affinity_groups' max / mean load"}
+
+
+def test_where_nothing_is_shared_the_baselines_count():
+    case = next(case for case in SYNTHETIC if case.name in NOTHING_SHARED)
+    arms = table_of(predicted_ttft={"mean_ttft_ms": 100.9}, **{name: {"mean_ttft_ms": 50.0} for name in PEERS})
+    assert not missed({case.name: arms["small"]}, case)
+    arms = table_of(predicted_ttft={"mean_ttft_ms": 101.1})
+    assert missed({case.name: arms["small"]}, case) == {f"{case.name}: mean TTFT / best baseline's"}
+
+
+def test_a_saved_table_reads_back(tmp_path: Path):
+    table = table_of(round_robin={"hit_rate": 0.125})
+    path = tmp_path / "sim" / "policies.json"
+    save(table, {"gsp": 12.5}, list(check(table, [CASE])), path)
+    assert load(path) == (table, {"gsp": 12.5})
+    found = json.loads(path.read_text())
+    assert found["small"]["round_robin"]["hit_rate"] == [0.125, 0.125]
+    assert found["small"]["predicted_ttft"]["mean_ttft_ms"] == [100.0, 100.0]
+    assert {"name", "value", "limit", "kept"} <= found["bounds"][0].keys()
+    text = "\n".join(markdown(table, [CASE]))
+    assert "| round_robin | 0.125 |" in text
+    assert "| predicted_ttft | 100 ± 0 |" in text
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"knees_sessions_per_s": {}, "bounds": [], "c": {"a": {"x": [1]}}}'])
+def test_another_file_is_refused(tmp_path: Path, content: str):
+    path = tmp_path / "policies.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="no policy table"):
+        load(path)
+
+
+@pytest.mark.parametrize("arm", ["predicted_ttft", "omniscient", "dynamo_kv"])
+def test_a_cell_is_the_same_each_time(arm: str):
+    one, again = run_cell(CASE, arm, 3, 60.0), run_cell(CASE, arm, 3, 60.0)
+    assert asdict(one) == pytest.approx(asdict(again), rel=0, nan_ok=True)
+    assert (one.completed, one.failed) == (60, 0)
+    assert 0 < one.mean_ttft_ms <= one.p99_ttft_ms < one.mean_e2e_ms
+    assert one.max_over_mean_load >= 1
+    assert math.isnan(one.warm_mean_ttft_ms)
+
+
+def test_a_dying_pod_is_in_the_middle_of_the_run():
+    case = replace(CASE, dying_pod=True)
+    fleet = case.fleet(60.0)
+    assert len(fleet.pods) == PODS
+    assert fleet.faults[0].at_s == pytest.approx(0.4 * 60 / 30)
+    cell = run_cell(case, "least_loaded", 1, 60.0)
+    assert cell.completed + cell.failed == 60
+
+
+def test_a_window_of_a_trace_begins_at_zero(tmp_path: Path):
+    lines = [{"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [0, i]} for i in range(1600)]
+    (tmp_path / "synthetic_trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cases = trace_cases(tmp_path)
+    assert [case.name for case in cases] == ["synthetic_1x", "synthetic_3x"]
+    first, fast = (case.workload(2) for case in cases)
+    assert isinstance(first, Window)
+    assert first.session(0).start_s == 0.0
+    assert 3 * (fast.session(100).start_s or 0) == pytest.approx(first.session(100).start_s)
+    assert cases[0].arrivals(1.0).kind is ArrivalKind.TRACE
+    assert first.session(7).turns == first.trace.session(first.first + 7).turns
+
+
+def test_a_knee_is_found():
+    case = Case("short", "", lambda seed: Diverse("x", seed, 3000, 3000, 1), 40)
+    assert 1 < find_knee(case, run_s=0.1) < 20_000
+
+
+def test_a_table_from_the_shell_says_what_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = ["--seeds", "1", "--cases", "gsp_burst", "--out", str(tmp_path), "--processes", "1", "--sessions", "40"]
+    assert main([*flags, "--arms", "predicted_ttft,power_of_two,affinity_groups,prefix_hash"]) in (0, 1)
+    said = capsys.readouterr().out
+    assert "gsp_burst: mean TTFT / best peer's" in said
+    assert main([*flags, "--arms", "round_robin", "--merge"]) in (0, 1)
+    assert set(json.loads((tmp_path / "policies.json").read_text())["gsp_burst"]) == {
+        "predicted_ttft", "power_of_two", "affinity_groups", "prefix_hash", "round_robin",
+    }  # fmt: skip
+    assert main([*flags, "--arms", "round_robin", "--out", str(tmp_path / "none"), "--merge"]) == 2
+    assert main(["--cases", "no_such_case"]) == 2
