@@ -8,13 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo test check format bench policy-table chart manifests images cluster-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(DEMO_STAMP) ## compare routing policies on four real engines on this machine; writes out/demo
 	@exec $(BIN)/warmroute-loadgen demo --out out/demo $(DEMO_ARGS)
+
+demo-fleet: $(DEMO_STAMP) ## the same on eight emulated H100 pods, in three minutes; writes out/demo-fleet
+	@exec $(BIN)/warmroute-loadgen demo-fleet --out out/demo-fleet $(DEMO_ARGS)
 
 test: check ## everything: format, lint, types, import contracts, file sizes, tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -37,6 +40,9 @@ bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
 
 policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
 	$(BIN)/python -m loadgen.simulate.study $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
+
+literature: $(STAMP) ## published evaluations' tables measured on the simulated fleet, writes out/literature (half an hour)
+	$(BIN)/python -m loadgen.simulate.literature $(LITERATURE_ARGS)
 
 chart: $(STAMP) ## write the chart's README and schema from its values and the programs' settings
 	$(BIN)/python -m charts.generate

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from engine.contract.signals import end_on_sigterm
+from loadgen.commands.exit_status import EXIT_INTERRUPTED
 
-EXIT_INTERRUPTED = 130
 COMMANDS = {
     "compare": "policies of a gateway, or deployments, against each other: same prompts and schedule, in ABBA order",
     "bench": "one server, with the flags and the result file of `vllm bench serve`",
@@ -18,8 +18,9 @@ COMMANDS = {
     "analyze": "what a log of prompts would gain from prefix caching, and what breaks reuse in it",
     "report": "draw a result.json again",
     "demo": "start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report",
+    "demo-fleet": "the same with eight emulated H100 pods instead of the CPU engines",
 }
-"""Each is a module of `loadgen.commands` with `run(argv) -> exit status`."""
+"""Each is a module of `loadgen.commands`, as `module_of` names it, with `run(argv) -> exit status`."""
 USAGE = """usage: warmroute-loadgen COMMAND [flags]
 
 Realistic traffic for LLM servers, and what it says about routing.
@@ -38,15 +39,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_on_sigterm(EXIT_INTERRUPTED)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE.format(commands="\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())), end="")
+        print(USAGE.format(commands="\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())), end="")
         raise SystemExit(0 if arguments else 2)
     command, *rest = arguments
     if command not in COMMANDS:
         print(f"warmroute-loadgen: unknown command {command!r}; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     # Imported here: it takes a while, in which a SIGTERM must not be lost, and only what the command needs.
-    module = importlib.import_module(f"loadgen.commands.{command}")
-    raise SystemExit(module.run(rest))
+    try:
+        status = importlib.import_module(module_of(command)).run(rest)
+    except KeyboardInterrupt:  # before the command listens for it, or after its work
+        status = EXIT_INTERRUPTED
+    raise SystemExit(status)
+
+
+def module_of(command: str) -> str:
+    """Where the command is."""
+    return f"loadgen.commands.{command.replace('-', '_')}"
 
 
 if __name__ == "__main__":

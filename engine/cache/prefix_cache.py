@@ -75,17 +75,20 @@ class PrefixCache:
         `reserve_blocks` would stay available.
         """
         nodes = self._match(sequence, self._hit_limit(sequence, known_tokens))
-        idle = sum(self.pool.references(node.block) == 0 for node in nodes)
+        references = self.pool.references
+        idle = sum([references(node.block) == 0 for node in nodes])
         missing = self.blocks_for(known_tokens) - len(nodes)
         if idle + missing + reserve_blocks > self.pool.available:
             return None
         sequence.generation = self._generation
         self._users.add(sequence)
+        anchors = sequence.anchors
         for i, node in enumerate(nodes):
             self.pool.add_reference(node.block)
             sequence.blocks.append(node.block)
             sequence.nodes.append(node)
-            self._attach_keys(sequence, node, i)
+            if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
+                self._attach_keys(sequence, node, i)
         self.extend(sequence, known_tokens)
         return len(nodes) * self.block_size
 
@@ -94,8 +97,12 @@ class PrefixCache:
         missing = self.blocks_for(tokens) - len(sequence.blocks)
         if missing > self.pool.available:
             return False
+        take, blocks = self.pool.take, sequence.blocks
         for _ in range(missing):
-            sequence.blocks.append(self._take())
+            block, was_idle = take()
+            if was_idle:
+                self._forget(block)
+            blocks.append(block)
         return True
 
     def commit(self, sequence: CachedSequence, computed_tokens: int) -> None:
@@ -106,22 +113,26 @@ class PrefixCache:
         """
         if not self.enabled or sequence.generation != self._generation:
             return
+        anchors = sequence.anchors
         for i in range(len(sequence.nodes), computed_tokens // self.block_size):
             node = self._index_block(sequence, i)
             if node is None:
                 return
             sequence.nodes.append(node)
-            self._attach_keys(sequence, node, i)
+            if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
+                self._attach_keys(sequence, node, i)
 
     def release(self, sequence: CachedSequence) -> None:
         """The sequence needs its blocks no more; during a step they come free at its end."""
         if self._in_step:
             self._released.append(sequence)
             return
+        nodes, drop, node_of = sequence.nodes, self.pool.drop_reference, self._node_of
         for i in reversed(range(len(sequence.blocks))):  # a child before its parent: so it is evicted before it
-            if i < len(sequence.nodes) and sequence.nodes[i].block != sequence.blocks[i]:
-                self._drop(sequence.nodes[i].block)
-            self._drop(sequence.blocks[i])
+            block = sequence.blocks[i]
+            if i < len(nodes) and nodes[i].block != block:
+                drop(nodes[i].block, keep=node_of[nodes[i].block] is not None)
+            drop(block, keep=node_of[block] is not None)
         sequence.blocks.clear()
         sequence.nodes.clear()
         sequence.next_anchor = 0
@@ -210,15 +221,11 @@ class PrefixCache:
                 self._keys.hold(key)
             sequence.next_anchor += 1
 
-    def _take(self) -> int:
-        block, was_idle = self.pool.take()
+    def _forget(self, block: int) -> None:
+        """The block is to hold something else."""
         node = self._node_of[block]
-        if was_idle and node is not None:
+        if node is not None:
             del self._index[node.digest]
             self._node_of[block] = None
             for key in reversed(node.keys):
                 self._keys.drop(key)
-        return block
-
-    def _drop(self, block: int) -> None:
-        self.pool.drop_reference(block, keep=self._node_of[block] is not None)

@@ -57,9 +57,10 @@ class CachedSequence:
         data = token_bytes(self._tail[:full])
         del self._tail[:full]
         stride = 4 * self.block_size
+        digests, contents = self.digests, self.contents
+        parent = digests[-1] if digests else root_digest(self.salt)
         for start in range(0, len(data), stride):
             block = data[start : start + stride]
-            first = not self.digests
-            parent = root_digest(self.salt) if first else self.digests[-1]
-            self.digests.append(chain_digest(parent, block))
-            self.contents.append(self.salt + block if first else block)
+            parent = chain_digest(parent, block)
+            contents.append(block if digests else self.salt + block)
+            digests.append(parent)

@@ -11,15 +11,23 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_origin
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 from pydantic_settings.exceptions import SettingsError
 
 S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "WARMROUTE_"
+LONGEST_ABOUT = 400
+"""Characters of a description that an error message repeats."""
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
 
 
@@ -68,16 +76,26 @@ class Settings(BaseSettings):
             source = CliSettingsSource[Any](
                 cls,
                 cli_prog_name=prog,
-                cli_parse_args=list(argv),
                 cli_kebab_case=True,
                 cli_implicit_flags=True,
                 cli_exit_on_error=False,
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
             )
-            return dict(source())
+            source.root_parser.usage = cls._usage(prog)
+            return dict(source(args=list(argv))())
         except SettingsError as error:
             raise ConfigError(f"{error}\nSee {prog} --help.") from None
+
+    @classmethod
+    def _usage(cls, prog: str) -> str:
+        """One line: every flag stands below it with its meaning."""
+        words = [
+            name.upper()
+            for name, info in cls.model_fields.items()
+            if get_args(CliPositionalArg[str])[1] in info.metadata
+        ]
+        return " ".join([prog, *words, "[flags]"])
 
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -118,7 +136,8 @@ class Settings(BaseSettings):
         source = {"flag": flag, "environment": f"{ENV_PREFIX}{field.upper()}"}.get(origin.get(field, ""))
         where = source or (f"{path}: {field}" if path else flag)
         info = cls.model_fields.get(field)
-        about = f" ({info.description})" if info and info.description else ""
+        # A long one is a list of choices, which the message itself names.
+        about = f" ({info.description})" if info and info.description and len(info.description) <= LONGEST_ABOUT else ""
         if error["type"] == "missing":
             return f"{flag} is required{about}"
         return f"{where}: got {error['input']!r}; {str(error['msg']).removeprefix('Value error, ')}{about}"

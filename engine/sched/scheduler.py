@@ -163,17 +163,18 @@ class Scheduler:
         alive = [(entry, tokens[chunk.request.id]) for chunk in plan.chunks if (entry := self._entry_of(chunk))]
         steps = len(alive[0][1]) if alive else 1
         for entry, new in alive:
-            if not 0 < len(new) == steps <= plan.steps or not entry.request.stop_token_ids.isdisjoint(new[:-1]):
+            stops = entry.request.stop_token_ids
+            if not 0 < len(new) == steps <= plan.steps or (stops and not stops.isdisjoint(new[:-1])):
                 raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {plan.steps} steps")
         self._end_step()
         self._step_cost.observe(plan, elapsed_s / steps, steps)
         outputs = []
         for entry, new in alive:
             self._cache.extend(entry.sequence, entry.known_tokens + steps - 1)
-            entry.request.output_tokens.extend(new[:-1])
-            self._cache.append(entry.sequence, new[:-1])
+            entry.request.output_tokens.extend(new)
+            self._cache.append(entry.sequence, new)
             self._commit(entry, steps)
-            outputs.append(self._append(entry, SampledToken(new[-1])))
+            outputs.append(self._output(entry, SampledToken(new[-1])))
         self._count(steps=steps, generated_tokens=steps * len(outputs))
         return outputs
 
@@ -340,9 +341,13 @@ class Scheduler:
             self._in_flight.end(entry.sequence, before, after)
 
     def _append(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
-        request = entry.request
-        request.output_tokens.append(sampled.token)
+        entry.request.output_tokens.append(sampled.token)
         self._cache.append(entry.sequence, (sampled.token,))
+        return self._output(entry, sampled)
+
+    def _output(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
+        """What the request's latest token means for it."""
+        request = entry.request
         finish = None
         if sampled.token in request.stop_token_ids:
             finish = FinishReason.STOP

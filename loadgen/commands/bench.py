@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
-from loadgen.commands.finish import drive, report
+from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import OpenArm, Played, sessions_of, timed_by
 from loadgen.commands.server_settings import LISTS, ServerSettings, words_of
 from loadgen.commands.single import one_result
@@ -30,7 +30,7 @@ Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
-class BenchSettings(ServerSettings, WorkloadSettings, ArrivalSettings, OutputSettings):
+class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen bench`.
 
     Exit status: 0, 1 where the server cannot be measured or a file not be written, 2 for bad flags, 3 where the run is
@@ -123,6 +123,10 @@ def run(argv: Sequence[str]) -> int:
     settings = load_or_exit(BenchSettings, joined(argv, LISTS), PROG)
     try:
         workload, spec, planned = plan(settings)
+        if settings.out:
+            check_writable(settings.out, "--out")
+        if settings.save_result:
+            check_writable(settings.result_dir, "--result-dir")
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

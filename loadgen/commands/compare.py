@@ -10,11 +10,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.contract.settings import ConfigError, load_or_exit
+from engine.contract.settings import ConfigError, Settings, load_or_exit
 from loadgen.commands.argv import joined
+from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from loadgen.commands.finish import check_writable, report
+from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
 from loadgen.experiment.plan import Plan, Round
-from loadgen.experiment.report import Configuration, result_of
+from loadgen.experiment.report import result_of
 from loadgen.experiment.run import Experiment
 from loadgen.experiment.stopping import Stopping
 from loadgen.interrupt import run_interruptible
@@ -23,29 +26,19 @@ from loadgen.load.target import ServerUnusable, Target
 from loadgen.load.workers import WorkerDied
 from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
-from loadgen.output.save import save
 from loadgen.output.settings import OutputSettings
-from loadgen.output.terminal import print_result, result_console
-from loadgen.result.model import Result
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
 from loadgen.workloads.kinds import KINDS
 
 PROG = "warmroute-loadgen compare"
-EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 1, 3, 130
-SECRETS = ("api_key", "header")
 LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--header")
 """Flags that take several words."""
 
 
-class CompareSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen compare`.
+class ComparedSettings(Settings):
+    """Mixin: what is compared with what."""
 
-    Exit status: 0 (also where nothing is distinguishable), 1 where an arm cannot be measured, 2 for bad flags, 3 where
-    the run is invalid, 130 on Ctrl-C; whole rounds are reported all the same.
-    """
-
-    config: str | None = Field(None, description="YAML file with any of these settings")
     url: str = Field("", description="base URL of a gateway that runs with --allow-policy-header: an arm per policy")
     policies: list[str] = Field(
         [], description=f"routing policies of --url to compare, comma-separated; none: {', '.join(DEFAULT_POLICIES)}"
@@ -61,23 +54,9 @@ class CompareSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         description="a pod's address, or ARM=address, to reset its cache and read its counters; repeatable; none: those"
         " that the gateway lists",
     )
-    model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
-    endpoint: Literal["chat", "completions"] = Field("chat", description="OpenAI endpoint")
-    api_key: str = Field("", description="sent as 'authorization: Bearer ...'")
-    header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
-    ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
-    tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
-
     sessions: int = Field(50, ge=0, le=10_000_000, description="sessions of each block; 0: all that the data set has")
-    time_limit_s: float = Field(300.0, gt=0, description="seconds after which a block is cut off")
-    request_timeout_s: float = Field(60.0, gt=0, description="seconds a request may take as a whole")
-    max_concurrency: int | None = Field(
-        None, ge=1, description="requests under way at most; the wait of others counts as latency; none: no limit"
-    )
-    workers: int = Field(1, ge=1, le=256, description="processes that send")
     warmup_requests: int = Field(8, ge=1, le=1000, description="short requests before each block, not counted")
     settle_s: float = Field(1.0, ge=0, description="seconds of rest between emptying the caches and a block")
-
     precision: float = Field(
         0.1, gt=0, description="rounds are added until half the interval of the ratio of mean TTFT is this share of it"
     )
@@ -86,9 +65,22 @@ class CompareSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     )
     max_rounds: int = Field(10, ge=2, description="most rounds for --precision")
     max_time: float = Field(1800.0, gt=0, description="seconds; no round starts that would end later, but the first")
-    goodput: list[str] = Field(
-        [], description="objectives in ms, any of ttft:500 tpot:50 e2el:5000; goodput is over all requests offered"
-    )
+
+    def arms(self) -> tuple[ArmSpec, ...]:
+        """What is compared. Raises ValueError."""
+        return arms_of(self.url, self.policies, self.arm, self.metrics_urls)
+
+
+class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, RequestSettings, ComparedSettings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen compare`.
+
+    Exit status: 0 (also where nothing is distinguishable), 1 where an arm cannot be measured, 2 for bad flags, 3 where
+    the run is invalid, 130 on Ctrl-C; whole rounds are reported all the same.
+    """
+
+    endpoint: Literal["chat", "completions"] = Field("chat", description="OpenAI endpoint")
+    time_limit_s: float = Field(300.0, gt=0, description="seconds after which a block is cut off")
+    request_timeout_s: float = Field(60.0, gt=0, description="seconds a request may take as a whole")
     out: str = Field("out/compare", description="folder for result.json, report.html, report.md, result.csv and PNGs")
 
     @model_validator(mode="after")
@@ -102,31 +94,9 @@ class CompareSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             raise ValueError(f"--sessions 0 needs a data set; --workload {self.workload} has no end")
         return self
 
-    def arms(self) -> tuple[ArmSpec, ...]:
-        """What is compared. Raises ValueError."""
-        return arms_of(self.url, self.policies, self.arm, self.metrics_urls)
-
     def target(self, arm: ArmSpec) -> Target:
         """How an arm is reached. Raises ValueError."""
-        fields = [text.partition("=") for text in self.header]
-        if bad := [name for name, has_value, _ in fields if not (name and has_value)]:
-            raise ValueError(f"--header {bad[0]!r} must be NAME=VALUE")
-        return Target(
-            url=arm.url,
-            endpoint=self.endpoint,
-            model=self.model,
-            policy=arm.policy,
-            api_key=self.api_key,
-            headers={name: value for name, _, value in fields},
-            extra={"ignore_eos": True} if self.ignore_eos else {},
-            timeout_s=self.request_timeout_s,
-        )
-
-    def configuration(self) -> Configuration:
-        """Every setting that has a value, with secrets replaced."""
-        given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
-        hidden = {name: "(given)" for name in SECRETS if given[name]}
-        return {name: str(value) if value == float("inf") else value for name, value in (given | hidden).items()}
+        return self.target_of(arm, self.endpoint)
 
 
 def make_plan(settings: CompareSettings) -> tuple[Plan, Workload]:
@@ -166,6 +136,7 @@ def run(argv: Sequence[str]) -> int:
     settings = load_or_exit(CompareSettings, joined(argv, LISTS), PROG)
     try:
         plan, workload = make_plan(settings)
+        check_writable(settings.out, "--out")
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -183,26 +154,10 @@ def run(argv: Sequence[str]) -> int:
         print(f"{PROG}: {experiment.stopped}; {_kept(experiment)}", file=sys.stderr)
     if not experiment.rounds:
         return status
-    result = result_of(
-        experiment, settings.configuration(), {"name": workload.name, **workload.about()}, _facts(settings)
-    )
-    return (
-        _show(result, settings) or status or (0 if all(a.summary.validity.valid for a in result.arms) else EXIT_INVALID)
-    )
-
-
-def _show(result: Result, settings: CompareSettings) -> int:
-    """Print and save: 0, or 1 where the folder cannot be written."""
-    screen = result_console()
-    print_result(result, screen)
-    try:
-        paths = save(result, settings.folder, settings.chosen_formats())
-    except OSError as error:
-        print(f"{PROG}: --out cannot be written: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    for path in paths.all():
-        screen.print(str(path), markup=False, soft_wrap=True)
-    return 0
+    about = {"name": workload.name, **workload.about()}
+    result = result_of(experiment, settings.configuration(), about, _facts(settings))
+    shown = report(result, settings, PROG)
+    return EXIT_FAILED if shown == EXIT_FAILED else status or shown
 
 
 def _kept(experiment: Experiment) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.contract.settings import load_or_exit
 from loadgen.commands.exit_status import EXIT_INVALID
@@ -21,17 +22,22 @@ PROG = "warmroute-loadgen demo"
 def run(argv: Sequence[str]) -> int:
     """The exit status; exits with 2 on bad flags."""
     settings = load_or_exit(DemoSettings, argv, PROG)
-    with claim_folder(Path(settings.out)) as folder:
+    return run_demo(lambda folder, progress: demo(settings, folder, progress), settings.out, PROG)
+
+
+def run_demo(play: Callable[[Path, Progress], Coroutine[Any, Any, Result]], out: str, prog: str) -> int:
+    """Play into a folder of its own, print, save: the exit status."""
+    with claim_folder(Path(out)) as folder:
 
         async def work(progress: Progress) -> Result:
             try:
-                return await demo(settings, folder, progress)
+                return await play(folder, progress)
             except ChildDied as error:
                 raise ServerUnusable(str(error)) from None
 
-        result, status = drive(work, PROG)
+        result, status = drive(work, prog)
         if result is None:
             return status
-        status = report(result, OutputSettings.model_validate({"out": str(folder)}), PROG)
+        status = report(result, OutputSettings.model_validate({"out": str(folder)}), prog)
         # Engines, gateway and generator share a few cores here: that the generator was late is said, and no failure.
         return 0 if status == EXIT_INVALID else status

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.contract.settings import ConfigError
@@ -36,6 +38,16 @@ def drive(
     except KeyboardInterrupt:
         print(f"\n{prog}: stopped; nothing was written", file=sys.stderr)
         return None, EXIT_INTERRUPTED
+
+
+def check_writable(folder: str, flag: str) -> None:
+    """Make the folder. Raises ConfigError where it cannot be written: before anything is measured, not after it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder} cannot be written: {error.strerror or error}") from None
 
 
 def report(result: Result, output: OutputSettings | None, prog: str) -> int:

@@ -95,6 +95,11 @@ class OpenArm:
         self.notes += [f"{name}: {problem}" for problem in (found.problems if found else ())]
         return Played(run, found)
 
+    def announce(self) -> None:
+        """Say what was found."""
+        pods = f", {len(self.pods)} pods" if self.pods else ""
+        self._progress.note(f"{self.spec.url}: model {self.model}{pods}, {self.tokens_per_word:g} tokens per word.")
+
     def summary(self, played: Played, percentiles: Sequence[float] = (), *, in_brief: bool = False) -> Summary:
         """The numbers of one load."""
         pods, objectives_ms = sorted(self.pods), self._load.objectives_ms
@@ -106,14 +111,13 @@ class OpenArm:
         if not self.spec.metrics_urls:
             self.pods |= {pod.name for pod in self.deployment.pods}
         has_usage = await check_arm(self.spec, self._client, self._load.seed)
-        if self.tokens_per_word:
-            return
-        if not has_usage:
-            raise ServerUnusable(
-                f"{self.spec.url}: the answers carry no usage, so the size of a word cannot be measured:"
-                " give --tokens-per-word (about 1.4 for English)"
-            )
-        self.tokens_per_word = await measure_tokens_per_word(self._client, self._load.seed)
+        if not self.tokens_per_word:
+            if not has_usage:
+                raise ServerUnusable(
+                    f"{self.spec.url}: the answers carry no usage, so the size of a word cannot be measured:"
+                    " give --tokens-per-word (about 1.4 for English)"
+                )
+            self.tokens_per_word = await measure_tokens_per_word(self._client, self._load.seed)
 
     async def _play(self, workload: Workload, spec: RunSpec) -> ArmRun:
         if self._load.workers > 1:

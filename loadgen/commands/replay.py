@@ -12,7 +12,7 @@ from pydantic_settings import CliPositionalArg
 
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
-from loadgen.commands.finish import drive, report
+from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import OpenArm, timed_by
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.commands.single import one_result
@@ -28,7 +28,7 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload
 PROG = "warmroute-loadgen replay"
 
 
-class ReplaySettings(ServerSettings, WorkloadSettings, ArrivalSettings, OutputSettings):
+class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen replay TRACE`.
 
     Exit status: 0, 1 where the server cannot be measured or a file not be written, 2 for bad flags, 3 where the run is
@@ -106,6 +106,7 @@ def run(argv: Sequence[str]) -> int:
     settings = load_or_exit(ReplaySettings, joined(argv, LISTS), PROG)
     try:
         workload, spec, planned = plan(settings)
+        check_writable(settings.out, "--out")
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

@@ -21,10 +21,48 @@ _SECRETS = ("api_key", "header")
 _COMPLETIONS = ("openai", "vllm")
 
 
-class ServerSettings(Settings):
-    """Mixin: the server, and what every request to it carries; names as `vllm bench serve` has them."""
+class RequestSettings(Settings):
+    """Mixin: what every request carries, how many processes send, when a run is cut off."""
 
     config: str | None = Field(None, description="YAML file with any of these settings")
+    model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
+    api_key: str = Field("", description="sent as 'authorization: Bearer ...'; empty: OPENAI_API_KEY, else not sent")
+    header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
+    ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
+    request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
+    tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
+    max_concurrency: int | None = Field(
+        None, ge=1, description="requests under way at most; the wait of others counts as latency; none: no limit"
+    )
+    workers: int = Field(1, ge=1, le=256, description="processes that send")
+    time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")
+    goodput: list[str] = Field(
+        [], description="objectives in ms, any of ttft:500 tpot:50 e2el:5000; goodput is over all requests offered"
+    )
+
+    def target_of(self, arm: ArmSpec, endpoint: Literal["chat", "completions"]) -> Target:
+        """How an arm is reached. Raises ValueError."""
+        return Target(
+            url=arm.url,
+            endpoint=endpoint,
+            model=self.model,
+            policy=arm.policy,
+            api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
+            headers=words_of(self.header, "--header"),
+            extra={"ignore_eos": True} if self.ignore_eos else {},
+            timeout_s=self.request_timeout_s,
+        )
+
+    def configuration(self) -> dict[str, Any]:
+        """Every setting that has a value, with secrets replaced."""
+        given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
+        hidden = {name: "(given)" for name in _SECRETS if given[name]}
+        return {name: storable(value) for name, value in (given | hidden).items()}
+
+
+class ServerSettings(RequestSettings):
+    """Mixin: the server and how it is prepared; names as `vllm bench serve` has them."""
+
     base_url: str = Field("", description="address of the server or gateway; empty: http://--host:--port")
     host: str = Field("127.0.0.1", description="host of the server, without --base-url")
     port: int = Field(8000, ge=1, le=65_535, description="port of the server, without --base-url")
@@ -34,26 +72,12 @@ class ServerSettings(Settings):
     endpoint: Literal["/v1/completions", "/v1/chat/completions"] | None = Field(
         None, description="path of the API; none: as --backend says"
     )
-    model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
-    api_key: str = Field("", description="sent as 'authorization: Bearer ...'; empty: OPENAI_API_KEY, else not sent")
-    header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
-    ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
-    tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
     metrics_urls: list[str] = Field(
         [],
         description="a pod's address, to read its counters and reset its cache; repeatable; none: the gateway's pods",
     )
-    max_concurrency: int | None = Field(
-        None, ge=1, description="requests under way at most; the wait of others counts as latency; none: no limit"
-    )
-    workers: int = Field(1, ge=1, le=256, description="processes that send")
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
     settle_s: float = Field(0.0, ge=0, description="seconds of rest between preparations and load")
-    time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")
-    goodput: list[str] = Field(
-        [], description="objectives in ms, any of ttft:500 tpot:50 e2el:5000; goodput is over all requests offered"
-    )
 
     @field_validator("base_url")
     @classmethod
@@ -86,16 +110,7 @@ class ServerSettings(Settings):
     def target(self, arm: ArmSpec) -> Target:
         """How an arm is reached. Raises ValueError."""
         is_chat = self.endpoint != "/v1/completions" if self.endpoint else self.backend not in _COMPLETIONS
-        return Target(
-            url=arm.url,
-            endpoint="chat" if is_chat else "completions",
-            model=self.model,
-            policy=arm.policy,
-            api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
-            headers=words_of(self.header, "--header"),
-            extra={"ignore_eos": True} if self.ignore_eos else {},
-            timeout_s=self.request_timeout_s,
-        )
+        return self.target_of(arm, "chat" if is_chat else "completions")
 
     def load_spec(self, seed: int) -> LoadSpec:
         """How the load is made."""
@@ -107,12 +122,6 @@ class ServerSettings(Settings):
             tokens_per_word=self.tokens_per_word,
             objectives_ms=parse_objectives(self.goodput),
         )
-
-    def configuration(self) -> dict[str, Any]:
-        """Every setting that has a value, with secrets replaced."""
-        given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
-        hidden = {name: "(given)" for name in _SECRETS if given[name]}
-        return {name: storable(value) for name, value in (given | hidden).items()}
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:

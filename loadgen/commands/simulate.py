@@ -79,7 +79,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )
-    out: str = Field("out/sim", description="folder for result.json, report.html, report.md, result.csv and PNGs")
+    out: str = Field("out/simulate", description="folder for result.json, report.html, report.md, result.csv and PNGs")
 
     @field_validator("arms")
     @classmethod

@@ -31,6 +31,7 @@ async def one_result(
     flush: bool,
 ) -> tuple[Result, Played]:
     """Play and sum up. Raises ServerUnusable, also where caches are to be emptied and cannot."""
+    opened.announce()
     if flush and (refusal := await opened.deployment.reset()):
         raise ServerUnusable(f"--flush-cache: the caches cannot be emptied: {refusal}")
     played = await opened.play(workload, spec, planned)

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
-from loadgen.commands.finish import drive, report
+from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import timed_by
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.commands.sweep_result import sweep_result
@@ -26,7 +26,7 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload
 PROG = "warmroute-loadgen sweep"
 
 
-class SweepSettings(ServerSettings, WorkloadSettings, OutputSettings):
+class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen sweep`.
 
     A step is saturated when less than 90 % of its requests were good, when they end at less than 95 % of the offered
@@ -127,6 +127,7 @@ def run(argv: Sequence[str]) -> int:
     settings = load_or_exit(SweepSettings, joined(argv, LISTS), PROG)
     try:
         what = plan(settings)
+        check_writable(settings.out, "--out")
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import orjson
 
 from loadgen.load.player import ArmRun
 from loadgen.measure.records import Ints
+from loadgen.output.save import write_whole
 from loadgen.result.model import Result
 from loadgen.result.vllm import Detailed, bench_json
 
@@ -50,9 +51,8 @@ def write_bench_file(
 ) -> Path:
     """Write the file, or add a line to it; its path. Raises OSError."""
     content = bench_json(result, result.arms[0], detailed(run) if is_detailed else None, dict(metadata))
-    for name in _METRICS:
-        if name not in metrics:
-            content = {key: value for key, value in content.items() if not key.endswith(f"_{name}_ms")}
+    unwanted = [name for name in _METRICS if name not in metrics]
+    content = {key: value for key, value in content.items() if not _is_of(key, unwanted)}
     path = naming.path(result, str(content["date"]))
     naming.folder.mkdir(parents=True, exist_ok=True)
     line = orjson.dumps(content)
@@ -60,8 +60,13 @@ def write_bench_file(
         with path.open("ab") as file:
             file.write((b"\n" if file.tell() else b"") + line)
     else:
-        path.write_bytes(line)
+        write_whole(path, line)
     return path
+
+
+def _is_of(key: str, metrics: Sequence[str]) -> bool:
+    """Whether a latency such as p99_e2el_including_client_queue_ms is one of `metrics`."""
+    return key.endswith("_ms") and any(f"_{name}_" in key for name in metrics)
 
 
 def detailed(run: ArmRun) -> Detailed:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -15,7 +16,7 @@ from engine.contract.settings import Settings
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
-from loadgen.demo.stack import StackSpec, Steps, cpu_engines, start_stack
+from loadgen.demo.stack import EngineKind, StackSpec, Steps, cpu_engines, start_stack
 from loadgen.experiment.arms import arms_of
 from loadgen.experiment.report import result_of
 from loadgen.experiment.run import Experiment
@@ -62,21 +63,42 @@ class DemoSettings(Settings):
     @field_validator("policies")
     @classmethod
     def _check_policies(cls, policies: list[str]) -> list[str]:
-        if not policies or not all(policies):
-            raise ValueError("must name at least one policy, and no empty one")
-        arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
-        return policies
+        return checked_policies(policies)
+
+
+def checked_policies(policies: list[str]) -> list[str]:
+    """The policies. Raises ValueError where none is named, or one twice."""
+    if not policies or not all(policies):
+        raise ValueError("must name at least one policy, and no empty one")
+    arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
+    return policies
 
 
 async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Result:
     """The comparison's result. Raises ChildDied, ServerUnusable."""
+    engines = cpu_engines(settings.pool_tokens)
+
+    async def measure(url: str, steps: Steps) -> Result:
+        return await _measure(settings, url, steps, progress)
+
+    return await on_stack(engines, settings.pods, settings.redis_url, folder, progress, measure)
+
+
+async def on_stack(
+    engines: EngineKind,
+    pods: int,
+    redis_url: str | None,
+    folder: Path,
+    progress: Progress,
+    measure: Callable[[str, Steps], Coroutine[Any, Any, Result]],
+) -> Result:
+    """What `measure` finds at the gateway's URL, on processes that live as long. Raises ChildDied, ServerUnusable."""
     steps = Steps(progress.note)
     steps.say(f"logs of the child processes: {folder / 'logs'}")
     with tempfile.TemporaryDirectory(prefix="warmroute-demo-") as scratch, Children(folder / "logs") as children:
-        redis_url = settings.redis_url or os.environ.get("REDIS_URL") or None
-        spec = StackSpec(settings.pods, cpu_engines(settings.pool_tokens), redis_url, Path(scratch))
-        url = await start_stack(spec, children, steps)
-        result = await children.guard(_measure(settings, url, steps, progress))
+        redis_url = redis_url or os.environ.get("REDIS_URL") or None
+        url = await start_stack(StackSpec(pods, engines, redis_url, Path(scratch)), children, steps)
+        result = await children.guard(measure(url, steps))
         steps.say("stopping the children")
     return result
 
@@ -97,11 +119,15 @@ async def _measure(settings: DemoSettings, url: str, steps: Steps, progress: Pro
         f" when all pods work, {pace.answer_s:.2f} s for an answer"
     )
     sized = _sized(given, pace, mean_turns(workload, 100), settings, steps.elapsed_s, tokens_per_word)
-    planned, workload = make_plan(sized)
-    experiment = Experiment(planned, progress)
+    return await compared(sized, _facts(settings, pace), progress)
+
+
+async def compared(settings: CompareSettings, facts: dict[str, str], progress: Progress) -> Result:
+    """All rounds of the comparison. Raises ServerUnusable."""
+    plan, workload = make_plan(settings)
+    experiment = Experiment(plan, progress)
     await experiment.run()
-    about = {"name": workload.name, **workload.about()}
-    result = result_of(experiment, sized.configuration(), about, _facts(settings, pace))
+    result = result_of(experiment, settings.configuration(), {"name": workload.name, **workload.about()}, facts)
     return result.model_copy(update={"command": "demo"})
 
 
@@ -109,18 +135,20 @@ def _sized(
     given: dict[str, object], pace: Pace, turns: float, settings: DemoSettings, elapsed_s: float, tokens_per_word: float
 ) -> CompareSettings:
     """The settings with the rate the machine bears, and as many sessions as the remaining time allows."""
-    share_s = (settings.total_s - elapsed_s - REPORT_S) / (ROUNDS * len(settings.policies))
-    window_s = min(settings.block_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
     rate = round(pace.session_rate(turns), 3)
-    return CompareSettings.model_validate(
-        {
-            **given,
-            "session_rate": rate,
-            "sessions": max(MIN_SESSIONS, round(rate * window_s)),
-            "time_limit_s": round(max(window_s + DRAIN_S, SLACK * share_s), 1),
-            "tokens_per_word": tokens_per_word,
-        }
-    )
+    amount = amount_within(settings.total_s - elapsed_s, len(settings.policies), settings.block_s, rate)
+    return CompareSettings.model_validate({**given, **amount, "tokens_per_word": tokens_per_word})
+
+
+def amount_within(left_s: float, arms: int, block_s: float, rate: float) -> dict[str, float]:
+    """Settings that make `ROUNDS` blocks of each arm, and the report, fit the seconds left."""
+    share_s = (left_s - REPORT_S) / (ROUNDS * arms)
+    window_s = min(block_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
+    return {
+        "session_rate": rate,
+        "sessions": max(MIN_SESSIONS, round(rate * window_s)),
+        "time_limit_s": round(max(window_s + DRAIN_S, SLACK * share_s), 1),
+    }
 
 
 def _facts(settings: DemoSettings, pace: Pace) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Contrasts:
 
     found: tuple[Contrast, ...]
     missing: tuple[str, ...] = ()
-    """A sentence for each metric and arm that cannot be compared."""
+    """A sentence for each set of metrics that cannot be compared, with the arms that this holds for."""
     ties: tuple[str, ...] = ()
     """Arms that are better than the baseline too and cannot be told from the best."""
 
@@ -90,14 +90,22 @@ def contrasts(
     others = [arm for arm in arms if arm != baseline]
     metrics = compared(has_objectives)
     by_metric = {metric.name: contraster.contrasts(metric, baseline, others) for metric in metrics}
-    found, missing = [], []
-    for arm in others:
-        for metric in metrics:
-            if contrast := by_metric[metric.name].get(arm):
-                found.append(contrast)
-            else:
-                missing.append(f"{arm}: {metric.name} cannot be compared with {baseline}: {_why_missing(metric)}.")
-    return Contrasts(tuple(found), tuple(missing), _ties(contraster, found))
+    found = [c for arm in others for metric in metrics if (c := by_metric[metric.name].get(arm))]
+    absent = {arm: [metric for metric in metrics if arm not in by_metric[metric.name]] for arm in others}
+    return Contrasts(tuple(found), _missing(absent, baseline), _ties(contraster, found))
+
+
+def _missing(absent: Mapping[str, Sequence[Metric]], baseline: str) -> tuple[str, ...]:
+    concerned: dict[tuple[str, str], list[str]] = {}
+    for arm, metrics in absent.items():
+        reasons = dict.fromkeys(_why_missing(metric) for metric in metrics)
+        for reason in reasons:
+            names = ", ".join(metric.name for metric in metrics if _why_missing(metric) == reason)
+            concerned.setdefault((names, reason), []).append(arm)
+    return tuple(
+        f"{', '.join(arms)}: no comparison with {baseline} in {names}: {reason}."
+        for (names, reason), arms in concerned.items()
+    )
 
 
 def _ties(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def _repeated(plan: Plan, rounds: int) -> tuple[str, ...]:
 
 
 def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: Experiment) -> Arm:
-    pods, objectives_ms = sorted(experiment.pods), experiment.plan.objectives_ms
+    pods, objectives_ms = sorted(experiment.pods[url]), experiment.plan.objectives_ms
     each = [summarise(block.run, pods, objectives_ms, block.counted) for block in blocks]
     low, high = _band(each)
     return Arm(

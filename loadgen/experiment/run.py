@@ -13,6 +13,7 @@ from loadgen.experiment.contrasts import Contraster, relative_half_width
 from loadgen.experiment.isolation import Deployment, Isolation, isolate, look_up
 from loadgen.experiment.pairs import pair
 from loadgen.experiment.plan import Block, Plan, Round
+from loadgen.experiment.stopping import counted_rounds
 from loadgen.load.calibrate import measure_tokens_per_word
 from loadgen.load.client import Client
 from loadgen.load.player import ArmRun, RunSpec, play
@@ -43,8 +44,8 @@ class Experiment:
         """Whole ones, by the arm's name."""
         self.order: list[str] = []
         """Names of the arms in the order their blocks ran, of whole rounds."""
-        self.pods: set[str] = set()
-        """Every pod that answered, or that a gateway listed."""
+        self.pods: dict[str, set[str]] = {arm.url: set() for arm in plan.arms}
+        """Of each address: every pod that answered there, or that the gateway listed."""
         self.model = ""
         self.tokens_per_word = plan.tokens_per_word
         self.isolation: Isolation | None = None
@@ -65,7 +66,7 @@ class Experiment:
                 await self._run_round(arms)
                 reason = self._reason_to_stop(clock() - start_s)
         self.stopped = reason
-        self._progress.note(f"Stopped after {len(self.rounds)} rounds: {reason}.")
+        self._progress.note(f"Stopped after {counted_rounds(len(self.rounds))}: {reason}.")
 
     def half_width(self) -> float:
         """Of the widest interval of the ratio of mean TTFT, relative to the ratio; infinite where one is missing."""
@@ -98,7 +99,9 @@ class Experiment:
         if not self.tokens_per_word:
             self.tokens_per_word = await measure_tokens_per_word(arms[0].client, plan.seed)
         self.isolation = await isolate([arm.deployment for arm in arms], plan.seed)
-        self.pods |= {pod.name for arm in arms if not arm.spec.metrics_urls for pod in arm.deployment.pods}
+        for arm in arms:
+            if not arm.spec.metrics_urls:
+                self.pods[arm.spec.url] |= {pod.name for pod in arm.deployment.pods}
         self._progress.note(f"Model {self.model}, {self.tokens_per_word:g} tokens per word. {self.isolation.about}")
 
     # -- rounds --------------------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ class Experiment:
     async def _run_block(self, arm: _Arm, number: int, what: Round, planned: int | None) -> Block:
         assert self.isolation is not None
         plan, name = self.plan, arm.spec.name
-        self.pods |= await warm_up(arm.client, f"{plan.seed}/{name}/{number}", plan.warmup_requests)
+        self.pods[arm.spec.url] |= await warm_up(arm.client, f"{plan.seed}/{name}/{number}", plan.warmup_requests)
         salt = await self.isolation.begin(arm.deployment, name, number)
         await asyncio.sleep(plan.settle_s)
         spec = RunSpec(
@@ -133,7 +136,7 @@ class Experiment:
         self._progress.arm_started(name, planned)
         run = await self._play(arm, what, spec)
         self._progress.arm_ended()
-        self.pods |= {pod for pod in run.records.pods if pod}
+        self.pods[arm.spec.url] |= {pod for pod in run.records.pods if pod}
         if before is None:
             return Block(name, run, None)
         found = counted(before, await arm.metrics.read())

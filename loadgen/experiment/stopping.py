@@ -24,7 +24,7 @@ class Stopping:
         The interval is looked at after an even number of rounds alone: after an odd one a drift would be in it.
         """
         if self.rounds is not None and rounds >= self.rounds:
-            return f"the {_rounds(rounds)} asked for"
+            return f"the {counted_rounds(rounds)} asked for"
         if self.rounds is None and rounds >= self.max_rounds:
             return f"--max-rounds {self.max_rounds}"
         if elapsed_s * (rounds + 1) / rounds > self.max_time_s:
@@ -34,5 +34,6 @@ class Stopping:
         return None
 
 
-def _rounds(count: int) -> str:
+def counted_rounds(count: int) -> str:
+    """In words."""
     return "one round" if count == 1 else f"{count} rounds"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loadgen.experiment.contrasts import Contrasts
+from loadgen.measure.validity import in_words
 from loadgen.result.model import Arm, Contrast, Summary
 
 FAILED_MORE = 0.01
@@ -14,9 +15,8 @@ FAILED_MORE = 0.01
 def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[str, ...]:
     """Plain sentences, the most important first."""
     by_name = {arm.name: arm.summary for arm in arms}
-    invalid = tuple(
-        f"INVALID: in {name} {reason}." for name, summary in by_name.items() for reason in summary.validity.reasons
-    )
+    line = in_words({name: summary.validity for name, summary in by_name.items()})
+    invalid = (line,) if line else ()
     base = by_name[baseline]
     if len(arms) == 1:
         return (*invalid, f"{baseline} ran alone: there is nothing to compare it with.")
@@ -90,9 +90,11 @@ def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summa
     if base_rate is None or not known:
         return " here. The server reports no cached tokens, so why cannot be said."
     best_rate, attainable = max(known), base.reuse.attainable_rate
-    if attainable is not None and attainable < 0.1:
+    # Both are lower bounds of what could be found: the attainable one knows whole strides of bytes only.
+    if attainable is not None and max(attainable, best_rate) < 0.1:
         return (
-            f" here. The prompts share too little: even one infinite cache would hold {attainable:.0%} of their tokens."
+            " here. The prompts share too little: even one infinite cache would hold"
+            f" {max(attainable, best_rate):.0%} of their tokens."
         )
     if best_rate < 0.1:
         return f" here. Hardly anything was reused: {best_rate:.0%} of prompt tokens at best{_of(attainable)}."

@@ -60,6 +60,7 @@ class Client:
         *,
         session: int = -1,
         turn: int = 0,
+        after: int = -1,
         group: str = "",
         intended_s: float = math.nan,
         deadline_s: float = math.inf,
@@ -85,6 +86,7 @@ class Client:
             body=orjson.dumps(fields),
             session=session,
             turn=turn,
+            after=after,
             group=group,
             intended_s=intended_s,
             deadline_s=deadline_s,
@@ -144,6 +146,7 @@ class Client:
         record = RequestRecord(
             session=call.session,
             turn=call.turn,
+            after=call.after,
             group=call.group,
             intended_s=sent_s if math.isnan(call.intended_s) else call.intended_s,
             sent_s=sent_s,

@@ -98,6 +98,8 @@ class Call:
     body: bytes
     session: int = -1
     turn: int = 0
+    after: int = -1
+    """The turn whose answer it goes on from; -1: none."""
     group: str = ""
     intended_s: float = math.nan
     """On the event loop's clock: when the user would send it; nan: when it is sent."""

@@ -2,7 +2,7 @@
 
 On standard input come the job as a pickle, then the line `start INSTANT`; the end of the input means stop. On standard
 output go the lines `ready`, `progress SENT COMPLETED FAILED` a few times a second and `done PLANNED DURATION`; by then
-the records lie in the job's folder.
+the records lie in the job's folder, until the input ends: nothing stays behind a parent that was killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -43,8 +44,13 @@ def main() -> None:
     """Play the job on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent says when to stop
     job: Job = pickle.load(sys.stdin.buffer)
-    with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(_work(job))
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            uvloop.run(_work(job))
+    finally:
+        shutil.rmtree(job.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other workers' folders are in it, or the parent was sooner
+            job.folder.parent.rmdir()
 
 
 async def _work(job: Job) -> None:
@@ -55,6 +61,7 @@ async def _work(job: Job) -> None:
     loop.add_reader(sys.stdin.fileno(), _listen, started, task)
     with quiet_collector():  # before the start, not after it
         await _play(job, started, tally)
+        await loop.create_future()  # until the parent has read the records, or is dead
 
 
 async def _play(job: Job, started: asyncio.Future[float], tally: Tally) -> None:

@@ -28,12 +28,14 @@ DEFINITIONS = {
     " (prompt_tokens_details.cached_tokens)",
     "counted_rate": "the same from the pods' counters (vllm:prefix_cache_hits_total / queries_total), over all requests"
     " of the run; must agree within 1 point",
-    "attainable_rate": "what one infinite cache shared by all pods would reuse, given the order in which prompts"
-    f" were sent, in strides of {STRIDE_BYTES} bytes of prompt; engines of finer blocks can exceed it slightly",
-    "achieved_share": "cached tokens / attainable tokens, over the requests for which both are known",
+    "attainable_rate": "what one infinite cache shared by all pods would reuse, given the order in which prompts were"
+    f" sent: whole strides of {STRIDE_BYTES} bytes that an earlier prompt had, the conversation so far, and up to a"
+    " stride more where the engine found it",
+    "achieved_share": "cached tokens / attainable tokens, over the requests for which both are known; above 1 the"
+    " caches were not empty at the beginning",
     "duplicated_prefill_tokens": "tokens prefilled though sent before in the block: sum of max(0, attainable - cached)",
     "duplicate_prompts": "requests whose whole prompt had been sent before in the same block",
-    "pods": "every pod that answered anywhere in the experiment; one that an arm never used counts there with zero",
+    "pods": "every pod that answered at the arm's address in any run; one that an arm never used counts with zero",
     "mean_in_flight": "request-seconds between sending and end / duration",
     "imbalance": "largest / mean over the pods of mean_in_flight, 1 is balance; request_imbalance: of request counts",
     "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 is balance, 1/n one pod has all",

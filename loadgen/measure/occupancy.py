@@ -55,16 +55,16 @@ def peak_per_second(starts_s: Floats, ends_s: Floats, origin_s: float) -> int:
     return int(np.cumsum(steps).max())
 
 
-def imbalance(loads: Floats) -> float:
-    """Largest load / mean load: 1 in perfect balance, the number of pods when one has it all, 1 when there is none."""
+def imbalance(loads: Floats) -> float | None:
+    """Largest load / mean load: 1 in perfect balance, the number of pods when one has it all; None: there is none."""
     total = loads.sum()
-    return float(loads.max() * len(loads) / total) if total else 1.0
+    return float(loads.max() * len(loads) / total) if total else None
 
 
-def jain_index(loads: Floats) -> float:
-    """(sum x)^2 / (n sum x^2): 1 balanced, 1/n one has all, 1 when there is none (Jain, Chiu, Hawe, DEC TR-301)."""
+def jain_index(loads: Floats) -> float | None:
+    """(sum x)^2 / (n sum x^2): 1 balanced, 1/n one has all; None: there is none (Jain, Chiu, Hawe, DEC TR-301)."""
     squares = float((loads**2).sum())
-    return float(loads.sum() ** 2 / (len(loads) * squares)) if squares else 1.0
+    return float(loads.sum() ** 2 / (len(loads) * squares)) if squares else None
 
 
 def _elapsed(from_s: Floats, weights: Floats, at_s: Floats) -> Floats:

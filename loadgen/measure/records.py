@@ -37,12 +37,12 @@ _ROW = np.dtype(
         *((name, "<f8") for name in ("intended_s", "sent_s", "first_token_s", "finished_s", "queued_s")),
         ("prompt_hash", "<u8"),
         *((name, "<i8") for name in ("gaps_at", "keys_at")),
-        *((name, "<i4") for name in ("turn", "group", "pod", "policy", "failure")),
+        *((name, "<i4") for name in ("turn", "after", "group", "pod", "policy", "failure")),
         *((name, "<i4") for name in ("prompt_tokens", "cached_tokens", "output_tokens", "prompt_bytes")),
         *((name, "<i4") for name in ("gaps_count", "keys_count", "has_usage")),
     ]
 )
-_PACKED = struct.Struct("<q5dQ2q12i")
+_PACKED = struct.Struct("<q5dQ2q13i")
 _ROWS_PER_WRITE = 1024
 _GAPS_PER_COUNT = 8192
 _TABLES = ("groups", "pods", "policies", "failures")
@@ -78,6 +78,8 @@ class RequestRecord:
     """xxh3_64 of the prompt's canonical bytes: equal prompts, equal hash."""
     prefix_keys: tuple[int, ...] = ()
     """Keys of the prompt's whole strides, for the attainable hit rate; empty where not wanted."""
+    after: int = -1
+    """The turn of the same session whose answer it goes on from; -1: it begins a conversation."""
     queued_s: float = 0.0
     """Part of sent_s - intended_s that the cap on requests in flight asked for; the rest is the generator's lag."""
 
@@ -92,6 +94,8 @@ class Records:
 
     session: Ints
     turn: Ints
+    after: Ints
+    """Turn that it goes on from; -1: none."""
     group: Ints
     pod: Ints
     policy: Ints
@@ -236,6 +240,7 @@ class RecordLog:
                 gaps_at,
                 self._take_keys(record.prefix_keys),
                 record.turn,
+                record.after,
                 self._groups.code(record.group),
                 self._pods.code(record.pod),
                 self._policies.code(record.policy),

@@ -1,6 +1,7 @@
 """How much of the prompts could have been reused, and what that leaves undone.
 
-The bound is one infinite cache that all pods share and that holds a prompt from the moment it is sent.
+The bound is one infinite cache that all pods share and that holds a prompt from the moment it is sent, and what went
+on from it: the answer, but for its last token, which no engine computes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.measure.records import Records
+from loadgen.measure.records import Ints, Records
 
 STRIDE_BYTES = 256
 """Bytes behind each prefix key: `engine.contract.keys.DEFAULT_STRIDE_BYTES`."""
+WARM_START = 0.02
+"""More cached than the run could have left by this share of its tokens, and the caches were not empty."""
 NO_KEYS = np.empty(0, np.uint64)
 
 
@@ -26,6 +29,8 @@ class Attainable:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     attainable_tokens: float = 0.0
+    most_tokens: float = 0.0
+    """The same with each hit a stride longer: keys stand for whole strides of bytes, engines count tokens."""
     duplicated_tokens: float = 0.0
     """Attainable, but prefilled all the same: sum over requests of max(0, attainable - cached)."""
 
@@ -35,6 +40,7 @@ class Attainable:
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.attainable_tokens + other.attainable_tokens,
+            self.most_tokens + other.most_tokens,
             self.duplicated_tokens + other.duplicated_tokens,
         )
 
@@ -44,9 +50,17 @@ class Attainable:
         return self.attainable_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
+    def is_exceeded(self) -> bool:
+        """More was cached than these prompts can explain."""
+        return self.cached_tokens > self.most_tokens + WARM_START * self.prompt_tokens
+
+    @property
     def achieved_share(self) -> float | None:
-        """Cached / attainable tokens; None where nothing was attainable."""
-        return self.cached_tokens / self.attainable_tokens if self.attainable_tokens else None
+        """Cached / attainable tokens, at most 1 unless it is exceeded; None where nothing was attainable."""
+        if not self.attainable_tokens:
+            return None
+        share = self.cached_tokens / self.attainable_tokens
+        return share if self.is_exceeded else min(share, 1.0)
 
 
 def attainable(records: Records) -> Attainable:
@@ -60,14 +74,38 @@ def attainable(records: Records) -> Attainable:
     counted = (records.failure[rows] == 0) & records.has_usage[rows]
     rows, strides = rows[counted], strides[counted]
     prompt, cached = records.prompt_tokens[rows], records.cached_tokens[rows]
-    could = strides * STRIDE_BYTES / records.prompt_bytes[rows] * prompt
+    tokens_per_byte = prompt / records.prompt_bytes[rows]
+    went_on = np.minimum(_after_answers(records, rows), prompt)
+    whole = np.maximum(strides * STRIDE_BYTES * tokens_per_byte, went_on)
+    most = np.maximum(np.minimum((strides + 1) * STRIDE_BYTES * tokens_per_byte, prompt), went_on)
+    could = np.maximum(whole, np.minimum(cached, most))  # what was found could be found
     return Attainable(
         requests=len(rows),
         prompt_tokens=int(prompt.sum()),
         cached_tokens=int(cached.sum()),
         attainable_tokens=float(could.sum()),
+        most_tokens=float(most.sum()),
         duplicated_tokens=float(np.maximum(could - cached, 0).sum()),
     )
+
+
+def _after_answers(records: Records, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each of `rows`, tokens of the conversation that it goes on from; 0 where it begins one."""
+    answered = np.flatnonzero(records.completed & records.has_usage)
+    turns = _turn_keys(records.session[answered], records.turn[answered])
+    order = np.argsort(turns)
+    wanted = _turn_keys(records.session[rows], records.after[rows])
+    at = np.minimum(np.searchsorted(turns, wanted, sorter=order), max(len(order) - 1, 0))
+    if not len(order):
+        return np.zeros(len(rows), np.int64)
+    found = order[at]
+    tokens = records.prompt_tokens[answered][found] + records.output_tokens[answered][found] - 1
+    is_known = (turns[found] == wanted) & (records.after[rows] >= 0)
+    return np.asarray(np.where(is_known, np.maximum(tokens, 0), 0), np.int64)
+
+
+def _turn_keys(session: Ints, turn: Ints) -> npt.NDArray[np.int64]:
+    return (session.astype(np.int64) << 20) + turn
 
 
 def seen_strides(prompts: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:

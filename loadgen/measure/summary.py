@@ -85,6 +85,9 @@ def summarise_runs(
         tpot=distribution(_known(columns.tpot_s[done]), failed=failed, percentiles=percentiles),
         itl=_of_gaps(columns.gaps, percentiles),
         e2e=distribution(columns.e2e_s[done], failed=failed, percentiles=percentiles, cdf=cdf),
+        e2e_from_send=distribution(
+            columns.finished_s[done] - columns.sent_s[done], failed=failed, percentiles=percentiles
+        ),
         lag=lag,
         imbalance=imbalance(loads),
         request_imbalance=imbalance(np.array([shares[pod].requests for pod in columns.pods], float)),
@@ -139,6 +142,7 @@ def _reuse(columns: Columns, runs: Sequence[Run], counts: Mapping[str, PodCount]
         counters_agree=None if rate is None or counted is None else abs(rate - counted) <= AGREEMENT,
         attainable_rate=could.rate,
         achieved_share=could.achieved_share,
+        exceeds_attainable=could.is_exceeded,
         duplicate_prompts=sum(duplicate_prompts(run.records.prompt_hash) for run in runs),
         duplicated_prefill_tokens=round(could.duplicated_tokens) if could.requests else None,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from loadgen.measure.validity import in_words
 from loadgen.output.units import MISSING, count, milliseconds, number, percent
 from loadgen.result.model import Arm, Contrast, Distribution, Result, Summary
 
@@ -36,14 +37,14 @@ COLUMNS = (
     Column("failed", "", lambda s: s.failed, count),
     Column("unsent", "", lambda s: s.not_sent, count, optional=True),
     Column("cached", "", lambda s: s.reuse.cached_token_rate, percent),
-    Column("of attainable", "", lambda s: s.reuse.achieved_share, percent, optional=True),
+    Column("achieved", "", lambda s: s.reuse.achieved_share, percent, optional=True),
     Column("TTFT mean", "ms", lambda s: s.ttft.mean_ms, milliseconds),
     Column("TTFT p50", "ms", lambda s: s.ttft.median_ms, milliseconds),
     Column("TTFT p90", "ms", lambda s: s.ttft.p90_ms, milliseconds),
     Column("TTFT p99", "ms", lambda s: s.ttft.p99_ms, milliseconds),
     Column("TPOT mean", "ms", lambda s: s.tpot.mean_ms, milliseconds),
     Column("E2E mean", "ms", lambda s: s.e2e.mean_ms, milliseconds),
-    Column("throughput", "req/s", lambda s: s.request_throughput, number),
+    Column("done per s", "", lambda s: s.request_throughput, number),
     Column("goodput", "req/s", lambda s: s.goodput.request_goodput if s.goodput else None, number, optional=True),
     Column("good", "", lambda s: s.goodput.share if s.goodput else None, percent, optional=True),
     Column("imbalance", "", lambda s: s.imbalance, number),
@@ -88,13 +89,9 @@ class Words:
 def words_of(result: Result) -> Words:
     """The verdict's lines that begin with INVALID, and the arms' own reasons where the verdict does not repeat them."""
     said = [line for line in result.verdict if line.startswith("INVALID")]
-    unsaid = [
-        f"INVALID: {arm.name}: {'; '.join(arm.summary.validity.reasons) or 'no reason was given'}"
-        for arm in result.arms
-        if not arm.summary.validity.valid and not _is_said(arm, said)
-    ]
+    unsaid = in_words({arm.name: arm.summary.validity for arm in result.arms if not _is_said(arm, said)})
     others = [line for line in result.verdict if not line.startswith("INVALID")]
-    return Words((*said, *unsaid), others[0] if others else "", tuple(others[1:]))
+    return Words((*said, *([unsaid] if unsaid else [])), others[0] if others else "", tuple(others[1:]))
 
 
 def _is_said(arm: Arm, lines: Sequence[str]) -> bool:

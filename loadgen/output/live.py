@@ -87,7 +87,7 @@ class ArmState:
 
     def add(self, record: RequestRecord) -> None:
         """A request ended."""
-        self.lag.add(max(0.0, record.sent_s - record.intended_s))
+        self.lag.add(max(0.0, record.sent_s - record.intended_s - record.queued_s))
         if record.failure is None:
             self.completed += 1
             self._prompt += record.prompt_tokens
@@ -136,11 +136,15 @@ class ArmState:
     def line(self, now_s: float) -> str:
         """The row as a sentence."""
         c = self.cells(now_s)
-        failed = f", {c['failed']} failed" if self.failed else ""
-        return (
-            f"{c['done']} done{failed}, {c['req/s']} req/s, TTFT mean {c['TTFT mean']} p99 {c['p99']},"
-            f" cached {c['cached']}, lag p99 {c['lag p99']}, {c['time']}"
-        )
+        parts = [f"{c['done']} done"]
+        if self.failed:
+            parts.append(f"{c['failed']} failed")
+        parts.append(f"{c['req/s']} req/s")
+        if self.ttft.count:  # several processes report how many requests ended, not how
+            parts += [f"TTFT mean {c['TTFT mean']} p99 {c['p99']}", f"cached {c['cached']}"]
+        if self.lag.count:
+            parts.append(f"lag p99 {c['lag p99']}")
+        return ", ".join([*parts, c["time"]])
 
 
 COLUMNS = ("sent", "done", "failed", "TTFT mean", "p99", "cached", "req/s", "time", "lag p99")

@@ -80,7 +80,9 @@ class Reuse(_Model):
     attainable_rate: float | None = None
     """An infinite shared cache, given the prompts in the order they were sent, in bytes of whole strides."""
     achieved_share: float | None = None
-    """cached_token_rate / attainable_rate."""
+    """cached_token_rate / attainable_rate, at most 1 unless `exceeds_attainable`."""
+    exceeds_attainable: bool = False
+    """More was cached than the run's own prompts can have left: the caches were not empty when it began."""
     duplicate_prompts: int = 0
     """Requests whose whole prompt had been sent before in the run."""
     duplicated_prefill_tokens: int | None = None
@@ -134,11 +136,11 @@ class Summary(_Model):
     e2e_from_send: Distribution = Field(default_factory=Distribution)
     """From the actual send time, as other tools have it; all None: not measured."""
     lag: Distribution
-    imbalance: float
-    """Largest / mean over the pods of mean requests in flight."""
-    request_imbalance: float
+    imbalance: float | None
+    """Largest / mean over the pods of mean requests in flight; None: no answer named its pod."""
+    request_imbalance: float | None
     """Largest / mean over the pods of the number of requests."""
-    jain_index: float
+    jain_index: float | None
     """(sum x)^2 / (n sum x^2) over the pods' mean requests in flight: 1 balanced, 1/n one has all."""
     pods: dict[str, PodShare]
     reuse: Reuse

@@ -16,6 +16,7 @@ from loadgen.simulate.peers.llmd import LlmDApproximate, LlmDPrecise
 from loadgen.simulate.peers.preble import PrebleE2
 from loadgen.simulate.peers.sglang import SglangCacheAware, SmgLeastLoad
 from loadgen.simulate.routing import Router
+from loadgen.simulate.trials.trials import TRIALS
 from router.routing.policies import POLICY_NAMES
 
 PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
@@ -28,6 +29,8 @@ PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
     }
 )  # fmt: skip
 ARM_NAMES = (*POLICY_NAMES, *PEERS, "omniscient")
+TRIAL_NAMES = tuple(TRIALS)
+"""Further arms: ideas, and `predicted_ttft` without one of its parts."""
 
 
 def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Router:
@@ -36,6 +39,8 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         return PEERS[name](seed)
     if name == "omniscient":
         return Omniscient(lambda: simulation.pods)
+    if name in TRIALS:
+        return TRIALS[name](simulation, stride)
     if name not in POLICY_NAMES:
         raise ValueError(f"unknown router {name!r}; known are {', '.join(ARM_NAMES)}")
     return Gateway(name, simulation.timeline, stride=stride)

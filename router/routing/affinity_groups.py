@@ -15,6 +15,10 @@ from router.routing.types import Decision, PodId, PodView, RequestInfo
 
 _ELSEWHERE = 1e9
 """Tokens; above any load."""
+_SLACK = 4
+"""Requests beyond the bound that are no imbalance yet: so many come together by chance."""
+_FIRST_REQUESTS = 100
+"""Shares of fewer requests are chance: no groups before."""
 _FULL = 1.25
 """Pods' worth of load past which a pod gets no further group while another is free."""
 
@@ -33,9 +37,10 @@ class _Groups:
 class AffinityGroups:
     """Least loaded within the group of the deepest popular prefix of the request that has one.
 
-    A prefix whose own traffic is worth `min_pods` of a pod owns a group: k successive pods of the ring, k following
-    its share and changing only when that is `hysteresis` pods away. A key below the popular ones that recurs (a
-    conversation, a rare system prompt) stays on one pod of its group while that is within `bound` times the mean load.
+    A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring, k following its
+    share and changing only when that is `hysteresis` pods away. What recurs below the popular keys (a conversation, a
+    system prompt that one pod can serve) stays on the pod that holds it while that is within `bound` times the mean
+    load: for a group of one pod, the one where the prefix already is serves best.
     """
 
     name = "affinity_groups"
@@ -50,44 +55,44 @@ class AffinityGroups:
         self._bound = bound
         self._rings = Rings()
         self._groups = _Groups()
+        self._seen = 0
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are loads in tokens, those of pods outside the group behind all others."""
         groups = self._current(pods, request.now_s)
-        group, anchor = self._group(groups, request)
+        group, depth = self._group(groups, request)
         members = [i for i, pod in enumerate(pods) if pod.pod_id in group] or list(range(len(pods)))
         scores = [load(pod) + _ELSEWHERE for pod in pods]
         for i in members:
             scores[i] = load(pods[i])
-        if anchor is not None and (home := self._home(anchor, pods, members)) is not None:
+        if (home := self._home(request, depth, pods, members)) is not None:
             scores[home] = -1.0
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
         self._groups = groups
+        self._seen += 1
         self.shares.record(request.keys, _work_s(request, pods, chosen), request.now_s)
         return decide(self.name, pods, chosen)
 
-    def _group(
-        self, groups: _Groups, request: RequestInfo
-    ) -> tuple[Sequence[PodId] | frozenset[PodId], PrefixKey | None]:
-        """The pods for the request, and the first key below the popular ones if it has been seen lately."""
+    def _group(self, groups: _Groups, request: RequestInfo) -> tuple[Sequence[PodId] | frozenset[PodId], int]:
+        """The pods for the request, and how many of its keys are popular."""
         group: Sequence[PodId] | frozenset[PodId] = groups.rest
-        for key in request.keys:
+        for depth, key in enumerate(request.keys):
             if key not in groups.popular:
-                return group, key if self.shares.recurs(key) else None
+                return group, depth
             group = groups.owned.get(key, group)
-        return group, None
+        return group, len(request.keys)
 
-    def _home(self, anchor: PrefixKey, pods: Sequence[PodView], members: Sequence[int]) -> int | None:
-        """The first member in ring order from the anchor, if it is not past the bound."""
+    def _home(self, request: RequestInfo, depth: int, pods: Sequence[PodView], members: Sequence[int]) -> int | None:
+        """The member with the longest match beyond the popular keys, if that is not past the bound."""
+        beyond = (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
+        holders = [i for i in members if pods[i].matched_tokens >= beyond - 1]
+        if not holders:
+            return None
         limit = bound_per_weight([pods[i] for i in members], self._bound)
-        index = {pods[i].pod_id: i for i in members}
-        for pod_id in self._rings.successors(anchor, pods):
-            i = index.get(pod_id)
-            if i is not None and pods[i].in_flight <= limit * pods[i].weight:
-                return i
-        return None
+        free = [i for i in holders if pods[i].in_flight <= limit * pods[i].weight + _SLACK]
+        return max(free, key=lambda i: (pods[i].matched_tokens, -load(pods[i])), default=None)
 
     def _current(self, pods: Sequence[PodView], now_s: float) -> _Groups:
         """The groups in force, made anew when old or when a pod is new; a pod left out for one retry is no reason."""
@@ -95,7 +100,7 @@ class AffinityGroups:
         groups = self._groups
         if now_s - groups.made_at_s < self._refresh_s and ids <= groups.pods:
             return groups
-        popular = self.shares.popular(self._min_pods / len(pods), now_s)
+        popular = self.shares.popular(self._min_pods / len(pods), now_s) if self._seen >= _FIRST_REQUESTS else {}
         owned: dict[PrefixKey, tuple[PodId, ...]] = {}
         worth: defaultdict[PodId, float] = defaultdict(float)
         wanted = self._sizes(popular, len(pods))

@@ -43,8 +43,9 @@ class PodSpeed:
 
     def is_known(self, now_s: float) -> bool:
         """Whether `cost` rests on anything but the prior and old observations."""
-        is_observed = self._observed_s is not None and now_s - self._observed_s <= OBSERVATION_S
-        return self._reported is not None or is_observed
+        if self._reported is not None:
+            return True
+        return self._observed_s is not None and now_s - self._observed_s <= OBSERVATION_S
 
     def report(self, cost: StepCost) -> None:
         """The pod's own constants; ignored while it knows none."""

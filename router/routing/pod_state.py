@@ -176,13 +176,13 @@ class PodState:
         if self._pending:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
-        decoding, speed = len(self._decoding), self._speed
+        pending, decoding, speed = len(self._pending), len(self._decoding), self._speed
         view = PodView(
             pod_id,
             matched_tokens,
             host_tokens,
             disk_tokens,
-            len(self._pending) + decoding,
+            pending + decoding,
             self._pending_tokens,
             decoding,
             self._context_tokens,
@@ -212,12 +212,15 @@ class PodState:
         if age_s >= STALE_S:
             return
         trust = 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
-        if report.blocks_total:
-            view.kv_used = trust * min(1.0, max(0.0, 1 - report.blocks_free / report.blocks_total))
+        if report.blocks_free < report.blocks_total:
+            view.kv_used = trust * min(1.0, 1 - report.blocks_free / report.blocks_total)
         others = self._others
-        view.in_flight += round(trust * others.running)
-        view.decoding += round(trust * others.decoding)
-        view.context_tokens += round(trust * others.context_tokens)
+        if others.running:
+            view.in_flight += round(trust * others.running)
+        if others.decoding:
+            view.decoding += round(trust * others.decoding)
+        if others.context_tokens:
+            view.context_tokens += round(trust * others.context_tokens)
         others_s = self._others_until_s - now_s
         if others_s > 0:
             drained = others_s / max(self._others_until_s - self._reported_s, 1e-9)

@@ -29,8 +29,8 @@ class PolicyOptions:
     """cache_aware: share of the longest match from which a pod counts as holding the prefix, 0 to 1."""
     match_min_prompt_share: float = 0.3
     """cache_aware: share of the prompt below which the longest match counts as none, 0 to 1."""
-    group_min_pods: float = 0.5
-    """affinity_groups: load, in pods' worth, from which a prefix is popular."""
+    group_min_pods: float = 1.5
+    """affinity_groups: load, in pods' worth, from which a prefix is popular: less needs but the pod that holds it."""
     group_hysteresis_pods: float = 0.75
     """affinity_groups: a group keeps its size while its load is at most so far from it; at least 0.5."""
     group_refresh_s: float = 0.5
@@ -48,6 +48,8 @@ class PolicyOptions:
     """predicted_ttft: the same for disk."""
     pressure_weight: float = 0.05
     """predicted_ttft: weight of KV pressure; at 0.05 a pod 90 % full costs a third of a cold prefill extra."""
+    stall_weight: float = 0.05
+    """predicted_ttft: what a second of prefill costs for each request that decodes beside it and has to wait."""
     switch_margin: float = 0.05
     """predicted_ttft: share of the duplicated prefill by which another pod must be better than the one with the
     longest match: a duplicate also evicts something."""
@@ -60,7 +62,15 @@ class PolicyOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"policy option {name} must be above 0, not {getattr(self, name)}")
-        for name in ("group_refresh_s", "host_share", "disk_share", "pressure_weight", "switch_margin", "same_speed"):
+        for name in (
+            "group_refresh_s",
+            "host_share",
+            "disk_share",
+            "pressure_weight",
+            "stall_weight",
+            "switch_margin",
+            "same_speed",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"policy option {name} must not be negative, not {getattr(self, name)}")
         if not self.load_bound > 1:
@@ -92,6 +102,7 @@ def _predicted_ttft(options: PolicyOptions) -> Policy:
         host_share=options.host_share,
         disk_share=options.disk_share,
         pressure_weight=options.pressure_weight,
+        stall_weight=options.stall_weight,
         switch_margin=options.switch_margin,
         same_speed=options.same_speed,
     )

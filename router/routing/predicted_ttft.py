@@ -14,8 +14,8 @@ from router.routing.recent import RecentWork
 from router.routing.types import Decision, PodView, RequestInfo
 
 _UNIT_TOKENS = 1000
-_TIE_SHARE = 0.05
-"""Scores closer than this share of the request's own prefill are equal: no prediction is better than that."""
+_TIE_SHARE = 0.6
+"""Scores closer than this share of the request's own prefill are equal: no prediction of a queue is better."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
 
@@ -30,8 +30,10 @@ class PodCost:
     fetch_s: float
     externality_s: float
     pressure_s: float
+    stall_s: float
+    """For what its prefill keeps the decoding requests waiting."""
     duplicate_s: float
-    """Part of `own_s` that a pod with the longest match would be spared."""
+    """Part of `own_s` and `stall_s` that a pod with the longest match would be spared."""
     switch_s: float
     credit_s: float
     """What is owed to the prefix, taken off for a pod that would be a further copy."""
@@ -53,11 +55,19 @@ class PredictedTtft:
     name = "predicted_ttft"
 
     def __init__(
-        self, *, host_share: float, disk_share: float, pressure_weight: float, switch_margin: float, same_speed: float
+        self,
+        *,
+        host_share: float,
+        disk_share: float,
+        pressure_weight: float,
+        stall_weight: float,
+        switch_margin: float,
+        same_speed: float,
     ) -> None:
         self._host_share = host_share
         self._disk_share = disk_share
         self._pressure_weight = pressure_weight
+        self._stall_weight = stall_weight
         self._switch_margin = switch_margin
         self._same_speed = same_speed
         self._debts = Debts()
@@ -137,6 +147,8 @@ class PredictedTtft:
             uncached = max(1, prompt - pod.matched_tokens)
             own_s = prefill_s(cost, uncached, prompt)
             externality_s = min(own_s, mean_wait_s)
+            stall = self._stall_weight * pod.decoding
+            stall_s = stall * own_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (self._host_share * pod.host_tokens + self._disk_share * pod.disk_tokens)
@@ -145,22 +157,37 @@ class PredictedTtft:
                 full = min(pod.kv_used, 0.98)
                 pressure_s = self._pressure_weight * cost.token_s * prompt * full**4 / (1 - full)
             if uncached > least_tokens:
-                duplicate_s = own_s - prefill_s(cost, least_tokens, prompt)
+                duplicate_s = (own_s - prefill_s(cost, least_tokens, prompt)) * (1 + stall)
                 switch_s = self._switch_margin * duplicate_s
                 credit_s = min(owed_s, duplicate_s + switch_s)
-            costs.append(
-                PodCost(wait_s, own_s, step_s, fetch_s, externality_s, pressure_s, duplicate_s, switch_s, credit_s)
+            parts = (
+                wait_s,
+                own_s,
+                step_s,
+                fetch_s,
+                externality_s,
+                pressure_s,
+                stall_s,
+                duplicate_s,
+                switch_s,
+                credit_s,
             )
-            scores.append(wait_s + own_s + step_s + fetch_s + externality_s + pressure_s + switch_s - credit_s)
+            costs.append(PodCost(*parts))
+            scores.append(
+                wait_s + own_s + step_s + fetch_s + externality_s + pressure_s + stall_s + switch_s - credit_s
+            )
         return costs, scores
 
 
 def _owed_after(costs: Sequence[PodCost], scores: Sequence[float], chosen: int, owed_s: float) -> float:
-    """The debt after this request: paid down by a copy, else grown by what the request would have saved with one."""
+    """The debt after this request: paid down by a copy, else moved by what the request lost, or won, against a copy on
+    an average one of the other pods. Wins count too: queues that are long by chance are as often short.
+    """
     if costs[chosen].duplicate_s > 0:
         return owed_s - costs[chosen].credit_s
-    with_copy_s = [
-        score + cost.credit_s - cost.switch_s - cost.duplicate_s for cost, score in zip(costs, scores, strict=True)
-    ]
-    price_s = max([cost.duplicate_s + cost.switch_s for cost in costs])
-    return min(owed_s + max(0.0, scores[chosen] - min(with_copy_s)), price_s)
+    lacking = [(cost, score) for cost, score in zip(costs, scores, strict=True) if cost.duplicate_s > 0]
+    if not lacking:
+        return 0.0
+    with_copy_s = math.fsum([s + cost.credit_s - cost.switch_s - cost.duplicate_s for cost, s in lacking])
+    price_s = max([cost.duplicate_s + cost.switch_s for cost, _ in lacking])
+    return min(max(0.0, owed_s + scores[chosen] - with_copy_s / len(lacking)), price_s)

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo` with engine and gateway replaced by fake_program.py. Runs as a script."""
+"""`warmroute-loadgen demo` and `demo-fleet` with engine and gateway replaced by fake_program.py. Runs as a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from loadgen.__main__ import main
 from loadgen.commands.compare import CompareSettings
-from loadgen.demo import run, stack
+from loadgen.demo import fleet, run, stack
 
 
 class QuickSettings(CompareSettings):
@@ -21,6 +21,6 @@ def fake_module(name: str, *flags: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    run.CompareSettings = QuickSettings  # type: ignore[misc]
+    run.CompareSettings = fleet.CompareSettings = QuickSettings  # type: ignore[misc]
     stack.module_command = fake_module
-    main(["demo", *sys.argv[1:]])
+    main(sys.argv[1:])

@@ -34,6 +34,7 @@ def test_help_names_commands_flags_units_and_defaults(capsys: pytest.CaptureFixt
     for command, needed in (
         ("compare", ["--url", "--session-rate", "sessions per second", "default: 0.1", "poisson"]),
         ("demo", ["--block-s", "seconds of arrivals", "default: out/demo", "--pool-tokens"]),
+        ("demo-fleet", ["--profile", "default: h100-8b", "default: out/demo-fleet", "requests per second"]),
     ):
         status, out, _ = outcome([command, "--help"], capsys)
         assert status == 0
@@ -52,7 +53,7 @@ def test_every_command_has_help_and_refuses_what_it_does_not_know(command: str, 
 
 def test_the_generator_starts_without_torch():
     code = "import sys, importlib, loadgen.__main__ as m"
-    code += "; [importlib.import_module(f'loadgen.commands.{c}') for c in m.COMMANDS]"
+    code += "; [importlib.import_module(m.module_of(c)) for c in m.COMMANDS]"
     code += "; assert not {'torch', 'matplotlib'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

@@ -26,14 +26,14 @@ FAST = ["--block-s", "0.3", "--total-s", "30", "--pods", "2"]
 class Demo:
     """A running demo with everything it starts and makes findable."""
 
-    def __init__(self, tmp_path: Path, *flags: str, redis_url: str | None = None) -> None:
+    def __init__(self, tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo") -> None:
         self.out, self.scratch = tmp_path / "out", tmp_path / "scratch"
         self.scratch.mkdir(exist_ok=True)
         self.said = tmp_path / "said.txt"
         env = {name: value for name, value in os.environ.items() if not name.startswith(("WARMROUTE_", "REDIS_URL"))}
         with self.said.open("wb") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.loadgen.demo_driver", "--out", str(self.out), *FAST, *flags],
+                [sys.executable, "-m", "tests.loadgen.demo_driver", command, "--out", str(self.out), *FAST, *flags],
                 cwd=ROOT,
                 env={
                     **env,
@@ -68,9 +68,9 @@ class Demo:
 
 
 @contextmanager
-def running(tmp_path: Path, *flags: str, redis_url: str | None = None):
+def running(tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo"):
     """A demo that is killed at the end if it still runs."""
-    demo = Demo(tmp_path, *flags, redis_url=redis_url)
+    demo = Demo(tmp_path, *flags, redis_url=redis_url, command=command)
     try:
         yield demo
     finally:

@@ -26,7 +26,7 @@ SHAPE_RATE = 60.0
 """Requests per second."""
 
 LOAD = 0.7
-"""Of the knee of the fleet without caching: what every arm of a workload is offered."""
+"""Of what the fleet serves without caching when it is kept busy: what every arm of a workload is offered."""
 NO_CACHE = "no caching"
 WORKLOAD_ARMS = (NO_CACHE, "round_robin", "predicted_ttft")
 
@@ -35,7 +35,8 @@ SHARING_PREFIXES = 100
 SHARING_PROMPT_TOKENS = 2048
 SHARING_KV_TOKENS = 41_000
 """A tenth of the profile's: all prefixes together fill 5 pods' caches, so that where a request goes matters."""
-SHARING_CONCURRENCY = 16 * PODS
+CONCURRENCY = 16 * PODS
+"""Sessions at a time that keep the fleet busy."""
 LEAST_UNIQUE_TOKENS = 16
 
 
@@ -103,14 +104,23 @@ def sharing(level: float, seed: int, requests: int) -> Scenario:
     shared = max(1, SHARING_PROMPT_TOKENS - unique)
     chat = _single_turn("sharing", seed, SHARING_PREFIXES, shared, unique, 128)
     fleet = FleetSpec(emulated_pods(PODS, PROFILE, kv_tokens=SHARING_KV_TOKENS))
-    closed = ArrivalSpec(ArrivalKind.CLOSED, concurrency=SHARING_CONCURRENCY)
-    return Scenario(fleet, chat, closed, requests, seed)
+    return Scenario(fleet, chat, closed(), requests, seed)
 
 
 def without_caching(scenario: Scenario) -> Scenario:
     """The same on pods that keep no prefixes."""
     pods = tuple(replace(pod, reuses=False) for pod in scenario.fleet.pods)
     return replace(scenario, fleet=replace(scenario.fleet, pods=pods))
+
+
+def unthinking(workload: Workload) -> Workload:
+    """The same without pauses."""
+    return replace(workload, think_s=0.0) if isinstance(workload, Chat | CodeCompletion) else workload
+
+
+def closed() -> ArrivalSpec:
+    """As many sessions at a time as keep the fleet busy."""
+    return ArrivalSpec(ArrivalKind.CLOSED, concurrency=CONCURRENCY)
 
 
 def poisson(rate: float) -> ArrivalSpec:

@@ -14,6 +14,7 @@ from loadgen.output.plots.canvas import draw_svg
 from loadgen.output.save import write_whole
 from loadgen.simulate.build import emulated_pods, profile_words
 from loadgen.simulate.literature.cases import (
+    CONCURRENCY,
     KINDS,
     LOAD,
     NO_CACHE,
@@ -23,7 +24,6 @@ from loadgen.simulate.literature.cases import (
     QUESTION_TOKENS,
     SHAPE_RATE,
     SHARED,
-    SHARING_CONCURRENCY,
     SHARING_KV_TOKENS,
     SHARING_LEVELS,
     SHARING_PREFIXES,
@@ -76,9 +76,9 @@ def _shape(tables: Tables) -> Iterator[str]:
 def _workloads(tables: Tables) -> Iterator[str]:
     none, robin, ours = WORKLOAD_ARMS
     yield (
-        f"{PODS} pods ({PROFILE}), Poisson at {LOAD:g} of the rate that they carry without caching (mean TTFT within"
-        f" three times an idle fleet's){_over(tables)}. Mean TTFT in ms; without caching the least loaded pod takes a"
-        " request."
+        f"{PODS} pods ({PROFILE}), Poisson at {LOAD:g} of what they serve without caching, kept busy by"
+        f" {CONCURRENCY} sessions at a time{_over(tables)}. Mean TTFT in ms; without caching the"
+        " least loaded pod takes a request."
     )
     yield ""
     yield (
@@ -104,7 +104,7 @@ def _sharing(tables: Tables) -> Iterator[str]:
     yield (
         f"{PODS} pods ({PROFILE} with {SHARING_KV_TOKENS:,} tokens of KV each), prompts of {SHARING_PROMPT_TOKENS:,}"
         f" tokens of which a share is one of {SHARING_PREFIXES} common prefixes, answers of 128,"
-        f" {SHARING_CONCURRENCY} requests at a time{_over(tables)}. Requests/s."
+        f" {CONCURRENCY} requests at a time{_over(tables)}. Requests/s."
     )
     yield ""
     yield f"| shared part of a prompt | {none} | {robin} | {ours} | caching ({robin}) | affinity over {robin} |"
@@ -132,7 +132,7 @@ def _pays_words(tables: Tables, what: str, arm: str, base: str) -> str:
     level = pays_from(tables, arm, base)
     if level is None:
         return f"{what} brings {PAYS:.0%} of throughput at no level."
-    return f"{what} brings {PAYS:.0%} of throughput or more (against {base}) where {level:.0%} of a prompt is shared."
+    return f"{what} brings {PAYS:.0%} of throughput or more (against {base}) once {level:.0%} of a prompt is shared."
 
 
 def _less(now: float, before: float) -> str:

@@ -16,18 +16,18 @@ from loadgen.simulate.literature.cases import (
     SHAPE_ARMS,
     SHARING_LEVELS,
     WORKLOAD_ARMS,
+    Kind,
     by_workload,
-    poisson,
+    closed,
     shape,
     sharing,
+    unthinking,
     without_caching,
 )
 from loadgen.simulate.scenario import Scenario, SimulatedRun, play
 
 PAYS = 0.02
 """A gain in throughput below this is none."""
-KNEE_GROWTH = 3.0
-_HALVINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def study(seeds: Sequence[int], requests: int, tell: Tell) -> Tables:
     second: list[Row] = []
     for kind in KINDS:
         tell(kind.name)
-        rate = rates[kind.name] = LOAD * knee(without_caching(by_workload(kind, seeds[0], requests // 2, 1.0)))
+        rate = rates[kind.name] = LOAD * capacity(kind, seeds[0], requests // 2)
         runs = [by_workload(kind, seed, requests, rate) for seed in seeds]
         second += [_row(kind.name, arm, runs) for arm in WORKLOAD_ARMS]
     third: list[Row] = []
@@ -95,21 +95,12 @@ def study(seeds: Sequence[int], requests: int, tell: Tell) -> Tables:
     return Tables(tuple(seeds), first, tuple(second), rates, tuple(third))
 
 
-def knee(scenario: Scenario) -> float:
-    """Sessions per second up to which mean TTFT stays within three times that of an idle fleet, within 4 %."""
-
-    def mean_ms(rate: float) -> float:
-        return measured(play(replace(scenario, arrivals=poisson(rate)), "least_loaded")).mean_ttft_ms
-
-    low = 1.0
-    limit_ms = KNEE_GROWTH * mean_ms(low)
-    high = 2 * low
-    while mean_ms(high) <= limit_ms:
-        low, high = high, 2 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean_ms(middle) <= limit_ms else (low, middle)
-    return low
+def capacity(kind: Kind, seed: int, sessions: int) -> float:
+    """Sessions per second that the fleet ends without caching, kept busy by users who do not think."""
+    scenario = without_caching(by_workload(kind, seed, sessions, 1.0))
+    busy = replace(scenario, workload=unthinking(scenario.workload), arrivals=closed())
+    run = play(busy, "least_loaded")
+    return measured(run).throughput * sessions / len(run.records)
 
 
 def measured(run: SimulatedRun) -> Measured:
@@ -121,8 +112,8 @@ def measured(run: SimulatedRun) -> Measured:
     assert summary.ttft.p99_ms is not None
     return Measured(
         hit_rate=summary.reuse.cached_token_rate or 0.0,
-        request_imbalance=summary.request_imbalance,
-        load_imbalance=summary.imbalance,
+        request_imbalance=summary.request_imbalance or 1.0,
+        load_imbalance=summary.imbalance or 1.0,
         mean_ttft_ms=summary.ttft.mean_ms,
         p99_ttft_ms=summary.ttft.p99_ms,
         throughput=summary.request_throughput,

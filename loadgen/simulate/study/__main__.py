@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engine.contract.settings import Settings, load_or_exit
-from loadgen.simulate.arms import ARM_NAMES
+from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
 from loadgen.simulate.study.bounds import Bound, check
 from loadgen.simulate.study.cases import SYNTHETIC, Case, trace_cases
 from loadgen.simulate.study.files import bound_lines, load, markdown, save
@@ -43,9 +43,9 @@ class StudySettings(Settings):
     @field_validator("arms")
     @classmethod
     def _check_arms(cls, arms: list[str]) -> list[str]:
-        unknown = [arm for arm in arms if arm not in ARM_NAMES]
+        unknown = [arm for arm in arms if arm not in (*ARM_NAMES, *TRIAL_NAMES)]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: unknown; known are {', '.join(ARM_NAMES)}")
+            raise ValueError(f"{', '.join(unknown)}: unknown; known are {', '.join((*ARM_NAMES, *TRIAL_NAMES))}")
         return arms
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from loadgen.simulate.arms import ARM_NAMES
+from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
 from loadgen.simulate.study.bounds import Bound, Table, mean
 from loadgen.simulate.study.cases import Case
 from loadgen.simulate.study.run import Cell
@@ -56,7 +56,7 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
 
 def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
     """Mean TTFT of every arm on every case, with the half width of its 95 % interval over the seeds; and the rest."""
-    arms = [arm for arm in ARM_NAMES if any(arm in table.get(case.name, {}) for case in cases)]
+    arms = [arm for arm in (*ARM_NAMES, *TRIAL_NAMES) if any(arm in table.get(case.name, {}) for case in cases)]
     rows = [case for case in cases if case.name in table]
     for title, field, digits in (
         ("Mean TTFT, ms", "mean_ttft_ms", 0),

@@ -32,12 +32,14 @@ class MovingTtft(PredictedTtft):
         costs, scores = super()._costs(request, pods, longest_match, owed_s)
         for i, (pod, cost) in enumerate(zip(pods, costs, strict=True)):
             missing = longest_match - pod.matched_tokens
-            saved_s = cost.duplicate_s - (SETUP_S + missing * self.token_s)
+            transfer_s = SETUP_S + missing * self.token_s
+            saved_s = cost.duplicate_s - transfer_s
             if missing > 0 and saved_s > 0:
                 # Neither those behind it nor a debt pay for a copy that costs no computing.
-                shorter_s = max(0.0, cost.externality_s - (cost.own_s - cost.duplicate_s))
-                scores[i] += cost.credit_s - saved_s - shorter_s
-                cost.own_s -= saved_s
+                left = 1 - cost.duplicate_s / (cost.own_s + cost.stall_s)
+                shorter_s = max(0.0, cost.externality_s - left * cost.own_s)
+                scores[i] += cost.credit_s - cost.switch_s - saved_s - shorter_s
+                cost.own_s, cost.stall_s = left * cost.own_s + transfer_s, left * cost.stall_s
                 cost.externality_s -= shorter_s
                 cost.duplicate_s = cost.switch_s = cost.credit_s = 0.0
         return costs, scores

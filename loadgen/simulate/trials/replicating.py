@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from loadgen.simulate.trials.variants import predicted
 from router.routing.predicted_ttft import PodCost, PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodView, RequestInfo
@@ -20,25 +21,14 @@ class ByShare(PredictedTtft):
     """A copy is free while fewer pods hold the prefix than its share of the work would fill, rounded up; no debts."""
 
     pays_debts = False
-
-    def __init__(
-        self, *, host_share: float, disk_share: float, pressure_weight: float, switch_margin: float, same_speed: float
-    ) -> None:
-        super().__init__(
-            host_share=host_share,
-            disk_share=disk_share,
-            pressure_weight=pressure_weight,
-            switch_margin=switch_margin,
-            same_speed=same_speed,
-        )
-        self._shares = TrafficShares(half_life_s=HALF_LIFE_S, limit=KEYS, depth_strides=DEPTH_STRIDES)
+    shares: TrafficShares
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy`."""
         decision = super().choose(request, pods, explain=explain)
         if not explain:
             uncached = max(0, request.prompt_tokens - decision.predicted_cached_tokens)
-            self._shares.record(request.keys, uncached + request.output_tokens, request.now_s)
+            self.shares.record(request.keys, uncached + request.output_tokens, request.now_s)
         return decision
 
     def _costs(
@@ -48,12 +38,19 @@ class ByShare(PredictedTtft):
             owed_s = 0.0
         strides = math.ceil(longest_match * len(request.keys) / request.prompt_tokens)
         if strides:
-            share = self._shares.share(request.keys[min(strides, DEPTH_STRIDES) - 1], request.now_s)
+            share = self.shares.share(request.keys[min(strides, DEPTH_STRIDES) - 1], request.now_s)
             near = longest_match - NEARBY_STRIDES * request.prompt_tokens / len(request.keys)
             copies = sum(pod.matched_tokens > 0 and pod.matched_tokens >= near for pod in pods)
             if copies < math.ceil(share * len(pods)):
                 owed_s = UNLIMITED_S
         return super()._costs(request, pods, longest_match, owed_s)
+
+
+def replicating(kind: type[ByShare]) -> ByShare:
+    """A policy that counts traffic as `affinity_groups` does."""
+    policy = predicted(kind)
+    policy.shares = TrafficShares(half_life_s=HALF_LIFE_S, limit=KEYS, depth_strides=DEPTH_STRIDES)
+    return policy
 
 
 class ByShareAndDebt(ByShare):

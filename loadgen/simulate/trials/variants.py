@@ -27,6 +27,7 @@ def predicted(kind: type[P], options: PolicyOptions = DEFAULTS) -> P:
         host_share=options.host_share,
         disk_share=options.disk_share,
         pressure_weight=options.pressure_weight,
+        stall_weight=options.stall_weight,
         switch_margin=options.switch_margin,
         same_speed=options.same_speed,
     )

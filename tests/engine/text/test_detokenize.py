@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,22 +10,31 @@ from engine.text.detokenize import Detokenizer
 from engine.text.tokenizer import Tokenizer
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def detokenizer_of(tokenizer: Tokenizer, *, by_bytes: bool = True) -> Detokenizer:
+    """`by_bytes` False: a byte-level tokenizer is decoded in windows, as others are."""
     detokenizer = Detokenizer(tokenizer)
+    if not by_bytes:
+        detokenizer._utf8 = None
+    return detokenizer
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int], *, by_bytes: bool = True) -> list[str]:
+    detokenizer = detokenizer_of(tokenizer, by_bytes=by_bytes)
     return [*map(detokenizer.push, ids), detokenizer.finish()]
 
 
-@given(ids=st.lists(st.integers(0, 399), max_size=120))
-def test_byte_level_equals_decoding_at_once_for_any_ids(byte_level: Tokenizer, ids: list[int]) -> None:
-    assert "".join(pieces_of(byte_level, ids)) == byte_level.decode(ids)
+@given(ids=st.lists(st.integers(0, 399), max_size=120), by_bytes=st.booleans())
+def test_byte_level_equals_decoding_at_once_for_any_ids(byte_level: Tokenizer, ids: list[int], by_bytes: bool) -> None:
+    assert byte_level.joins_bytes
+    assert "".join(pieces_of(byte_level, ids, by_bytes=by_bytes)) == byte_level.decode(ids)
 
 
-@given(data=st.binary(max_size=120))
-def test_byte_level_equals_decoding_at_once_for_broken_utf8(byte_level: Tokenizer, data: bytes) -> None:
+@given(data=st.binary(max_size=120), by_bytes=st.booleans())
+def test_byte_level_equals_decoding_at_once_for_broken_utf8(byte_level: Tokenizer, data: bytes, by_bytes: bool) -> None:
     """One token per byte: characters, parts of characters and garbage in any order."""
     of_byte = {byte_level.token_bytes(i): i for i in range(400) if len(byte_level.token_bytes(i)) == 1}
     ids = [of_byte[bytes([byte])] for byte in data]
-    assert "".join(pieces_of(byte_level, ids)) == data.decode(errors="replace")
+    assert "".join(pieces_of(byte_level, ids, by_bytes=by_bytes)) == data.decode(errors="replace")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=60))
@@ -38,9 +48,10 @@ def test_metaspace_equals_decoding_at_once_for_tokens_of_whole_characters(metasp
     assert "".join(pieces_of(metaspace, ids)) == metaspace.decode(ids)
 
 
-def test_garbage_for_ever_is_passed_on_and_costs_constant_time(byte_level: Tokenizer) -> None:
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_garbage_for_ever_is_passed_on_and_costs_constant_time(byte_level: Tokenizer, by_bytes: bool) -> None:
     bad = next(i for i in range(400) if byte_level.token_bytes(i) == b"\xff")
-    detokenizer = Detokenizer(byte_level)
+    detokenizer = detokenizer_of(byte_level, by_bytes=by_bytes)
     pieces = [detokenizer.push(bad) for _ in range(3000)]
     assert sum(map(len, pieces)) >= 2990
     assert len(detokenizer._window) <= 64

@@ -64,22 +64,24 @@ def test_a_server_without_usage_gets_no_reason():
     silent = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
     assert "why cannot be said" in lines[0]
-    assert "arm: the answers carry no usage, so nothing is known of its hit rate." in warned
+    assert "round_robin, arm: the answers carry no usage, so nothing is known of the hit rate." in warned
 
 
 def test_a_faster_arm_that_fails_more_does_not_win():
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 0.3}, failing={"arm": 0.2}, noise=0.05))
     assert lines[0] == "No arm was distinguishably faster than round_robin without failing more of its requests."
     assert lines[1].startswith("arm: answers sooner than round_robin but fails more (")
-    assert any("compared are only requests that both arms completed" in line for line in warned)
-    assert any("ttft_p99_ms cannot be compared" in line for line in warned)
+    assert any("Means are of requests that both arms completed" in line for line in warned)
+    assert any("arm: no comparison with round_robin in ttft_p90_ms, ttft_p99_ms: so many" in line for line in warned)
 
 
 def test_an_invalid_run_says_so_first():
     late = rounds_of({BASE: 1.0, "arm": 0.3}, sent_s=1000.0, first_token_s=2000.0, finished_s=3000.0)
     lines, _ = said(late)
-    assert lines[0].startswith("INVALID: in round_robin the load generator itself was late by")
-    assert lines[1].startswith("INVALID: in arm the load generator")
+    assert lines[0].startswith("INVALID: in round_robin the load generator was late by")
+    assert "; in arm the load generator was late by" in lines[0]
+    assert lines[0].count("lower the rate") == 1
+    assert not lines[1].startswith("INVALID")
 
 
 def test_answers_that_begin_sooner_and_end_later_are_said_aloud():
@@ -87,7 +89,8 @@ def test_answers_that_begin_sooner_and_end_later_are_said_aloud():
     other = rounds_of({"arm": 0.3}, noise=0.05, finished_s=500.0)
     _, warned = said([{**a, **b} for a, b in zip(one, other, strict=True)])
     assert any(
-        line.startswith("arm begins its answers sooner than round_robin, but its e2e_mean_ms") for line in warned
+        line.startswith("arm begins its answers sooner than round_robin, but is worse in") and "e2e_mean_ms" in line
+        for line in warned
     )
 
 
@@ -109,16 +112,15 @@ def test_what_the_intervals_cover_is_said(rounds: int, words: str | None):
 
 
 def test_a_warm_start_is_suspected():
-    reuse = Reuse(cached_token_rate=0.9, attainable_rate=0.5, achieved_share=1.8)
-    assert "the caches were not empty when a block began" in cautions_about(summary_with(reuse))
-    finer_blocks = Reuse(cached_token_rate=0.51, attainable_rate=0.5, achieved_share=1.02)
+    reuse = Reuse(cached_token_rate=0.9, attainable_rate=0.5, achieved_share=1.8, exceeds_attainable=True)
+    assert "the caches were not empty at the beginning" in cautions_about(summary_with(reuse))
+    finer_blocks = Reuse(cached_token_rate=0.51, attainable_rate=0.5, achieved_share=1.0)
     assert "not empty" not in cautions_about(summary_with(finer_blocks))
 
 
 def test_repeated_prompts_are_said_aloud():
-    assert "9 of 10 prompts had been sent before" in cautions_about(
-        summary_with(Reuse(cached_token_rate=0.9, duplicate_prompts=9))
-    )
+    text = cautions_about(summary_with(Reuse(cached_token_rate=0.9, duplicate_prompts=9)))
+    assert "had been sent before, whole, in the same block: 9 of 10 in arm." in text
 
 
 @pytest.mark.parametrize(
@@ -134,13 +136,25 @@ def test_counters_that_disagree_are_explained(counted_tokens: int, words: str):
     sample = summary_with(reuse)
     pod = sample.pods["pod-0"].model_copy(update={"counted_prompt_tokens": counted_tokens})
     text = cautions_about(sample.model_copy(update={"pods": {"pod-0": pod}}))
-    assert "usage says that 40.0% of prompt tokens were cached, the pods' counters 50.0%" in text
+    assert "Usage and the pods' counters differ: arm 40.0% cached by usage, 50.0% by counters (" in text
     assert words in text
 
 
 def test_unknown_pods_are_said_aloud():
     _, warned = said(rounds_of({BASE: 1.0, "arm": 0.5}, pod=""))
-    assert (
-        "round_robin, arm: the answers do not name the pod, so imbalance between pods is unknown and shown as 1."
-        in warned
-    )
+    assert "round_robin, arm: the answers do not name the pod, so how pods shared the load is unknown." in warned
+
+
+def test_what_holds_for_all_arms_is_said_once_and_cautions_stay_few():
+    rounds = rounds_of({BASE: 1.0, "a": 0.5, "b": 0.4, "c": 0.3}, failing={"a": 0.3, "b": 0.3, "c": 0.3}, pod="")
+    _, warned = said(rounds)
+    assert sum("no comparison with" in line for line in warned) == 1
+    assert sum("Not every request completed" in line for line in warned) == 1
+    assert len(warned) <= 5
+
+
+def test_short_prompts_that_were_found_after_all_are_not_called_unshared():
+    """Keys know whole strides only: less than one that is shared shows in the server's usage alone."""
+    lines, _ = said(rounds_of({BASE: 1.0, "arm": 1.0}, prompt_bytes=200, prompt_tokens=50, cached_tokens=16))
+    assert "share too little" not in lines[0]
+    assert "It already found 32% of the prompt tokens cached" in lines[0]

@@ -60,13 +60,14 @@ class FakeClient:
         *,
         session: int,
         turn: int,
+        after: int,
         group: str,
         intended_s: float,
         deadline_s: float,
     ) -> Call:
         assert max_tokens == TOKENS
         self.built_s.append(asyncio.get_running_loop().time())
-        return Call(messages[0]["content"].encode(), session, turn, group, intended_s, deadline_s)
+        return Call(messages[0]["content"].encode(), session, turn, after, group, intended_s, deadline_s)
 
     async def send(self, call: Call) -> tuple[RequestRecord, str]:
         clock = asyncio.get_running_loop().time
@@ -85,6 +86,7 @@ class FakeClient:
         record = RequestRecord(
             session=call.session,
             turn=call.turn,
+            after=call.after,
             group=call.group,
             intended_s=call.intended_s,
             sent_s=sent_s,

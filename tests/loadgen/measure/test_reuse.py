@@ -39,6 +39,7 @@ def test_attainable_is_what_an_infinite_shared_cache_finds(sent: list[bytes], ca
         held = [prompt[: i * 256] for i in range(1, len(prompt) // 256 + 1)]
         hits = sum(part in seen for part in held)
         could = hits * 256 / len(prompt) * 100
+        could = max(could, min(cached, (hits + 1) * 256 / len(prompt) * 100, 100.0))
         expected += could
         wasted += max(0.0, could - cached)
         seen |= set(held)
@@ -65,8 +66,42 @@ def test_whole_prompts_sent_again_are_counted():
 
 
 def test_nothing_shared_and_nothing_known():
-    alone = made_run([of_prompt(i, bytes([65 + i]) * 512) for i in range(3)])
+    alone = made_run([of_prompt(i, bytes([65 + i]) * 512, cached_tokens=0) for i in range(3)])
     assert attainable(alone.records).rate == 0
     assert summarise(alone).reuse.achieved_share is None
     unknown = summarise(made_run([request()])).reuse
     assert (unknown.attainable_rate, unknown.duplicated_prefill_tokens) == (None, None)
+
+
+def test_what_goes_on_from_an_answer_finds_the_answer_as_well():
+    def turn(session: int, number: int, after: int, prompt: bytes, prompt_tokens: int, cached_tokens: int):
+        keys = prefix_keys(prompt, 7)
+        return request(
+            session, turn=number, after=after, intended_s=float(number), prompt_bytes=len(prompt), prefix_keys=keys,
+            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, output_tokens=41,
+        )  # fmt: skip
+
+    first = turn(0, 0, -1, b"q" * 400, 100, 0)
+    second = turn(0, 1, 0, b"q" * 400 + b"a" * 164 + b"r" * 36, 150, 140)
+    elsewhere = turn(1, 1, 0, b"z" * 400, 100, 0)  # its first turn is not among the records
+    found = attainable(made_run([first, second, elsewhere]).records)
+    assert found.attainable_tokens == 100 + 41 - 1, "the last token of an answer is never computed"
+    assert found.achieved_share == 1.0
+    assert not found.is_exceeded
+
+
+@given(cached=st.integers(0, 100), strides=st.integers(0, 4), tail=st.integers(1, 255))
+def test_a_share_above_one_means_caches_that_were_not_empty(cached: int, strides: int, tail: int):
+    """Prompts share whole strides and up to a stride more, which an engine of finer blocks finds."""
+    shared = b"s" * (256 * strides)
+    prompts = [shared + bytes([65 + i]) * tail for i in range(2)]
+    length = len(prompts[0])
+    records = [of_prompt(0, prompts[0], prompt_tokens=100, cached_tokens=0)]
+    records.append(of_prompt(1, prompts[1], prompt_tokens=100, cached_tokens=cached))
+    found = attainable(made_run(records).records)
+    first_most = 100 * min(256, length) / length
+    second_most = 100 * min(256 * (strides + 1), length) / length
+    assert found.most_tokens == pytest.approx(first_most + second_most)
+    assert found.is_exceeded == (cached > first_most + second_most + 0.02 * 200)
+    if found.achieved_share is not None and not found.is_exceeded:
+        assert found.achieved_share <= 1

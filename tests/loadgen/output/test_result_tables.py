@@ -159,7 +159,7 @@ def test_what_makes_a_run_void_comes_before_the_verdict_and_only_once(render):
     reason = void.arms[2].summary.validity.reasons[0]
     text = " ".join(html.unescape(render(void)).split())
     assert text.count(reason) == 1
-    assert text.index(f"INVALID: late: {reason}") < text.index(void.verdict[0])
+    assert text.index(f"INVALID: in late {reason}") < text.index(void.verdict[0])
     said = void.model_copy(update={"verdict": (f"INVALID: in late {reason}", "It won.")})
     text = " ".join(html.unescape(render(said)).split())
     assert text.count(reason) == 1

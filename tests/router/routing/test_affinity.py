@@ -126,13 +126,27 @@ def test_a_group_follows_its_share_with_hysteresis() -> None:
     assert len(policy._groups.owned[keys(1)[-1]]) in (2, 3)
 
 
-def test_a_conversation_stays_on_its_pod_while_others_are_as_loaded() -> None:
+def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
     policy = groups_policy()
-    chosen = set()
-    for turn in range(2, 10):
-        request = RequestInfo(keys(3, count=3 * turn), 1000, 0.01 * turn)
-        chosen.add(policy.choose(request, PODS).pod)
-    assert len(chosen) <= 2, "the first turn cannot know that there will be more"
+    home = policy.choose(RequestInfo(keys(3, count=3), 1000, 0.0), PODS).pod
+    pods = [replace(pod, matched_tokens=600 if i == home else 0, in_flight=20) for i, pod in enumerate(PODS)]
+    pods[home] = replace(pods[home], in_flight_uncached_tokens=3000)
+    request = RequestInfo(keys(3, count=6), 1000, 0.1)
+    assert policy.choose(request, pods).pod == home
+    pods[home] = replace(pods[home], in_flight=40)
+    assert policy.choose(request, pods).pod != home
+
+
+def test_equally_popular_prefixes_keep_one_pod_each() -> None:
+    """Sixteen system prompts, each worth half a pod: from its second request on each stays where its first one went."""
+    policy, rng = groups_policy(), random.Random(3)
+    held: dict[int, set[int]] = {name: set() for name in range(16)}
+    for i in range(400):
+        name = rng.randrange(16)
+        request = RequestInfo((*keys(name), PrefixKey(10**9 + i)), 1000, i * 0.1)
+        pods = [replace(pod, matched_tokens=830 if j in held[name] else 0) for j, pod in enumerate(PODS)]
+        held[name].add(policy.choose(request, pods).pod)
+    assert sum(map(len, held.values())) <= 20
 
 
 def test_a_group_without_a_pod_left_gives_way() -> None:

@@ -38,3 +38,20 @@ def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
         chosen.append(policy.choose(request, [holder, PodView(PodId("b"), cost=cost)]).pod)
     assert chosen[:3] == [0, 0, 0]
     assert chosen.count(1) in (1, 2)
+
+
+def test_a_queue_that_is_long_by_chance_buys_no_copy() -> None:
+    """The pod with the prefix is 5 ms behind the other one as often as it is ahead."""
+    policy = make_policy("predicted_ttft")
+    cost = StepCost(token_s=1e-4)
+    chosen = []
+    for i in range(60):
+        now_s = i * 0.01
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s)
+        behind_s = (0.005, 0.0) if i % 2 else (0.0, 0.005)
+        pods = [
+            PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + behind_s[0]),
+            PodView(PodId("b"), cost=cost, prefill_free_at_s=now_s + behind_s[1]),
+        ]
+        chosen.append(policy.choose(request, pods).pod)
+    assert set(chosen) == {0}

@@ -1,0 +1,113 @@
+"""`warmroute-loadgen demo-fleet`: emulated GPU pods, as real processes behind the real gateway, compared as in demo."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from engine.contract.settings import Settings
+from loadgen.commands.compare import CompareSettings, make_plan
+from loadgen.demo.run import POLICIES, ROUNDS, amount_within, checked_policies, compared, on_stack
+from loadgen.demo.stack import Steps, emulated_engines
+from loadgen.load.arrivals import mean_turns
+from loadgen.load.calibrate import measure_tokens_per_word, probe
+from loadgen.load.client import Client
+from loadgen.load.progress import Progress
+from loadgen.load.target import Target
+from loadgen.result.model import Result
+
+UTILISATION = 0.6
+"""Share of the fleet's prefill capacity that round robin is to use."""
+EXPECTED_MISS = 0.6
+"""Share of a system prompt's prefill that round robin pays per request: in few seconds few pods see a tenant twice."""
+MAX_REQUEST_RATE = 24.0
+"""Requests per second. Each costs the machine some 25 ms, most of it tokenizing: more would measure that."""
+
+
+class FleetSettings(Settings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo-fleet`."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    out: str = Field("out/demo-fleet", description="folder for report.html, result.json and logs/")
+    seed: int = Field(1, description="decides prompts and schedule")
+    policies: list[str] = Field(POLICIES, description="routing policies to compare, comma-separated, one arm each")
+    pods: int = Field(8, ge=1, le=64, description="emulated pods, a process each")
+    profile: str = Field("h100-8b", description="timing of the pods: a name or YAML file of engine --sim-profile")
+    redis_url: str | None = Field(
+        None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
+    )
+    tenants: int = Field(24, ge=1, description="system prompts, each of prompt_tokens, shared by a tenant's sessions")
+    prompt_tokens: int = Field(12_000, ge=1, le=60_000, description="tokens of each system prompt")
+    output_tokens: int = Field(48, ge=1, le=4096, description="tokens of each answer")
+    request_rate: float = Field(
+        0.0,
+        ge=0,
+        description="requests per second; 0: what keeps the fleet 60 % busy under round robin, but at most"
+        f" {MAX_REQUEST_RATE:g}, which two cores bear",
+    )
+    block_s: float = Field(
+        20.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
+    )
+    total_s: float = Field(170.0, gt=0, description="seconds the whole demo is planned to take")
+
+    @field_validator("policies")
+    @classmethod
+    def _check_policies(cls, policies: list[str]) -> list[str]:
+        return checked_policies(policies)
+
+    def traffic(self, url: str) -> dict[str, object]:
+        """Settings of the comparison, without its amount: tenants as in `compare`, one or two turns a session."""
+        return {
+            "url": url,
+            "policies": self.policies,
+            "seed": self.seed,
+            "rounds": ROUNDS,
+            "workload": "tenants",
+            "tenants": self.tenants,
+            "system_tokens_min": self.prompt_tokens,
+            "system_tokens_max": self.prompt_tokens,
+            "turns_min": 1,
+            "turns_max": 2,
+            "output_tokens": self.output_tokens,
+        }
+
+
+async def fleet_demo(settings: FleetSettings, folder: Path, progress: Progress) -> Result:
+    """The comparison's result. Raises ChildDied, ServerUnusable."""
+    engines = emulated_engines(settings.profile)
+
+    async def measure(url: str, steps: Steps) -> Result:
+        return await _measure(settings, url, steps, progress)
+
+    return await on_stack(engines, settings.pods, settings.redis_url, folder, progress, measure)
+
+
+async def _measure(settings: FleetSettings, url: str, steps: Steps, progress: Progress) -> Result:
+    given = settings.traffic(url)
+    async with Client(Target(url, policy=settings.policies[0], extra={"ignore_eos": True})) as client:
+        await client.model_id()
+        tokens_per_word = await measure_tokens_per_word(client, settings.seed)
+        words = round(settings.prompt_tokens / tokens_per_word)
+        await probe(client, "pace/warm", words, 1)
+        alone = await probe(client, "pace/alone", words, 1)
+    assert alone.first_token_s is not None
+    alone_s = alone.first_token_s - alone.sent_s
+    steps.say(f"an uncached system prompt takes {alone_s:.3f} s on an idle pod")
+    rate = settings.request_rate or min(MAX_REQUEST_RATE, UTILISATION * settings.pods / (EXPECTED_MISS * alone_s))
+    _, workload = make_plan(CompareSettings.model_validate(given))
+    sessions_per_s = round(rate / mean_turns(workload, 100), 3)
+    amount = amount_within(settings.total_s - steps.elapsed_s, len(settings.policies), settings.block_s, sessions_per_s)
+    sized = CompareSettings.model_validate({**given, **amount, "tokens_per_word": tokens_per_word})
+    return await compared(sized, _facts(settings, alone_s, rate), progress)
+
+
+def _facts(settings: FleetSettings, alone_s: float, rate: float) -> dict[str, str]:
+    return {
+        "pods": f"{settings.pods} engine processes that emulate {settings.profile}: scheduler, cache, HTTP and registry"
+        " are real, a step waits for the time that the profile's formula gives",
+        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "uncached system prompt": f"{alone_s * 1e3:.0f} ms on an idle pod, tokenizing and gateway included",
+        "load": f"{rate:.1f} requests per second",
+    }

@@ -1,0 +1,150 @@
+"""`warmroute-loadgen simulate` as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.commands.simulate import run
+from loadgen.result.model import Result
+
+SMALL = ("--pods", "3", "--sessions", "24", "--request-rate", "12", "--formats", "json")
+
+
+def simulate(folder: Path, *flags: str) -> Result:
+    assert run([*flags, "--out", str(folder)]) == 0
+    return Result.model_validate(json.loads((folder / "result.json").read_text())["result"])
+
+
+def test_arms_are_compared_on_the_same_requests(tmp_path: Path):
+    result = simulate(
+        tmp_path, *SMALL, "--arms", "power_of_two", "round_robin", "predicted_ttft", "--seeds", "3,4",
+        "--die", "pod-1@1", "--join", "pod-9@0.5", "--slow", "pod-2@1=0.5", "--gateways", "2",
+    )  # fmt: skip
+    assert [arm.name for arm in result.arms] == ["power_of_two", "round_robin", "predicted_ttft"]
+    assert result.baseline == "round_robin"
+    assert result.order == (*(arm.name for arm in result.arms),) * 2
+    assert {len(arm.blocks) for arm in result.arms} == {2}
+    assert len({arm.summary.planned for arm in result.arms}) == 1
+    assert {contrast.arm for contrast in result.contrasts} == {"power_of_two", "predicted_ttft"}
+    for arm in result.arms:
+        summary = arm.summary
+        assert summary.completed + summary.failed + summary.not_sent == summary.planned
+        assert set(summary.pods) == {"pod-0", "pod-1", "pod-2", "pod-9"}
+        assert summary.pods["pod-9"].requests > 0
+        assert len(summary.ttft.cdf_ms) == 101
+        assert summary.series is not None
+        assert set(summary.series.in_flight) == set(summary.series.cached_token_rate) == set(summary.pods)
+    assert result.facts["profile h100-8b"].startswith("w0_ms 6, a_ms 3, c1_ms 0.022, c2_ms 1.07e-06")
+    assert result.facts["events"] == "pod-9 join at 0.5 s; pod-1 die at 1 s; pod-2 slow at 1 s to 0.5"
+
+
+def test_report_and_spreadsheet_are_drawn(tmp_path: Path):
+    flags = ("--pods", "2", "--sessions", "12", "--request-rate", "8", "--arms", "round_robin,omniscient")
+    assert run([*flags, "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Routing simulated" in page
+    assert "c1_ms 0.022" in page, "the constants decide the headline, so every report has them"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "result.csv", "result.json"}
+
+
+def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path):
+    result = simulate(
+        tmp_path, "--sweep", "rate", "--rates", "4,60,900", "--pods", "1", "--arms", "least_loaded", "--sessions", "40",
+        "--point-s", "1", "--workload", "diverse", "--formats", "json",
+    )  # fmt: skip
+    assert [point.rate for point in result.sweep] == sorted(point.rate or 0 for point in result.sweep)
+    assert [point.saturated for point in result.sweep][-1]
+    assert not result.sweep[0].saturated
+    assert "least_loaded keeps up with" in result.verdict[0]
+    assert "saturate it" in result.verdict[0]
+
+
+def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 1000 * n, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 10 + n]} for n in range(4)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--workload", "mooncake", "--dataset-path", str(trace), "--pods", "1", "--arms", "round_robin")
+    result = simulate(tmp_path / "out", *flags, "--speedup", "2", "--formats", "json")
+    summary = result.arms[0].summary
+    assert summary.completed == 4
+    assert summary.duration_s == pytest.approx(1.5, abs=0.2)
+    assert summary.cached_tokens == 3 * 1024, "two blocks of 512 tokens"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--die", "pod-7@3", "--pods", "4"], "pod-7 is not there; there are pod-0, pod-1, pod-2, pod-3"),
+        (["--die", "pod-0@1,pod-0@2"], "--die pod-0@2: pod-0 is not there"),
+        (["--join", "pod-1@3"], "pod-1 is already there"),
+        (["--die", "pod-0@1", "--pods", "1"], "--die leaves no pod"),
+        (["--slow", "pod-1@3"], "must end in a speed above 0"),
+        (["--slow", "pod-1@soon=0.5"], "must name a pod and seconds"),
+        (["--rates", "3,4"], "--rates needs --sweep rate"),
+        (["--sweep", "rate", "--seeds", "1,2"], "--seeds does not go with --sweep rate"),
+        (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
+        (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
+        (["--profile", "missing.yaml"], "missing.yaml cannot be read"),
+        (["--arms", "fastest"], "fastest is no arm"),
+        (["--baseline", "omniscient"], "--baseline omniscient is not an arm"),
+        (["--max-running", "4096"], "--max-step-tokens must be at least --max-running"),
+        (["--kv-tokens", "100", "--block-size", "128"], "100 tokens of KV are less than a block of 128"),
+        (["--workload", "diverse", "--arrival", "trace"], "needs a workload with times of its own"),
+    ],
+)
+def test_bad_flags_are_named_with_the_remedy(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    try:
+        status = run(flags)
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def command(folder: Path, hash_seed: str, *flags: str) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "loadgen", "simulate", *flags, "--out", str(folder)]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_processes_find_the_same_bit_for_bit(tmp_path: Path):
+    arms = "predicted_ttft,affinity_groups,bounded_hash,sglang_cache_aware,llmd_211,preble_e2,omniscient"
+    flags = (*SMALL, "--arms", arms, "--gateways", "2", "--die", "pod-1@1", "--workload", "branching")
+    started = [command(tmp_path / seed, seed, *flags) for seed in ("1", "271828")]
+    found = []
+    for seed, process in zip(("1", "271828"), started, strict=True):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        content = json.loads((tmp_path / seed / "result.json").read_text())
+        result = Result.model_validate(content["result"])
+        changed = {"created": "", "configuration": {**result.configuration, "out": ""}}
+        found.append(result.model_copy(update=changed).model_dump_json())
+    assert found[0] == found[1]
+
+
+def test_ctrl_c_ends_it_without_files(tmp_path: Path):
+    process = command(tmp_path / "out", "0", "--sessions", "1000000", "--request-rate", "50", "--workload", "diverse")
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()  # the first progress line: the run is on its way
+        assert "round_robin" in line
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped; nothing was written" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()

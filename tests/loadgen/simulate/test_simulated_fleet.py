@@ -1,0 +1,250 @@
+"""Users, gateways and pods in virtual time: what is conserved, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.sequence import CachedSequence
+from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
+from loadgen.measure.records import RequestRecord
+from loadgen.simulate.arms import ARM_NAMES, make_router
+from loadgen.simulate.build import emulated_pods
+from loadgen.simulate.faults import Fault, FaultKind
+from loadgen.simulate.fleet import MAX_ATTEMPTS, FleetSpec, Simulation
+from loadgen.simulate.omniscient import Omniscient
+from loadgen.simulate.pod import SimPod
+from loadgen.simulate.scenario import Scenario, play
+from loadgen.workloads.base import Piece, Session
+from loadgen.workloads.chat import Chat
+from router.routing.types import PodView
+from tests.loadgen.simulate.hand_made import Listed, Told, fleet, one, run, steady, turn
+
+POISSON = ArrivalSpec(ArrivalKind.POISSON, 20.0)
+CHATS = Chat("chats", 1, 4, 0.8, 600, 900, 20, 60, 1, 3, 0.3, unique_share=0.2, output_tokens=24)
+BRANCHING = Chat("branching", 2, 2, 0.0, 400, 400, 20, 60, 2, 3, 0.2, 0.0, 24, 0.3, 0.3, 0.5)
+
+
+def die(pod: str, at_s: float) -> Fault:
+    return Fault(at_s, FaultKind.DIE, pod)
+
+
+@given(
+    arm=st.sampled_from(ARM_NAMES),
+    workload=st.sampled_from([CHATS, BRANCHING]),
+    gateways=st.integers(1, 3),
+    deaths=st.lists(st.floats(0, 2), max_size=2),
+    closed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+def test_every_request_ends_in_one_record(
+    arm: str, workload: Chat, gateways: int, deaths: list[float], closed: bool, seed: int
+):
+    faults = [die(f"pod-{number}", at_s) for number, at_s in enumerate(deaths)]
+    arrivals = ArrivalSpec(ArrivalKind.CLOSED, concurrency=5) if closed else POISSON
+    scenario = Scenario(fleet(3, *faults, kv_tokens=8000), workload, arrivals, 12, seed, gateways)
+    records: list[RequestRecord] = []
+    played = play(scenario, arm, records.append)
+    turns = {(number, t) for number in range(12) for t in range(len(workload.session(number).turns))}
+    seen = Counter((record.session, record.turn) for record in records)
+    assert played.planned == len(turns)
+    assert set(seen.values()) == {1}
+    failed = {record.session for record in records if record.failure}
+    assert all(session in failed for session, _ in turns - set(seen)), "only turns after a failed one are missing"
+    for record in records:
+        assert 0 <= record.cached_tokens <= max(0, record.prompt_tokens - 1)
+        if record.failure is None:
+            assert record.first_token_s is not None
+            assert record.intended_s <= record.first_token_s <= record.finished_s
+    assert len(played.records) == len(records)
+    if not deaths:
+        assert not failed
+
+
+def test_a_dying_pod_loses_only_what_had_begun_to_stream():
+    workload = steady(60, 0.05, output=200)
+    dead, at_s = "pod-1", 1.51
+    router = Told(["pod-0", "pod-1", "pod-2"])
+    records = run(fleet(3, die(dead, at_s)), workload, router)
+    lost = [record for record in records if record.failure]
+    assert lost, "the pod was streaming when it died"
+    assert {record.failure for record in lost} == {"disconnected"}
+    for record in lost:
+        assert record.pod == dead
+        assert record.first_token_s is not None
+        assert record.first_token_s <= at_s + 0.01
+    moved = {number for _, number, excluded in router.asked if excluded == [dead]}
+    assert moved, "others had been sent there without a first token"
+    assert moved.isdisjoint(record.session for record in lost)
+    assert all(record.finished_s < at_s for record in records if record.pod == dead and not record.failure)
+    assert [pods for _, pods in router.changes][-1] == ["pod-0", "pod-2"]
+    assert router.changes[-1][0] == pytest.approx(at_s + fleet().discovery_s)
+
+
+def test_a_dead_pod_that_is_still_listed_is_left_after_one_refusal_each():
+    spec = fleet(2, die("pod-0", 0.0))
+    router = Told(["pod-0"])
+    (record,) = run(spec, Listed((one(0, 0.5, Piece("a", 300)),)), router)
+    assert router.asked == [
+        (0.5, 0, []),
+        (pytest.approx(0.5 + spec.network_s + spec.refuse_s), 0, ["pod-0"]),
+    ]
+    assert record.failure is None
+    assert record.intended_s == 0.5, "the wait for the dead pod is the user's"
+    assert record.first_token_s is not None
+    assert record.first_token_s > 0.5 + spec.refuse_s
+    assert router.ends == [(0, "pod-0", False), (0, "pod-1", True)]
+
+
+def test_a_request_gives_up_after_three_pods():
+    spec = fleet(5, *(die(f"pod-{number}", 0.0) for number in range(4)))
+    router = Told()
+    (record,) = run(spec, Listed((one(0, 0.5, Piece("a", 300)),)), router)
+    assert record.failure == "disconnected"
+    assert len(router.asked) == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize("arm", ["least_loaded", "predicted_ttft", "dynamo_kv", "omniscient"])
+def test_a_joining_pod_gets_traffic_once_it_is_known(arm: str):
+    (new,) = emulated_pods(1)
+    spec = FleetSpec(emulated_pods(2), (Fault(1.0, FaultKind.JOIN, "pod-x", spec=_named(new, "pod-x")),))
+    records: list[RequestRecord] = []
+    play(Scenario(spec, steady(200, 0.015, tokens=600), ArrivalSpec(ArrivalKind.TRACE), 200, 1), arm, records.append)
+    there = [record for record in records if record.pod == "pod-x"]
+    known_s = 1.0 if arm == "omniscient" else 1.0 + spec.discovery_s
+    assert len(there) > 10
+    assert min(record.intended_s for record in there) >= known_s
+
+
+def _named(spec, name):
+    return type(spec)(name, spec.profile, kv_tokens=spec.kv_tokens)
+
+
+def test_a_slow_pod_gets_less_under_predicted_ttft_and_its_share_under_round_robin():
+    spec = fleet(4, Fault(0.0, FaultKind.SLOW, "pod-2", speed=0.25))
+    shares = {}
+    for arm in ("predicted_ttft", "round_robin"):
+        records: list[RequestRecord] = []
+        scenario = Scenario(spec, steady(240, 0.02, tokens=1500), ArrivalSpec(ArrivalKind.TRACE), 240, 1)
+        play(scenario, arm, records.append)
+        late = [record for record in records if record.intended_s > 1.2]
+        shares[arm] = sum(record.pod == "pod-2" for record in late) / len(late)
+    assert shares["round_robin"] == pytest.approx(0.25, abs=0.01)
+    assert shares["predicted_ttft"] < 0.15
+
+
+def test_gateways_take_turns_and_hear_of_events_after_their_delay():
+    fast, slow = Told(takes_reports=True), Told(takes_reports=True)
+    records = run(fleet(1, event_delay_s=0.7), steady(8, 0.1), fast, slow)
+    assert [number for _, number, _ in fast.asked] == [0, 2, 4, 6]
+    assert [number for _, number, _ in slow.asked] == [1, 3, 5, 7]
+    assert fast.reports == slow.reports
+    first = min(record.first_token_s or 0.0 for record in records)
+    stored = [at_s for at_s, _, report in fast.reports if report.stored]
+    # keys are published within 50 ms of the step that computed them, and that step precedes the first token
+    assert first + 0.7 - 0.002 <= min(stored) + 0.05
+    assert min(stored) <= first + 0.7 + 0.05
+
+
+def test_gateways_that_hear_late_know_less():
+    chats = Chat("one", 1, 12, 0.0, 1500, 1500, 40, 40, 1, 1, output_tokens=16)
+    rates = {}
+    for gateways, delay_s in ((1, 0.002), (4, 0.002), (4, 5.0)):
+        spec = fleet(6, event_delay_s=delay_s)
+        records: list[RequestRecord] = []
+        play(Scenario(spec, chats, POISSON, 150, 1, gateways), "predicted_ttft", records.append)
+        rates[gateways, delay_s] = sum(r.cached_tokens for r in records) / sum(r.prompt_tokens for r in records)
+    assert rates[1, 0.002] >= rates[4, 0.002] > rates[4, 5.0]
+
+
+def test_scrapes_show_what_a_pod_answered_some_time_ago():
+    router = Told(scrape_s=0.1)
+    spec = fleet(1)
+    run(spec, steady(20, 0.01, tokens=2000), router)
+    assert all(at_s * 10 % 1 == pytest.approx(10 * spec.scrape_delay_s, abs=1e-6) for at_s, _, _ in router.scrapes)
+    assert max(scrape.waiting + scrape.running for _, _, scrape in router.scrapes) > 5
+    assert 0 < max(scrape.kv_usage for _, _, scrape in router.scrapes) < 1
+
+
+def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from():
+    a, b, c, d = (Piece(name, 100) for name in "abcd")
+    turns = (
+        turn(a, output=20),
+        turn(b, output=8, after=0, think_s=2.0),
+        turn(c, output=8, after=0, think_s=0.5),
+        turn(d, output=8, after=2, think_s=1.0),
+    )
+    records = {record.turn: record for record in run(fleet(1), Listed((Session(0, "", turns, 1.0),)), Told())}
+    assert records[0].intended_s == 1.0
+    assert records[1].intended_s == pytest.approx(records[0].finished_s + 2.0)
+    assert records[2].intended_s == pytest.approx(records[0].finished_s + 0.5), "a branch does not wait for the other"
+    assert records[3].intended_s == pytest.approx(records[2].finished_s + 1.0)
+    assert records[3].prompt_tokens == 100 + 20 + 100 + 8 + 100, "the branch's own history, answers included"
+    assert records[2].cached_tokens == (100 + 20) // 16 * 16 - (0 if 120 % 16 else 16)
+
+
+def test_the_closed_loop_keeps_its_number_of_sessions_going():
+    workload = Listed(tuple(Session(n, "", (turn(Piece(f"u{n}", 500), output=50),)) for n in range(30)))
+    records = run(fleet(2), workload, Told(), arrivals=ArrivalSpec(ArrivalKind.CLOSED, concurrency=4))
+    assert len(records) == 30
+    edges = sorted([(r.intended_s, 1) for r in records] + [(r.finished_s, -1) for r in records])
+    going = most = 0
+    for _, step in edges:
+        going += step
+        most = max(most, going)
+    assert most == 4
+    ends = sorted(record.finished_s for record in records)
+    starts = sorted(record.intended_s for record in records)
+    assert starts[4:] == ends[: len(starts) - 4], "each end begins the next"
+
+
+def test_a_prompt_larger_than_a_pods_cache_fails_and_the_run_goes_on():
+    workload = Listed((one(0, 0.0, Piece("big", 5000)), one(1, 0.1, Piece("small", 50))))
+    records = run(fleet(1, kv_tokens=2048), workload, Told())
+    assert {record.session: record.failure for record in records} == {0: "too long", 1: None}
+
+
+class Watched(Omniscient):
+    """Checks what it believes."""
+
+    seen: int = 0
+
+    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
+        view = super()._view(pod, sequence, prompt_tokens, now_s)
+        self.seen += 1
+        assert view.prefill_free_at_s >= now_s - 1e-9
+        assert 0 <= view.matched_tokens < prompt_tokens
+        assert view.in_flight_uncached_tokens >= 0
+        assert view.in_flight >= 0
+        assert 0 <= view.kv_used <= 1
+        return view
+
+
+def test_the_omniscient_router_never_expects_the_past():
+    records: list[RequestRecord] = []
+    spec = fleet(3, Fault(0.5, FaultKind.SLOW, "pod-0", speed=0.5), die("pod-1", 1.0), kv_tokens=12_000)
+    simulation = Simulation(
+        spec, CHATS, ArrivalSpec(ArrivalKind.POISSON, 60.0), sessions=80, seed=3, on_record=records.append
+    )
+    router = Watched(lambda: simulation.pods)
+    simulation.run([router])
+    assert router.seen > 200
+    assert len(records) >= 80
+
+
+@pytest.mark.parametrize("arm", ARM_NAMES)
+def test_every_arm_serves(arm: str):
+    records: list[RequestRecord] = []
+    simulation = Simulation(fleet(3), CHATS, POISSON, sessions=30, seed=1, on_record=records.append)
+    simulation.run([make_router(arm, simulation, 1, 256)])
+    assert {record.policy for record in records} == {arm}
+    assert not [record for record in records if record.failure]
+
+
+def test_an_unknown_arm_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown router 'fastest'; known are round_robin"):
+        play(Scenario(fleet(1), CHATS, POISSON, 1, 1), "fastest")
