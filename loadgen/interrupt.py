@@ -7,11 +7,16 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 T = TypeVar("T")
 
 
 def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end. SIGINT and SIGTERM cancel it, so that it cleans up, and raise KeyboardInterrupt here."""
+    """Run `work` to its end. SIGINT and SIGTERM cancel it, so that it cleans up, and raise KeyboardInterrupt here.
+
+    On uvloop: a request costs less CPU there and leaves more punctually.
+    """
 
     async def main() -> T:
         task = asyncio.current_task()
@@ -21,6 +26,6 @@ def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
         return await work
 
     try:
-        return asyncio.run(main())
+        return uvloop.run(main())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None

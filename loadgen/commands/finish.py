@@ -41,10 +41,11 @@ def drive(
 
 
 def check_writable(folder: str, flag: str) -> None:
-    """Make the folder. Raises ConfigError where it cannot be written: before anything is measured, not after it."""
+    """Raises ConfigError where the folder cannot be made or written: said before anything is measured, not after it."""
+    wanted = Path(folder).absolute()
+    existing = next(place for place in (wanted, *wanted.parents) if place.exists())
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(f"{flag} {folder} cannot be written: {error.strerror or error}") from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from engine.contract.keys import PrefixKey
 from router.routing.latency import prefill_s
 from router.routing.pick import bound_per_weight, decide, load, lowest
+from router.routing.recent import RecentWork
 from router.routing.ring import Rings
 from router.routing.shares import Popularity, TrafficShares
 from router.routing.types import Decision, PodId, PodView, RequestInfo
@@ -17,6 +18,9 @@ _ELSEWHERE = 1e9
 """Tokens; above any load."""
 _SLACK = 4
 """Requests beyond the bound that are no imbalance yet: so many come together by chance."""
+_EVEN = 1.1
+"""Requests of the last minutes that a pod may have, relative to the mean, to be sent what it holds."""
+_RECENT_HALF_LIFE_S = 60.0
 _FIRST_REQUESTS = 100
 """Shares of fewer requests are chance: no groups before."""
 _FULL = 1.25
@@ -56,22 +60,25 @@ class AffinityGroups:
         self._rings = Rings()
         self._groups = _Groups()
         self._seen = 0
+        self._recent = RecentWork(_RECENT_HALF_LIFE_S)
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        """See `Policy.choose`; scores are loads in tokens, those of pods outside the group behind all others."""
+        """See `Policy.choose`; scores are loads in tokens; of pods outside the group behind all others, of those
+        that hold what recurs before them."""
         groups = self._current(pods, request.now_s)
         group, depth = self._group(groups, request)
         members = [i for i, pod in enumerate(pods) if pod.pod_id in group] or list(range(len(pods)))
         scores = [load(pod) + _ELSEWHERE for pod in pods]
         for i in members:
             scores[i] = load(pods[i])
-        if (home := self._home(request, depth, pods, members)) is not None:
-            scores[home] = -1.0
+        for i in self._homes(request, depth, pods, members):
+            scores[i] -= _ELSEWHERE
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
         self._groups = groups
         self._seen += 1
+        self._recent.add(pods[chosen].pod_id, 1.0, request.now_s)
         self.shares.record(request.keys, _work_s(request, pods, chosen), request.now_s)
         return decide(self.name, pods, chosen)
 
@@ -84,15 +91,18 @@ class AffinityGroups:
             group = groups.owned.get(key, group)
         return group, len(request.keys)
 
-    def _home(self, request: RequestInfo, depth: int, pods: Sequence[PodView], members: Sequence[int]) -> int | None:
-        """The member with the longest match beyond the popular keys, if that is not past the bound."""
+    def _homes(self, request: RequestInfo, depth: int, pods: Sequence[PodView], members: Sequence[int]) -> list[int]:
+        """The members with the longest match beyond the popular keys, of those not past the bound."""
         beyond = (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
         holders = [i for i in members if pods[i].matched_tokens >= beyond - 1]
         if not holders:
-            return None
+            return []
         limit = bound_per_weight([pods[i] for i in members], self._bound)
-        free = [i for i in holders if pods[i].in_flight <= limit * pods[i].weight + _SLACK]
-        return max(free, key=lambda i: (pods[i].matched_tokens, -load(pods[i])), default=None)
+        recent = {i: self._recent.tokens(pods[i].pod_id, request.now_s) / pods[i].weight for i in members}
+        even = _EVEN * sum(recent.values()) / len(members) + _SLACK
+        free = [i for i in holders if recent[i] <= even and pods[i].in_flight <= limit * pods[i].weight + _SLACK]
+        longest = max([pods[i].matched_tokens for i in free], default=0)
+        return [i for i in free if pods[i].matched_tokens == longest]
 
     def _current(self, pods: Sequence[PodView], now_s: float) -> _Groups:
         """The groups in force, made anew when old or when a pod is new; a pod left out for one retry is no reason."""

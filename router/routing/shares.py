@@ -89,10 +89,6 @@ class TrafficShares:
             total += factor * report.total
         return weight / total if total > 0 else 0.0
 
-    def recurs(self, key: PrefixKey) -> bool:
-        """Whether this gateway counts the key already: it has seen it lately, or often."""
-        return key in self._weights
-
     def popular(self, min_share: float, now_s: float) -> dict[PrefixKey, Popularity]:
         """Every key with at least that share."""
         unit = self._unit(now_s)

@@ -13,6 +13,7 @@ from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_ti
 from loadgen.output.units import metric_label, milliseconds, number
 from loadgen.result.model import Result, SweepPoint
 
+_DOTTED = " Dotted: all that was offered; a rate counts up to a step's last answer, so short steps lie below."
 _HEIGHT = 236.0
 
 
@@ -65,7 +66,7 @@ def sweep_goodput(result: Result) -> Plot | None:
         + (f", knee at {step_of(found):g}" if (found := knee(points)) else "")
         for name, points in arms.items()
     )
-    caption = "Hollow: saturated." + (" Dotted: all that was offered." if by_rate else "")
+    caption = "Hollow: saturated." + (_DOTTED if by_rate else "")
     caption += f" Good: {_objectives(arms)}." if has_objectives else ""
     keys = (*_keys(result, arms), Key("saturated", None, "hollow"))
     return Plot("sweep-goodput", f"{what} against load", caption, f"{what} by step. {told}.", paint, keys, _HEIGHT)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -27,6 +29,18 @@ SPEC = RunSpec(ArrivalSpec(ArrivalKind.POISSON, rate=100.0), seed=3, time_limit_
 
 def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "loadgen.load.worker" in " ".join(child.cmdline())]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Not ended: where nobody waits for orphans, they stay in the process table as zombies."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
 
 
 async def test_several_processes_play_the_schedule_of_one():
@@ -93,6 +107,35 @@ async def test_cancellation_ends_all_workers():
         with pytest.raises(asyncio.CancelledError):
             await task
     assert children() == []
+
+
+KILLED = """
+import asyncio, sys
+from loadgen.load.target import Target
+from loadgen.load.workers import play_parallel
+from tests.loadgen.load.test_load_workers import SPEC, WORKLOAD
+asyncio.run(play_parallel(Target(sys.argv[1]), WORKLOAD, 1.4, SPEC, 2))
+"""
+
+
+async def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(tmp_path: Path):
+    async def never(request: Request, writer: asyncio.StreamWriter) -> None:
+        if request.path == "/v1/models":
+            await answer_well(request, writer)
+
+    server = ScriptedServer(never)
+    async with server.running() as url:
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, url, env=environment)
+        try:
+            await wait_until(lambda: any(request.method == "POST" for request in server.requests), 60, "a request")
+            workers = psutil.Process(parent.pid).children()
+        finally:
+            parent.kill()
+            await parent.wait()
+        assert len(workers) == 2
+        await wait_until(lambda: not any(is_alive(worker) for worker in workers), 60, "the workers' end")
+    assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(

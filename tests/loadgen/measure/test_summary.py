@@ -114,6 +114,8 @@ def test_a_late_generator_makes_a_run_invalid():
     late = summarise(made_run([request(i, sent_s=0.006, ttft_s=0.1) for i in range(10)]))
     assert late.ttft.mean_ms == pytest.approx(100)
     assert late.ttft_from_send.mean_ms == pytest.approx(94)
+    assert late.e2e.mean_ms == pytest.approx(600)
+    assert late.e2e_from_send.mean_ms == pytest.approx(594)
     assert late.validity.lag_p99_share == pytest.approx(0.06)
     assert not late.validity.valid
     assert "load generator was late by 6.0 ms" in late.validity.reasons[0]

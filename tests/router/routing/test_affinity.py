@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -137,16 +138,24 @@ def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
     assert policy.choose(request, pods).pod != home
 
 
-def test_equally_popular_prefixes_keep_one_pod_each() -> None:
-    """Sixteen system prompts, each worth half a pod: from its second request on each stays where its first one went."""
+def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> None:
+    """Sixteen system prompts, each worth half a pod: most stay where the first request went, a few even the load."""
     policy, rng = groups_policy(), random.Random(3)
     held: dict[int, set[int]] = {name: set() for name in range(16)}
+    latest: deque[int] = deque(maxlen=16)
+    sent: Counter[int] = Counter()
     for i in range(400):
         name = rng.randrange(16)
         request = RequestInfo((*keys(name), PrefixKey(10**9 + i)), 1000, i * 0.1)
-        pods = [replace(pod, matched_tokens=830 if j in held[name] else 0) for j, pod in enumerate(PODS)]
-        held[name].add(policy.choose(request, pods).pod)
-    assert sum(map(len, held.values())) <= 20
+        pods = [
+            replace(pod, matched_tokens=830 if j in held[name] else 0, in_flight=latest.count(j))
+            for j, pod in enumerate(PODS)
+        ]
+        latest.append(policy.choose(request, pods).pod)
+        held[name].add(latest[-1])
+        sent[latest[-1]] += 1
+    assert sum(map(len, held.values())) <= 28
+    assert max(sent.values()) <= 1.25 * 400 / len(PODS)
 
 
 def test_a_group_without_a_pod_left_gives_way() -> None:
