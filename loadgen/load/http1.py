@@ -192,17 +192,14 @@ class Pool:
 
     async def connect(self) -> Connection:
         """A fresh connection. Raises OSError (of which ssl.SSLError is one); deadlines are the caller's."""
-        loop, address = asyncio.get_running_loop(), self._address
-        name = address.host if address.tls else None
+        address = self._address
         if not self._hosts:
-            found = await loop.getaddrinfo(address.host, address.port, type=1)
+            found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=1)
             self._hosts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         refused: OSError | None = None
         for host in list(self._hosts):
             try:
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self), host, address.port, ssl=address.tls, server_hostname=name
-                )
+                connection = await self._connect(host)
             except OSError as error:
                 refused = error
             else:
@@ -211,6 +208,19 @@ class Pool:
                 return connection
         assert refused is not None
         raise refused
+
+    async def _connect(self, host: str) -> Connection:
+        address, connection, is_made = self._address, Connection(self), False
+        name = address.host if address.tls else None
+        try:
+            await asyncio.get_running_loop().create_connection(
+                lambda: connection, host, address.port, ssl=address.tls, server_hostname=name
+            )
+            is_made = True
+        finally:
+            if not is_made:  # uvloop closes the socket of a cancelled call without a word to a protocol that has it
+                self.gone(connection)
+        return connection
 
     def opened(self, connection: Connection) -> None:
         """Told by a connection: it exists."""

@@ -24,7 +24,9 @@ clean_up() {
     if [ -n "$node" ]; then
         mkdir -p "$CLUSTER_LOGS/node"
         cp "$node"/logs/* "$CLUSTER_LOGS/node/" 2>/dev/null || true
-        "$CLUSTER_DOWN" "$node" && rm -rf --one-file-system "$node"
+        "$CLUSTER_DOWN" "$node"
+        umount "$scratch" 2>/dev/null || true
+        rm -rf --one-file-system "$scratch"
     fi
     exit $status
 }
@@ -45,7 +47,13 @@ if [ -n "${KUBECONFIG:-}" ]; then
 else
     : "${CLUSTER_DOWN:?cluster-test: CLUSTER_UP needs CLUSTER_DOWN, or the cluster would stay}"
     # Not in the checkout: sockets lie in it, whose paths may have 107 characters.
-    node=$(mktemp -d "${TMPDIR:-/tmp}/warmroute-node.XXXXXX")
+    scratch=$(mktemp -d "${TMPDIR:-/tmp}/warmroute.XXXXXX")
+    # In memory where there is plenty: unpacked images are a hundred thousand files, slow to write and to remove.
+    if [ "$(awk '/^MemAvailable/ {print int($2 / 2^20)}' /proc/meminfo)" -ge 12 ]; then
+        mount -t tmpfs -o mode=0755 warmroute "$scratch" 2>/dev/null || true
+    fi
+    node=$scratch/node
+    mkdir "$node"
     settings=$("$CLUSTER_UP" "$node" "${archives[@]}")
     eval "$settings"
     [ ! -x "$node/apiserver.sh" ] || export CLUSTER_DIR=$node

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+import uvloop
 
 import loadgen.load.client
 import loadgen.load.http1
@@ -204,3 +205,23 @@ async def test_http_to_a_tls_port_is_a_failure(server_tls: ssl.SSLContext):
     server = ScriptedServer(answer_well)
     async with server.running(server_tls) as url, Client(Target(url.replace("https", "http"), model="m")) as client:
         assert (await send(client)).failure in ("disconnected", "bad answer")
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_cancelled_at_any_moment_of_connecting_nothing_stays_open(new_loop):
+    """Closing waits for every connection to be gone: one that nobody forgets would hold it up until it gives up."""
+
+    async def play() -> None:
+        server = ScriptedServer(answer_well)
+        async with server.running() as url:
+            for turns in range(12):
+                async with asyncio.timeout(loadgen.load.http1.CLOSE_S - 1), Client(Target(url, model="m")) as client:
+                    task = asyncio.create_task(send(client))
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            await wait_until(lambda: server.open == 0, 10, "the end of all connections")
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(play())
