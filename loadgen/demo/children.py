@@ -157,9 +157,6 @@ class Children:
             task.cancel()
             watch.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
-            # Sockets that the work closed go in a later turn of the loop, which stopping the children will block: until
-            # then a server that ends gracefully waits for them.
-            await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> NoReturn:
         while True:

@@ -9,7 +9,6 @@ that what else the machine does counts little.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
@@ -19,13 +18,13 @@ from loadgen.simulate.fleet import FleetSpec
 from loadgen.simulate.scenario import Scenario, play
 from loadgen.workloads.published import GeneratedSharedPrefix
 
-LIMIT_MS = 1.8
+TARGET_MS = 1.8
 """Of CPU a request: 3 minutes for 100,000."""
 PER_POD = 10.0
 
 
-def main() -> int:
-    """The exit status: 1 above the limit."""
+def main() -> None:
+    """Play the fleet once and print what it took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", type=int, default=64, help="emulated pods (64)")
     parser.add_argument("--requests", type=int, default=100_000, help="requests (100000)")
@@ -44,10 +43,9 @@ def main() -> int:
     print(
         f"{options.arm}, {options.pods} pods, {summary.completed:,} of {summary.planned:,} requests completed,"
         f" {run.duration_s:.0f} virtual s: simulation {simulated_s:.1f} s of CPU, with the summary {whole_s:.1f} s,"
-        f" {each_ms:.2f} ms a request (limit {LIMIT_MS})"
+        f" {each_ms:.2f} ms a request, {each_ms / TARGET_MS:.2f} of the target"
     )
-    return int(each_ms > LIMIT_MS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
