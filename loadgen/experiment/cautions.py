@@ -105,7 +105,7 @@ def _duplicates(arms: Sequence[Arm]) -> str:
 
 def _without_pods(arms: Sequence[Arm]) -> str:
     unknown = [arm.name for arm in arms if arm.summary.completed and arm.summary.request_imbalance is None]
-    if not unknown:
+    if not unknown or len(arms) == 1:  # one server, maybe one pod: there is nothing to share
         return ""
     return f"{', '.join(unknown)}: the answers do not name the pod, so how pods shared the load is unknown."
 
