@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import Any
 
 import pytest
 
@@ -60,26 +58,12 @@ def test_containers_run_without_root_and_cannot_write_their_image(component: str
     assert int(capabilities.split()[1], 16) == 0
 
 
-def printed_result(selector: str) -> dict[str, Any]:
-    """The Job's log, once all of it is there: the kubelet may write the last of it after the container's end."""
-    deadline_s = time.monotonic() + 60
-    while True:
-        printed = kubectl("logs", "--selector", selector, "--container", "result", "--tail=-1")
-        try:
-            result: dict[str, Any] = json.loads(printed)
-        except json.JSONDecodeError:
-            assert time.monotonic() < deadline_s, f"no whole result in the log: {printed[-500:]}"
-            time.sleep(0.5)
-        else:
-            return result
-
-
 def test_the_load_generators_report_shows_what_affinity_gains():
     settle()
     install("loadgen.enabled=true")
     selector = "app.kubernetes.io/component=loadgen"
     kubectl("wait", "job", "--selector", selector, "--for=condition=complete", "--timeout=240s", timeout_s=250)
-    result = printed_result(selector)
+    result = json.loads(kubectl("logs", "--selector", selector, "--container", "result", "--tail=-1"))
     plain, grouped = result["arms"]["round_robin"], result["arms"]["affinity_groups"]
     print(
         json.dumps(
