@@ -19,6 +19,8 @@ WARM_REQUESTS = 500
 """Requests served before the comparison with the omniscient arm begins."""
 STRIDE = 256
 KNEE_RUN_S = 30.0
+MAX_RATE = 10_000.0
+"""Sessions per second that no fleet of the table serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def find_knee(case: Case, seed: int = 1, run_s: float = KNEE_RUN_S) -> float:
     low = 1.0
     limit_ms = 10 * p99_ms(low)
     high = 2 * low
-    while p99_ms(high) <= limit_ms:
+    while p99_ms(high) <= limit_ms and high < MAX_RATE:
         low, high = high, 2 * high
     for _ in range(5):
         middle = (low + high) / 2
