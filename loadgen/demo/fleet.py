@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from engine.contract.settings import Settings
 from loadgen.commands.compare import CompareSettings, make_plan
-from loadgen.demo.run import POLICIES, ROUNDS, amount_within, checked_policies, compared, on_stack
+from loadgen.demo.run import ROUNDS, StackSettings, amount_within, compared, cpu_cores, on_stack
 from loadgen.demo.stack import Steps, emulated_engines
 from loadgen.load.arrivals import mean_turns
 from loadgen.load.calibrate import measure_tokens_per_word, probe
@@ -26,18 +24,12 @@ MAX_REQUEST_RATE = 24.0
 """Requests per second. Each costs the machine some 25 ms, most of it tokenizing: more would measure that."""
 
 
-class FleetSettings(Settings):
+class FleetSettings(StackSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo-fleet`."""
 
-    config: str | None = Field(None, description="YAML file with any of these settings")
     out: str = Field("out/demo-fleet", description="folder for report.html, result.json and logs/")
-    seed: int = Field(1, description="decides prompts and schedule")
-    policies: list[str] = Field(POLICIES, description="routing policies to compare, comma-separated, one arm each")
     pods: int = Field(8, ge=1, le=64, description="emulated pods, a process each")
     profile: str = Field("h100-8b", description="timing of the pods: a name or YAML file of engine --sim-profile")
-    redis_url: str | None = Field(
-        None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
-    )
     tenants: int = Field(24, ge=1, description="system prompts, each of prompt_tokens, shared by a tenant's sessions")
     prompt_tokens: int = Field(12_000, ge=1, le=60_000, description="tokens of each system prompt")
     output_tokens: int = Field(48, ge=1, le=4096, description="tokens of each answer")
@@ -51,11 +43,6 @@ class FleetSettings(Settings):
         20.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
     )
     total_s: float = Field(170.0, gt=0, description="seconds the whole demo is planned to take")
-
-    @field_validator("policies")
-    @classmethod
-    def _check_policies(cls, policies: list[str]) -> list[str]:
-        return checked_policies(policies)
 
     def traffic(self, url: str) -> dict[str, object]:
         """Settings of the comparison, without its amount: tenants as in `compare`, one or two turns a session."""
@@ -107,7 +94,7 @@ def _facts(settings: FleetSettings, alone_s: float, rate: float) -> dict[str, st
     return {
         "pods": f"{settings.pods} engine processes that emulate {settings.profile}: scheduler, cache, HTTP and registry"
         " are real, a step waits for the time that the profile's formula gives",
-        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "CPU cores": cpu_cores(),
         "uncached system prompt": f"{alone_s * 1e3:.0f} ms on an idle pod, tokenizing and gateway included",
         "load": f"{rate:.1f} requests per second",
     }

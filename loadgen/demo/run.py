@@ -39,17 +39,30 @@ SLACK = 1.15
 """A block that outlasts its share of the time by more is cut off: the whole demo ends by about 1.15 * total_s."""
 
 
-class DemoSettings(Settings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo`."""
+class StackSettings(Settings):
+    """What every demo has that starts its own Redis, engines and gateway."""
 
     config: str | None = Field(None, description="YAML file with any of these settings")
-    out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
     seed: int = Field(1, description="decides prompts and schedule")
     policies: list[str] = Field(POLICIES, description="routing policies to compare, comma-separated, one arm each")
-    pods: int = Field(4, ge=1, le=64, description="engine processes")
     redis_url: str | None = Field(
         None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
     )
+
+    @field_validator("policies")
+    @classmethod
+    def _check_policies(cls, policies: list[str]) -> list[str]:
+        if not policies or not all(policies):
+            raise ValueError("must name at least one policy, and no empty one")
+        arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
+        return policies
+
+
+class DemoSettings(StackSettings):
+    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo`."""
+
+    out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
+    pods: int = Field(4, ge=1, le=64, description="engine processes")
     pool_tokens: int = Field(
         8000,
         ge=256,
@@ -59,19 +72,6 @@ class DemoSettings(Settings):
         28.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
     )
     total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
-
-    @field_validator("policies")
-    @classmethod
-    def _check_policies(cls, policies: list[str]) -> list[str]:
-        return checked_policies(policies)
-
-
-def checked_policies(policies: list[str]) -> list[str]:
-    """The policies. Raises ValueError where none is named, or one twice."""
-    if not policies or not all(policies):
-        raise ValueError("must name at least one policy, and no empty one")
-    arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
-    return policies
 
 
 async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Result:
@@ -151,10 +151,15 @@ def amount_within(left_s: float, arms: int, block_s: float, rate: float) -> dict
     }
 
 
+def cpu_cores() -> str:
+    """Cores that this process may use."""
+    return str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+
+
 def _facts(settings: DemoSettings, pace: Pace) -> dict[str, str]:
     return {
         "pods": f"{settings.pods} engines on CPU, 1 thread and {settings.pool_tokens:,} tokens of KV pool each",
-        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "CPU cores": cpu_cores(),
         "uncached system prompt": f"{pace.alone_s:.2f} s on an idle pod, {pace.cold_s:.2f} s each when all pods work",
         "load": "session rate derived from these times so that round robin keeps the machine about three quarters busy",
     }

@@ -53,8 +53,7 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
             yield from _nothing_shared(case, arms)
         elif peers := {name: arms[name] for name in PEERS if name in arms}:
             yield from _against_peers(case, arms, peers)
-            ratios.append(_best(peers, "mean_ttft_ms")[1])
-            ratios[-1] = mean(arms[OURS], "mean_ttft_ms") / ratios[-1]
+            ratios.append(mean(arms[OURS], "mean_ttft_ms") / _best(peers, "mean_ttft_ms")[1])
         if case.gateways == 1 and "omniscient" in arms:
             yield _against_floor(case, arms)
         yield from _groups(case, arms)
