@@ -23,7 +23,6 @@ MAX_ATTEMPTS = 3
 """As the gateway's `--retries` default: two further pods."""
 SHARES_EVERY_S = 1.0
 SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
-MIN_TOKENS_LEFT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,6 @@ class Simulation:
         self._on_record = on_record
         self._routers: Sequence[Router] = ()
         self._prompts = PromptMaker(key_seed(MODEL), spec.stride)
-        self._listed: list[str] = []
         self._flights: dict[int, _Flight] = {}
         self._count = 0
         self._unstarted = 0
@@ -111,7 +109,6 @@ class Simulation:
             router.pods_changed(sorted(self.pods), 0.0)
             if router.scrape_s:
                 self._scrape(router)
-        self._listed = sorted(self.pods)
         for fault in self._spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
         self._exchange_shares()

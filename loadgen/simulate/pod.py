@@ -61,7 +61,6 @@ class SimPod:
         self.spec = spec
         self.speed = self._next_speed = spec.speed
         self.alive = True
-        self.busy_s = 0.0
         blocks = (spec.kv_tokens or spec.profile.kv_tokens) // spec.block_size
         self.cache = PrefixCache(blocks, spec.block_size, enabled=spec.reuses)
         config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
@@ -153,7 +152,6 @@ class SimPod:
         plan, now_s = self._plan, self._timeline.now_s
         assert plan is not None
         elapsed_s = now_s - self._began_s
-        self.busy_s += elapsed_s
         if plan.steps > 1:
             tokens = {chunk.request.id: _tokens(chunk.request, self._steps) for chunk in plan.chunks}
             outputs = self.scheduler.complete_run(tokens, elapsed_s)
