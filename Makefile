@@ -5,10 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test gpu-bench compile-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,6 +56,15 @@ images: $(STAMP) ## build the images without Docker, as OCI archives in build/im
 
 cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kubernetes cluster; see tests/cluster/run.sh
 	@tests/cluster/run.sh $(PYTEST_ARGS)
+
+gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python with torch, Triton and pytest
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
+
+gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench
+	$(GPU_PYTHON) -m tests.bench.gpu $(GPU_BENCH_ARGS)
+
+compile-test: $(STAMP) ## every variant of the GPU kernels down to machine code for sm_80 and sm_90, without a card (minutes)
+	$(BIN)/python -m pytest -m compile --timeout=600 tests/engine/cuda $(PYTEST_ARGS)
 
 kind-up: ## with Docker and kind: a cluster, the images, the chart with the demo's values
 	@.ci/kind-up.sh

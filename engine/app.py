@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
@@ -38,10 +39,13 @@ from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
+    from engine.backend.cuda.backend import CudaBackend
     from engine.backend.torch_backend import TorchBackend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+CPU_KV_BYTES = 2**30
+"""KV pool on the CPU unless the settings say more."""
 CLOSE_S = 1.0
 """Seconds that connections get to close once the drain is over."""
 
@@ -101,7 +105,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     if settings.device == "sim":
         backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size))
     else:
-        backend, blocks = torch_backend(settings)
+        backend, blocks = model_backend(settings)
     max_model_len = min(config.max_position, blocks * settings.block_size)
     if settings.max_model_len > max_model_len:
         raise StartError(
@@ -129,8 +133,24 @@ def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, in
     return SimBackend(profile, vocab_size, settings.seed), blocks
 
 
-def torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
+def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend, int]:
     """The model on its device, and the blocks of its pool. Blocks. Raises ModelError, StartError."""
+    return _cuda_backend(settings) if settings.device_kind == "cuda" else _torch_backend(settings)
+
+
+def _cuda_backend(settings: EngineSettings) -> tuple[CudaBackend, int]:
+    if find_spec("triton") is None:
+        raise StartError(f"--device {settings.device} needs the package triton: pip install 'triton>=3.6'")
+    from engine.backend.cuda.memory import CudaStartError
+    from engine.backend.cuda.start import start_cuda
+
+    try:
+        return start_cuda(settings)
+    except CudaStartError as error:
+        raise StartError(str(error)) from None
+
+
+def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
     # Imported here: an emulated pod needs no torch, which takes seconds and hundreds of megabytes.
     from engine.backend.torch_backend import TorchBackend
     from engine.backend.torch_kv import blocks_for_budget
@@ -138,12 +158,13 @@ def torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
 
     model = load_decoder(settings.model, dtype=settings.dtype, device=settings.device)
     size = settings.block_size
+    budget = settings.kv_cache_bytes or CPU_KV_BYTES
     try:
         blocks = settings.kv_pool_tokens // size or blocks_for_budget(
-            model.config, settings.kv_cache_bytes, block_size=size, dtype=model.dtype
+            model.config, budget, block_size=size, dtype=model.dtype
         )
     except ValueError as error:
-        raise StartError(f"--kv-cache-bytes {settings.kv_cache_bytes}: {error}") from None
+        raise StartError(f"--kv-cache-bytes {budget}: {error}") from None
     try:
         backend = TorchBackend(model, block_count=blocks, block_size=size, threads=settings.threads or None)
     except (MemoryError, RuntimeError) as error:

@@ -13,7 +13,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from engine.app import StartError, torch_backend
+from engine.app import StartError, model_backend
 from engine.backend.calibration.fit import Measured, fit_profile, relative_errors
 from engine.backend.calibration.measure import Measurement, measure
 from engine.backend.calibration.shapes import Limits, Shape
@@ -35,13 +35,15 @@ class CalibrateSettings(Settings):
     """What is measured, for how long, and where the profile goes."""
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Device to measure")
+    device: str = Field("cpu", description="Device to measure: cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
     out: Path = Field(Path("profile.yaml"), description="Profile to write, a .yaml file, replaced where it exists")
     seconds: float = Field(60.0, ge=1, le=3600, description="Seconds to measure for, loading the model not counted")
-    kv_cache_bytes: int = Field(2**30, ge=1, description="Bytes of the KV pool; its tokens are the profile's")
+    kv_cache_bytes: int = Field(
+        0, ge=0, description="Bytes of the KV pool, whose tokens are the profile's; 0: as warmroute-engine has it"
+    )
     kv_pool_tokens: int = Field(0, ge=0, description="Tokens of the KV pool; 0: as many as fit kv_cache_bytes")
     block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step at most")
@@ -49,6 +51,13 @@ class CalibrateSettings(Settings):
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     seed: int = Field(0, ge=0, lt=2**63, description="Decides the steps that the profile is checked with")
     config: str | None = Field(None, description="YAML file with any of these settings")
+
+    @field_validator("device")
+    @classmethod
+    def _computes(cls, value: str) -> str:
+        if value == "sim":
+            raise ValueError("must be cpu, cuda or cuda:N: sim is what a profile is for")
+        return value
 
     @field_validator("out")
     @classmethod
@@ -98,7 +107,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     """Load the model, measure, fit. Raises ModelError, StartError, ValueError."""
     engine = settings.engine()
     _say(f"loading {settings.model} on {settings.device}")
-    backend, blocks = await asyncio.to_thread(torch_backend, engine)
+    backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
         # Memory that was never written is slower to write and, on the CPU, faster to read than memory in use.
         backend.pool.data.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,14 +11,18 @@ from pydantic import Field, field_validator, model_validator
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import Settings
 
+DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
+"""What `device` may be."""
+
 
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port."""
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
     served_model_name: str = Field("", description="Name clients use for the model; empty: the folder's name")
-    device: Literal["cpu", "cuda", "sim"] = Field(
-        "cpu", description="Where steps are computed; sim emulates a GPU without weights, with made-up answers"
+    device: str = Field(
+        "cpu",
+        description="Where steps are computed: cpu, cuda, cuda:N, or sim: a GPU's timing, no weights, made-up answers",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
@@ -34,7 +39,12 @@ class EngineSettings(Settings):
     lease_s: float = Field(10.0, ge=1, le=3600, description="Seconds until the registry forgets a silent engine")
     block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
     kv_cache_bytes: int = Field(
-        2**30, ge=1, description="Bytes for the KV pool on cpu and cuda; sim has the pool of its profile"
+        0,
+        ge=0,
+        description="Bytes for the KV pool on cpu and cuda; 0: 1 GiB on cpu, kv_memory_share of what is left on cuda",
+    )
+    kv_memory_share: float = Field(
+        0.9, gt=0, le=1, description="KV pool's share of the GPU memory that weights, activations and CUDA graphs leave"
     )
     kv_pool_tokens: int = Field(
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
@@ -45,6 +55,10 @@ class EngineSettings(Settings):
     max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
     max_model_len: int = Field(
         0, ge=0, description="Tokens of prompt and answer together; 0: what model and KV pool allow"
+    )
+    cuda_graphs: bool = Field(True, description="Launch decode steps on cuda as CUDA graphs, captured at start")
+    attention: Literal["auto", "triton", "flashinfer", "flash_attn"] = Field(
+        "auto", description="Attention on cuda; auto: a library that is installed and fits, else the engine's own"
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
@@ -61,6 +75,18 @@ class EngineSettings(Settings):
     def model_name(self) -> str:
         """The name clients use."""
         return self.served_model_name or self.model.resolve().name
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, value: str) -> str:
+        if not re.fullmatch(DEVICE, value):
+            raise ValueError("must be cpu, cuda, cuda:N or sim")
+        return value
+
+    @property
+    def device_kind(self) -> str:
+        """cpu, cuda or sim."""
+        return self.device.partition(":")[0]
 
     @field_validator("block_size")
     @classmethod

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.backend.base import Backend
 from engine.cache.changes import KeyChanges
-from engine.metrics import EngineMetrics
-from engine.sched.plan import StepPlan
+from engine.sched.plan import StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
+
+if TYPE_CHECKING:
+    from engine.metrics import EngineMetrics  # exporting needs a package that computing does not
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +27,7 @@ IDLE_CHECK_S = 1.0
 
 
 class StepFailed(Exception):
-    """The step that computed a request failed; the request is gone from the engine, others go on."""
+    """The step that computed a request failed, or the one before it; the request is gone, others go on."""
 
 
 class RequestRefused(Exception):
@@ -81,8 +86,20 @@ class TokenStream:
         raise StopAsyncIteration
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step given to the backend."""
+
+    plan: StepPlan
+    result: Awaitable[StepResult]
+
+
 class EngineLoop:
-    """Steps the scheduler and the backend. All methods are called on the event loop."""
+    """Steps the scheduler and the backend. All methods are called on the event loop.
+
+    Where the backend takes two steps, the second is scheduled and given to it before the first's tokens are here, so
+    the device goes on while the host hands them out.
+    """
 
     def __init__(
         self,
@@ -96,6 +113,8 @@ class EngineLoop:
         self._backend = backend
         self._on_changes = on_changes
         self._metrics = metrics
+        self._flights: deque[_Flight] = deque()
+        """Steps that the backend has and the scheduler has not heard of since, oldest first."""
         self._streams: dict[int, TokenStream] = {}
         self._queued_s: dict[int, float] = {}
         """When each request that no step has taken up yet was queued."""
@@ -143,44 +162,84 @@ class EngineLoop:
         return freed
 
     async def run(self) -> None:
-        """Step until cancelled. A failed step costs the requests in it; a defect of the loop itself ends it."""
+        """Step until cancelled.
+
+        A failed step costs the requests in it and in the one given to the backend behind it; a defect of the loop
+        itself ends it.
+        """
         try:
             while True:
                 await self._turn()
         finally:
             self._dead = True
             self._fail(list(self._streams), "the engine has stopped")
+            await self._drop_flights()
 
     async def _turn(self) -> None:
-        plan = self._scheduler.schedule()
+        while len(self._flights) < self._backend.max_in_flight and await self._launch():
+            pass
+        if self._flights:
+            await self._land()
+        else:
+            await self._idle()
+
+    async def _launch(self) -> bool:
+        """Give the backend a step; False where there is none to give now."""
+        plan = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
         self._publish()
         if plan is None:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(IDLE_CHECK_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            return
+            return False
         self._observe_queue(plan)
+        run = self._backend.run(plan)
+        if self._backend.max_in_flight == 1:
+            self._flights.append(_Flight(plan, run))
+        else:
+            self._flights.append(_Flight(plan, asyncio.create_task(run)))
+            await asyncio.sleep(0)  # the call begins here, before the host learns a token that the plan does not know
+        return True
+
+    async def _land(self) -> None:
+        """Wait for the oldest step, and hand out its tokens."""
+        flight = self._flights.popleft()
+        plan = flight.plan
         try:
-            result = await self._backend.run(plan)
+            result = await flight.result
             outputs = self._scheduler.complete(result)
         except Exception as error:
             log.exception("a step of %d chunks failed", len(plan.chunks))
-            self._metrics.step_failures.inc()
-            self._fail(self._scheduler.fail_step(), f"the step that computed this request failed: {error}")
+            await self._give_up(f"the step that computed this request failed: {error}")
         else:
             self._metrics.observe_step(
                 elapsed_s=result.elapsed_s,
                 prefill_tokens=sum(len(chunk.tokens) for chunk in plan.chunks if not chunk.decodes),
-                sampled_tokens=len(result.sampled),
+                sampled_tokens=len(outputs),
             )
             for output in outputs:
                 self._deliver(output)
         self._publish()
         # A backend that answers without waiting must not keep the server from reading and writing.
         await asyncio.sleep(0)
+
+    async def _give_up(self, reason: str) -> None:
+        """The oldest step is lost, and with it those given to the backend after it, whose blocks it may still use."""
+        await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
+        self._flights.clear()
+        self._metrics.step_failures.inc()
+        self._fail(self._scheduler.fail_step(), reason)
+
+    async def _drop_flights(self) -> None:
+        calls = [asyncio.ensure_future(flight.result) for flight in self._flights]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _idle(self) -> None:
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(IDLE_CHECK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
 
     def _observe_queue(self, plan: StepPlan) -> None:
         """Requests that this step takes up first have waited until now."""

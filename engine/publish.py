@@ -18,17 +18,14 @@ from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
+from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, raise_if_cancelled
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
 from engine.metrics import RegistryState
 
 log = logging.getLogger(__name__)
 
-BATCH_S = 0.05
 BATCH_KEYS = 512
-LOAD_S = 0.1
-"""A load that has changed is reported within this: an older one takes an idle pod for a busy one."""
-HEARTBEAT_S = 0.5
 SNAPSHOT_S = 5.0
 MAX_BACKOFF_S = 2.0
 STREAM_ENTRIES = 20_000

@@ -21,6 +21,11 @@ PolicyName = Literal[
     "predicted_ttft",
 ]
 
+SPECULATION_TTL_S = 10.0
+FOREIGN_TTL_S = 600.0
+RETRIES = 2
+"""Defaults that the simulation of a gateway shares."""
+
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
@@ -105,17 +110,19 @@ class GatewaySettings(Settings):
         1.25, gt=1, description="load a pod may have relative to the mean, for bounded_hash and affinity_groups"
     )
     speculation_ttl_s: float = Field(
-        10.0, gt=0, description="seconds a routed prefix counts as held by a pod that publishes to the registry"
+        SPECULATION_TTL_S,
+        gt=0,
+        description="seconds a routed prefix counts as held by a pod that publishes to the registry",
     )
     foreign_ttl_s: float = Field(
-        600.0, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
+        FOREIGN_TTL_S, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
     )
 
     connect_timeout_s: float = Field(2.0, gt=0, description="seconds to connect to an engine")
     first_byte_timeout_s: float = Field(120.0, gt=0, description="seconds of one attempt until its first body byte")
     idle_timeout_s: float = Field(60.0, gt=0, description="seconds a started answer may stay silent")
     total_timeout_s: float = Field(900.0, gt=0, description="seconds for the whole request, retries included")
-    retries: int = Field(2, ge=0, le=10, description="further pods to try while nothing was sent to the client")
+    retries: int = Field(RETRIES, ge=0, le=10, description="further pods to try while nothing was sent to the client")
     max_in_flight: int = Field(4096, ge=1, description="requests in flight; one more is answered 429")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest request body in bytes; more is answered 413")
     drain_delay_s: float = Field(

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from engine.sched.plan import StepPlan
+from engine.sched.step_cost import step_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +51,20 @@ class SimProfile:
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds the step takes."""
-        new_tokens = attention = context = decodes = 0.0
-        for chunk in plan.chunks:
-            count = len(chunk.tokens)
-            new_tokens += count
-            if chunk.decodes:
-                context += chunk.start + count
-                decodes += 1
-            else:
-                attention += count * (chunk.start + count / 2)
-        linear_ms = max(self.w0_ms, self.a_ms + self.c1_ms * new_tokens)
+        _, prefill_tokens, attention, context, decodes = step_features(plan)
+        linear_ms = max(self.w0_ms, self.a_ms + self.c1_ms * (prefill_tokens + decodes))
         return (linear_ms + self.c2_ms * attention + self.c3_ms * context + self.c4_ms * decodes) / 1e3
 
-    def run_s(self, plan: StepPlan, steps: int) -> float:
-        """Seconds of the first `steps` steps of a run of decodes: each sequence's context grows by a token a step."""
-        growth_s = self.c3_ms / 1e3 * len(plan.chunks)
-        return steps * self.step_s(plan) + growth_s * steps * (steps - 1) / 2
+    def run_s(self, first_s: float, sequences: int, steps: int) -> float:
+        """Seconds of the first `steps` steps of a run of decodes, the first of which takes `first_s`: each sequence's
+        context grows by a token a step.
+        """
+        growth_s = self.c3_ms / 1e3 * sequences
+        return steps * first_s + growth_s * steps * (steps - 1) / 2
 
-    def steps_by(self, plan: StepPlan, elapsed_s: float) -> int:
-        """Steps of a run of decodes that have begun `elapsed_s` after its start, at least 1."""
-        first_s, growth_s = self.step_s(plan), self.c3_ms / 1e3 * len(plan.chunks)
+    def steps_by(self, first_s: float, sequences: int, elapsed_s: float) -> int:
+        """Steps of such a run that have begun `elapsed_s` after its start, at least 1."""
+        growth_s = self.c3_ms / 1e3 * sequences
         # run_s(n) <= elapsed: the root of growth/2 n^2 + (first - growth/2) n - elapsed.
         linear_s = first_s - growth_s / 2
         ended = 2 * elapsed_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * growth_s * elapsed_s))

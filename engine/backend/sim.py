@@ -27,6 +27,8 @@ class SimBackend:
     and not when this process, one of many on a few cores, came round to asking for it. Stalls above `CATCH_UP_S` last.
     """
 
+    max_in_flight = 1
+
     def __init__(self, profile: SimProfile, vocab_size: int, seed: int = 0) -> None:
         if vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")

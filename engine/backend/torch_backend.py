@@ -32,6 +32,8 @@ class TorchBackend:
     process; None leaves torch's choice, one per core.
     """
 
+    max_in_flight = 1
+
     def __init__(self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None) -> None:
         if block_count < 1 or block_size < 1:
             raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.contract.events import Tier
-from engine.contract.keys import PrefixKey
+from engine.contract.prefix_key import PrefixKey
 
 
 @dataclass(frozen=True, slots=True)

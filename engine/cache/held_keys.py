@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.cache.changes import KeyChanges
 from engine.contract.events import Tier
-from engine.contract.keys import PrefixKey
+from engine.contract.prefix_key import PrefixKey
 
 
 class Span(Protocol):

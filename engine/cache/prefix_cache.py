@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from engine.cache.block_pool import BlockPool
@@ -22,7 +23,8 @@ class PrefixCache:
     """KV blocks of requests, indexed by content once computed.
 
     Use: `open` a sequence, `admit` it, `extend` it before a step that needs more room, `commit` after the step,
-    `release`. Steps are bracketed by `begin_step` and `end_step`; within one no block is given back.
+    `release`. Steps are bracketed by `begin_step` and `end_step`, and end in the order in which they began; what is
+    released comes free when every step begun before that has ended.
     """
 
     def __init__(self, blocks_total: int, block_size: int, *, enabled: bool = True) -> None:
@@ -35,8 +37,9 @@ class PrefixCache:
         self._node_of: list[Node | None] = [None] * blocks_total
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
-        self._released: list[CachedSequence] = []
-        self._in_step = False
+        self._steps_begun = self._steps_ended = 0
+        self._fenced: deque[tuple[int, CachedSequence]] = deque()
+        """Released sequences, each with the number of the last step begun before."""
         self._generation = 0
 
     def blocks_for(self, tokens: int) -> int:
@@ -123,31 +126,21 @@ class PrefixCache:
                 self._attach_keys(sequence, node, i)
 
     def release(self, sequence: CachedSequence) -> None:
-        """The sequence needs its blocks no more; during a step they come free at its end."""
-        if self._in_step:
-            self._released.append(sequence)
-            return
-        nodes, drop, node_of = sequence.nodes, self.pool.drop_reference, self._node_of
-        for i in reversed(range(len(sequence.blocks))):  # a child before its parent: so it is evicted before it
-            block = sequence.blocks[i]
-            if i < len(nodes) and nodes[i].block != block:
-                drop(nodes[i].block, keep=node_of[nodes[i].block] is not None)
-            drop(block, keep=node_of[block] is not None)
-        sequence.blocks.clear()
-        sequence.nodes.clear()
-        sequence.next_anchor = 0
-        self._users.discard(sequence)
+        """The sequence needs its blocks no more; they come free when every step in progress has ended."""
+        if self._steps_begun > self._steps_ended:
+            self._fenced.append((self._steps_begun, sequence))
+        else:
+            self._free(sequence)
 
     def begin_step(self) -> None:
-        """From here to `end_step` the backend reads and writes blocks: none of them changes hands."""
-        self._in_step = True
+        """From here to its `end_step` the backend reads and writes blocks: none of them changes hands."""
+        self._steps_begun += 1
 
     def end_step(self) -> None:
-        """The backend is done."""
-        self._in_step = False
-        for sequence in self._released:
-            self.release(sequence)
-        self._released.clear()
+        """The backend is done with the oldest step in progress."""
+        self._steps_ended += 1
+        while self._fenced and self._fenced[0][0] <= self._steps_ended:
+            self._free(self._fenced.popleft()[1])
 
     def reset(self) -> int:
         """Forget everything cached; returns how many unreferenced blocks that freed.
@@ -176,6 +169,18 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
         check(self.pool, self._index, self._node_of, self._users, self._keys, self.block_size)
+
+    def _free(self, sequence: CachedSequence) -> None:
+        nodes, drop, node_of = sequence.nodes, self.pool.drop_reference, self._node_of
+        for i in reversed(range(len(sequence.blocks))):  # a child before its parent: so it is evicted before it
+            block = sequence.blocks[i]
+            if i < len(nodes) and nodes[i].block != block:
+                drop(nodes[i].block, keep=node_of[nodes[i].block] is not None)
+            drop(block, keep=node_of[block] is not None)
+        sequence.blocks.clear()
+        sequence.nodes.clear()
+        sequence.next_anchor = 0
+        self._users.discard(sequence)
 
     def _hit_limit(self, sequence: CachedSequence, known_tokens: int) -> int:
         """One token is always left to compute: its logits choose the next."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.cache.hashing import chain_digest, root_digest, token_bytes
 from engine.cache.held_keys import Anchor
-from engine.contract.keys import PrefixKey
+from engine.contract.prefix_key import PrefixKey
 
 
 @dataclass(slots=True, eq=False)

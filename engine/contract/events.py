@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.contract.keys import PrefixKey
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, pack_load, unpack_load
+from engine.contract.prefix_key import PrefixKey
 
 VERSION = 1
 _HEAD = struct.Struct("<BBHIQQ")

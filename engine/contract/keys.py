@@ -11,15 +11,13 @@ XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NewType
+from typing import Any
 
 import orjson
 from xxhash import xxh3_64_intdigest
 
 from engine.contract.errors import BadRequest
-
-PrefixKey = NewType("PrefixKey", int)
-"""Unsigned 64-bit chained hash of the first k strides of a request's canonical bytes."""
+from engine.contract.prefix_key import PrefixKey as PrefixKey
 
 DEFAULT_STRIDE_BYTES = 256
 FIELD_SEPARATOR = b"\x1f"

@@ -27,6 +27,15 @@ class Projection:
             return y
         return linear(x, self._weight, self._bias)
 
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """x [T, in] -> out [T, out]; allocates nothing where the matrix is kept plain, as on CUDA."""
+        if self._packed:
+            out.copy_(self(x))
+        elif self._bias is None:
+            torch.mm(x, self._weight.t(), out=out)
+        else:
+            torch.addmm(self._bias, x, self._weight.t(), out=out)
+
 
 def _packs(weight: Tensor) -> bool:
     return (

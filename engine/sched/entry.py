@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cache.sequence import CachedSequence
-from engine.sched.plan import SequenceChunk
+from engine.sched.plan import PENDING, SequenceChunk
 from engine.sched.request import Request
 
 
@@ -19,6 +19,8 @@ class Entry:
     """Order of arrival; of two requests the one with the smaller number is older."""
     computed_tokens: int = 0
     """Leading tokens whose KV is in the sequence's blocks."""
+    planned_tokens: int = 0
+    """Leading tokens whose KV is there or comes with a step in progress. All known ones: that step samples another."""
     prefill_end: int = 0
     """Tokens known at the latest admission: up to here chunks are prefill, from here on decode."""
     cached_tokens: int | None = None
@@ -36,22 +38,36 @@ class Entry:
         """Past its prefill."""
         return self.computed_tokens >= self.prefill_end
 
+    @property
+    def may_decode_ahead(self) -> bool:
+        """Whether its next token can be computed while a step is in progress."""
+        request, planned = self.request, self.planned_tokens
+        if planned < self.prefill_end:
+            return False
+        if planned < self.known_tokens:
+            return True
+        last_is_on_its_way = planned + 1 >= len(request.prompt_tokens) + request.max_tokens
+        return not last_is_on_its_way and not request.sampling.reads_output
+
     def decode_chunk(self) -> SequenceChunk:
-        """The last known token."""
-        request, start = self.request, self.computed_tokens
-        return SequenceChunk(request, start, (request.output_tokens[-1],), tuple(self.sequence.blocks), True, True)
+        """The next token: the last known one, or the one that the step in progress samples."""
+        request, start = self.request, self.planned_tokens
+        token = request.output_tokens[-1] if start < self.known_tokens else PENDING
+        self.planned_tokens = start + 1
+        return SequenceChunk(request, start, (token,), tuple(self.sequence.blocks), True, True)
 
     def prefill_chunk(self, budget_tokens: int) -> SequenceChunk:
         """The next tokens of the prefill, `budget_tokens` at most.
 
         A chunk that does not end the prefill ends at a block edge where the budget allows.
         """
-        start, block_size = self.computed_tokens, self.sequence.block_size
+        start, block_size = self.planned_tokens, self.sequence.block_size
         end = min(self.prefill_end, start + budget_tokens)
         if end < self.prefill_end:
             edge = end // block_size * block_size
             end = edge if edge > start else end
         blocks = tuple(self.sequence.blocks[: -(-end // block_size)])
+        self.planned_tokens = end
         return SequenceChunk(self.request, start, self._tokens(start, end), blocks, end == self.prefill_end, False)
 
     def _tokens(self, start: int, end: int) -> tuple[int, ...]:

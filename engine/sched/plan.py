@@ -7,23 +7,31 @@ from dataclasses import dataclass, field
 
 from engine.sched.request import Request
 
+PENDING = -1
+"""Stands for the token that the step before, still in progress, samples for the same request."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
     """Consecutive tokens of one request that a step computes: a piece of its prefill, or one decode token."""
 
     request: Request
-    """Read-only for the backend (sampling parameters, prompt and output tokens so far)."""
+    """Read-only for the backend. With two steps in flight its `output_tokens` may grow once `Backend.run` has begun."""
     start: int
-    """Tokens of the request whose KV is already in the pool; the position of the chunk's first token."""
+    """Position of the first token; the KV before it is in the pool, or written by the step in progress before this."""
     tokens: Sequence[int]
-    """Token ids at positions start .. start + len(tokens) - 1."""
+    """Token ids at positions start .. start + len(tokens) - 1; `PENDING` for a decode token not known yet."""
     blocks: Sequence[int]
     """Pool blocks of positions 0 .. start + len(tokens) - 1, in order; the last may be partly filled."""
     samples: bool
     """True where the chunk ends at the request's last known token, so the step yields its next one."""
     decodes: bool
     """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
+
+    @property
+    def output_index(self) -> int:
+        """Where the chunk samples: how many output tokens come before the new one. A seed's draw depends on it."""
+        return self.start + len(self.tokens) - len(self.request.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

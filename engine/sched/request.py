@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.contract.keys import PrefixKey
+from engine.contract.prefix_key import PrefixKey
 from engine.sched.sampling import SamplingParams
 
 

@@ -30,3 +30,8 @@ class SamplingParams:
     """The n-th output token depends on (seed, n) and the logits alone: not on the batch, not on preemption."""
     logprobs: int | None = None
     """Number of alternatives reported beside the chosen token's log-probability; None: report none at all."""
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether choosing a token needs all tokens before it: a penalty counts them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -62,8 +63,9 @@ class TokenOutput:
 class Scheduler:
     """Decides every step of the requests given to it.
 
-    `schedule` begins a step, `complete` or `fail_step` ends it; the other methods may be called at any time. A backend
-    that needs no word between decode steps asks for a run of them and ends it with `complete_run`.
+    `schedule` begins a step, `complete` or `fail_step` ends it; the other methods may be called at any time. For a
+    backend that takes a step before it has ended the one before, `schedule_ahead` begins that one; steps end in order.
+    A backend that needs no word between decode steps asks for a run of them and ends it with `complete_run`.
     """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
@@ -73,7 +75,7 @@ class Scheduler:
         self._running: list[Entry] = []  # oldest first
         self._entries: dict[int, Entry] = {}
         self._in_flight = InFlightBlocks()
-        self._step: StepPlan | None = None
+        self._steps: deque[StepPlan] = deque()  # in progress, oldest first
         self._arrivals = 0
         self._stats = SchedulerStats()
         self._step_cost = StepCostFit()
@@ -81,7 +83,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs: then `schedule` has a step for it, or one is in progress."""
-        return bool(self._entries) or self._step is not None
+        return bool(self._entries) or bool(self._steps)
 
     def add(self, request: Request) -> None:
         """Queue the request.
@@ -109,7 +111,7 @@ class Scheduler:
         self._entries[request.id] = self._waiting[request.id] = entry
 
     def abort(self, request_id: int) -> bool:
-        """Drop the request; its blocks are free at once, or when the step in progress ends. False: not known."""
+        """Drop the request; its blocks are free at once, or when the steps in progress end. False: not known."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -123,28 +125,34 @@ class Scheduler:
         Where it only decodes and nothing waits, it stands for a run of up to `max_steps` steps: until a request reaches
         its length, or as far as the free blocks last.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError("a step is in progress: complete or fail it first")
-        chunks: list[SequenceChunk] = []
-        any_preempted = self._plan_decodes(chunks)
-        budget = self._plan_prefills(chunks, self._config.max_step_tokens - len(chunks))
-        if not any_preempted or not chunks:
-            self._admit(chunks, budget)
-        if not chunks:
-            return None
-        self._step = StepPlan(tuple(chunks), self._run_length(chunks, max_steps) if max_steps > 1 else 1)
-        self._cache.begin_step()
-        return self._step
+        decoding = [entry for entry in self._running if entry.is_decoding]
+        any_preempted = self._make_room(decoding)
+        chunks = [entry.decode_chunk() for entry in decoding if entry.sequence.blocks]
+        return self._begin(chunks, max_steps, may_admit=not any_preempted or not chunks)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """A step to follow the one in progress, whose tokens are not known yet; None where that one must end first.
+
+        A request that turns out to have ended has computed a token too many, which `complete` leaves out.
+        """
+        if len(self._steps) != 1 or self._steps[0].steps > 1:
+            raise RuntimeError("one step, and no run of them, must be in progress to schedule ahead of its end")
+        decoding = [entry for entry in self._running if entry.may_decode_ahead]
+        if not all(self._cache.extend(entry.sequence, entry.planned_tokens + 1) for entry in decoding):
+            return None  # preemption makes room, and can only when the blocks are not in use
+        return self._begin([entry.decode_chunk() for entry in decoding], 1, may_admit=True)
 
     def complete(self, result: StepResult) -> list[TokenOutput]:
-        """The step in progress has ended: its outcome, per request that got a token and was not aborted meanwhile.
+        """The oldest step in progress has ended: its outcome, per request that got a token and has not ended meanwhile.
 
         Raises KeyError, the step still in progress, where `result` lacks the token of such a request.
         """
         plan = self._require_step()
         alive = [(entry, chunk) for chunk in plan.chunks if (entry := self._entry_of(chunk))]
         sampled = [(entry, result.sampled[entry.request.id]) for entry, chunk in alive if chunk.samples]
-        self._end_step()
+        self._end_oldest_step()
         self._step_cost.observe(plan, result.elapsed_s)
         for entry, chunk in alive:
             self._commit(entry, len(chunk.tokens))
@@ -166,7 +174,7 @@ class Scheduler:
             stops = entry.request.stop_token_ids
             if not 0 < len(new) == steps <= plan.steps or (stops and not stops.isdisjoint(new[:-1])):
                 raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {plan.steps} steps")
-        self._end_step()
+        self._end_oldest_step()
         self._step_cost.observe(plan, elapsed_s / steps, steps)
         outputs = []
         for entry, new in alive:
@@ -174,18 +182,24 @@ class Scheduler:
             entry.request.output_tokens.extend(new)
             self._cache.append(entry.sequence, new)
             self._commit(entry, steps)
+            entry.planned_tokens = entry.computed_tokens
             outputs.append(self._output(entry, SampledToken(new[-1])))
         self._count(steps=steps, generated_tokens=steps * len(outputs))
         return outputs
 
     def fail_step(self) -> list[int]:
-        """The backend raised: end the step, drop its requests, return their ids."""
-        plan = self._require_step()
-        self._end_step()
-        entries = [entry for chunk in plan.chunks if (entry := self._entry_of(chunk))]
+        """The backend raised: end every step in progress, drop their requests, return their ids.
+
+        A step ahead of the failed one has read what that was to write. The backend must be done with both.
+        """
+        self._require_step()
+        plans = tuple(self._steps)
+        entries = dict.fromkeys([e for plan in plans for chunk in plan.chunks if (e := self._entry_of(chunk))])
+        for _ in plans:
+            self._end_oldest_step()
         for entry in entries:
             self._drop(entry)
-        self._count(failed_steps=1, failed=len(entries))
+        self._count(failed_steps=len(plans), failed=len(entries))
         return [entry.request.id for entry in entries]
 
     def load(self) -> LoadReport:
@@ -228,19 +242,28 @@ class Scheduler:
         """Counters since the start, as of now."""
         return replace(self._stats)
 
-    def _plan_decodes(self, chunks: list[SequenceChunk]) -> bool:
-        """One token of every decoding request; True where requests had to be preempted for room.
+    def _begin(self, chunks: list[SequenceChunk], max_steps: int, *, may_admit: bool) -> StepPlan | None:
+        """A step of these decodes, with what prefill fits beside them."""
+        budget = self._plan_prefills(chunks, self._config.max_step_tokens - len(chunks))
+        if may_admit:
+            self._admit(chunks, budget)
+        if not chunks:
+            return None
+        plan = StepPlan(tuple(chunks), self._run_length(chunks, max_steps) if max_steps > 1 else 1)
+        self._steps.append(plan)
+        self._cache.begin_step()
+        return plan
 
-        Oldest first, and the youngest running request of all makes room: so no planned chunk is ever taken back, and
-        the oldest request always proceeds.
+    def _make_room(self, decoding: Sequence[Entry]) -> bool:
+        """Room for a token of each of them that stays; True where requests had to be preempted for it.
+
+        Oldest first, and the youngest running request of all goes: so the oldest request always proceeds.
         """
         any_preempted = False
-        for entry in [entry for entry in self._running if entry.is_decoding]:
+        for entry in decoding:
             while entry.sequence.blocks and not self._cache.extend(entry.sequence, entry.known_tokens):
                 self._preempt(self._running[-1])
                 any_preempted = True
-            if entry.sequence.blocks:
-                chunks.append(entry.decode_chunk())
         return any_preempted
 
     def _run_length(self, chunks: Sequence[SequenceChunk], max_steps: int) -> int:
@@ -255,7 +278,7 @@ class Scheduler:
     def _plan_prefills(self, chunks: list[SequenceChunk], budget: int) -> int:
         """Chunks of the prefills in progress, oldest first; returns the tokens left of the budget."""
         for entry in self._running:
-            if budget and not entry.is_decoding:
+            if budget and entry.planned_tokens < entry.prefill_end:
                 chunks.append(entry.prefill_chunk(budget))
                 budget -= len(chunks[-1].tokens)
         return budget
@@ -307,7 +330,7 @@ class Scheduler:
         if entry.cached_tokens is None:
             entry.cached_tokens = cached
             self._count(prompt_tokens_queried=len(entry.request.prompt_tokens), prompt_tokens_hit=cached)
-        entry.computed_tokens = cached
+        entry.computed_tokens = entry.planned_tokens = cached
         entry.prefill_end = known
         self._in_flight.claim(entry.sequence, cached // self._cache.block_size)
         del self._waiting[entry.request.id]
@@ -360,16 +383,17 @@ class Scheduler:
         return TokenOutput(request.id, sampled, finish, entry.cached_tokens or 0)
 
     def _require_step(self) -> StepPlan:
-        if self._step is None:
+        """The oldest step in progress."""
+        if not self._steps:
             raise RuntimeError("no step is in progress")
-        return self._step
+        return self._steps[0]
 
-    def _end_step(self) -> None:
-        self._step = None
+    def _end_oldest_step(self) -> None:
+        self._steps.popleft()
         self._cache.end_step()
 
     def _entry_of(self, chunk: SequenceChunk) -> Entry | None:
-        """The chunk's entry, unless aborted (its id may belong to a newer request by now)."""
+        """The chunk's entry, unless it has ended (its id may belong to a newer request by now)."""
         entry = self._entries.get(chunk.request.id)
         return entry if entry is not None and entry.request is chunk.request else None
 

@@ -1,6 +1,7 @@
 """Exit statuses of the subcommands; 0 is success, 2 a bad flag (`load_or_exit`)."""
 
+from loadgen.interrupt import EXIT_INTERRUPTED as EXIT_INTERRUPTED
+
 EXIT_FAILED = 1
 EXIT_INVALID = 3
 """Measured, but the numbers must not be relied on: see `Validity`."""
-EXIT_INTERRUPTED = 130

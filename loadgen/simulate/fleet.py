@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.contract.keys import key_seed
-from engine.sched.request import KeySpan, Request
+from engine.sched.request import Request
 from engine.sched.scheduler import TokenOutput
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
+from loadgen.simulate.digests import SharedDigests
 from loadgen.simulate.faults import Fault, FaultKind
-from loadgen.simulate.gateway import MODEL, Gateway
+from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
 from loadgen.simulate.pod import PodSpec, Report, SimPod
-from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker
+from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
 
-MAX_ATTEMPTS = 3
-"""As the gateway's `--retries` default: two further pods."""
 SHARES_EVERY_S = 1.0
 SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
 
@@ -90,6 +89,8 @@ class Simulation:
         self._on_record = on_record
         self._routers: Sequence[Router] = ()
         self._prompts = PromptMaker(key_seed(MODEL), spec.stride)
+        self._spans = SharedSpans(spec.stride)
+        self._digests = SharedDigests()
         self._flights: dict[int, _Flight] = {}
         self._count = 0
         self._unstarted = 0
@@ -200,10 +201,9 @@ class Simulation:
         if pod is None:
             self.timeline.after(self._spec.refuse_s, partial(self._lost, flight))
             return
-        tokens_per_key = self._spec.stride // TOKEN_BYTES
-        spans = tuple([KeySpan(key, (i + 1) * tokens_per_key) for i, key in enumerate(flight.offered.keys)])
+        offered = flight.offered
         flight.request = Request(
-            flight.offered.number, flight.offered.tokens, flight.offered.output_tokens, key_spans=spans
+            offered.number, offered.tokens, offered.output_tokens, key_spans=self._spans.of(offered.keys)
         )
         try:
             pod.submit(flight.request)
@@ -270,7 +270,7 @@ class Simulation:
     # -- pods -----------------------------------------------------------------------------------------------------
 
     def _start_pod(self, spec: PodSpec) -> None:
-        self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published)
+        self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published, self._digests)
 
     def _fault(self, fault: Fault) -> None:
         match fault.kind:

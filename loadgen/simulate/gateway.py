@@ -10,6 +10,7 @@ from engine.contract.requests import Endpoint
 from loadgen.simulate.pod import Report
 from loadgen.simulate.routing import Offered, Scrape
 from loadgen.simulate.timeline import Timeline
+from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity
 from router.gateway.chooser import Choice, Chooser
@@ -25,9 +26,8 @@ from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
 MODEL = "simulated"
-SPECULATION_TTL_S = 10.0
-FOREIGN_TTL_S = 600.0
-"""Defaults of the gateway's settings."""
+MAX_ATTEMPTS = 1 + RETRIES
+"""Pods that a request is tried on."""
 
 
 @dataclass(slots=True)

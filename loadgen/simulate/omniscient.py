@@ -91,9 +91,12 @@ class Omniscient:
         waiting = list(self._waiting.get(pod.spec.name, {}).values())
         waiting = waiting[len(started) :]  # the oldest have begun
         work = [*started, *((w.uncached_tokens, len(w.sequence.digests) * pod.spec.block_size) for w in waiting)]
-        tokens = sum(left for left, _ in work)
+        running = pod.in_step()  # done when the step ends
+        tokens = sum(left for left, _ in work) - sum(count for count, _ in running)
         busy_s = sum(prefill_s(cost, left, known) for left, known in work)
-        steps = -(-tokens // pod.spec.max_step_tokens)
+        busy_s -= sum(prefill_s(cost, count, end) for count, end in running)
+        # The request shares a step with what waits, as far as the step's tokens go.
+        steps = (tokens + prompt_tokens - hits * pod.spec.block_size) // pod.spec.max_step_tokens
         step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
         return PodView(
             PodId(pod.spec.name),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.backend.profiles import SimProfile
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Keys
 from engine.contract.load import LoadReport
+from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from loadgen.simulate.digests import SharedDigests, SharingCache
 from loadgen.simulate.timeline import Timeline
 
-BATCH_S, LOAD_S, HEARTBEAT_S = 0.05, 0.1, 0.5
-"""As `engine.publish`: changed keys are told within the first, a changed load within the second."""
 MAX_RUN_STEPS = 100_000
 _IDS = 0x3FFFFFFF
 
@@ -49,7 +49,10 @@ class Report:
 
 
 class SimPod:
-    """One life of one engine. `on_output` hears of first tokens and ends, `on_report` of what it publishes."""
+    """One life of one engine. `on_output` hears of first tokens and ends, `on_report` of what it publishes.
+
+    Pods of one fleet share `digests`.
+    """
 
     def __init__(
         self,
@@ -57,19 +60,25 @@ class SimPod:
         timeline: Timeline,
         on_output: Callable[[TokenOutput], None],
         on_report: Callable[[str, Report], None],
+        digests: SharedDigests | None = None,
     ) -> None:
         self.spec = spec
         self.speed = self._next_speed = spec.speed
         self.alive = True
         blocks = (spec.kv_tokens or spec.profile.kv_tokens) // spec.block_size
-        self.cache = PrefixCache(blocks, spec.block_size, enabled=spec.reuses)
+        self.cache = (
+            SharingCache(blocks, spec.block_size, digests or SharedDigests())
+            if spec.reuses
+            else PrefixCache(blocks, spec.block_size, enabled=False)
+        )
         config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
         self.scheduler = Scheduler(self.cache, config)
         self._timeline = timeline
         self._on_output = on_output
         self._on_report = on_report
         self._plan: StepPlan | None = None
-        self._began_s = 0.0
+        self._began_s = self._step_s = 0.0
+        """When the run in progress began, and what its first step takes at full speed."""
         self._steps = 0
         """Steps after which the run in progress ends."""
         self._turn = 0
@@ -115,6 +124,11 @@ class SimPod:
             steps = min(steps, self._steps_begun())
         return self._end_s(steps)
 
+    def in_step(self) -> list[tuple[int, int]]:
+        """Of each prefill chunk in the step in progress: its tokens, and the position at its end."""
+        chunks = () if self._plan is None else self._plan.chunks
+        return [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks if not chunk.decodes]
+
     def _begin(self) -> None:
         self._is_waking = False
         if not self.alive:
@@ -124,6 +138,7 @@ class SimPod:
         if plan is None:
             return
         self._began_s = self._timeline.now_s
+        self._step_s = self.spec.profile.step_s(plan)
         self._steps = plan.steps
         self._end_at(self._end_s(self._steps))
 
@@ -135,13 +150,15 @@ class SimPod:
 
     def _steps_begun(self) -> int:
         assert self._plan is not None
-        return self.spec.profile.steps_by(self._plan, (self._timeline.now_s - self._began_s) * self.speed)
+        elapsed_s = (self._timeline.now_s - self._began_s) * self.speed
+        return self.spec.profile.steps_by(self._step_s, len(self._plan.chunks), elapsed_s)
 
     def _end_s(self, steps: int) -> float:
         assert self._plan is not None
-        profile = self.spec.profile
-        step_s = profile.run_s(self._plan, steps) if steps > 1 else profile.step_s(self._plan)
-        return self._began_s + step_s / self.speed
+        run_s = self._step_s
+        if steps > 1:
+            run_s = self.spec.profile.run_s(run_s, len(self._plan.chunks), steps)
+        return self._began_s + run_s / self.speed
 
     def _end_at(self, when_s: float) -> None:
         self._turn += 1
@@ -153,17 +170,17 @@ class SimPod:
         assert plan is not None
         elapsed_s = now_s - self._began_s
         if plan.steps > 1:
-            tokens = {chunk.request.id: _tokens(chunk.request, self._steps) for chunk in plan.chunks}
-            outputs = self.scheduler.complete_run(tokens, elapsed_s)
+            outputs = self.scheduler.complete_run(_run_tokens(plan, self._steps), elapsed_s)
         else:
-            sampled = {c.request.id: SampledToken(_tokens(c.request, 1)[0]) for c in plan.chunks if c.samples}
+            sampled = {c.request.id: SampledToken(_token(c.request)) for c in plan.chunks if c.samples}
             outputs = self.scheduler.complete(StepResult(sampled, elapsed_s))
+        started = self._started
         for output in outputs:
-            is_first = output.request_id not in self._started
-            self._started.add(output.request_id)
             if output.finish:
-                self._started.discard(output.request_id)
-            if is_first or output.finish:
+                started.discard(output.request_id)
+                self._on_output(output)
+            elif output.request_id not in started:
+                started.add(output.request_id)
                 self._on_output(output)
         self._tell_soon()
         self._begin()
@@ -188,7 +205,16 @@ class SimPod:
             self._tell_at(due_s + HEARTBEAT_S)
 
 
-def _tokens(request: Request, count: int) -> list[int]:
-    """Made-up answer tokens: of the request's number and the position alone."""
-    first = (request.id * 2654435761 + len(request.output_tokens)) & _IDS
-    return [(first + i) & _IDS for i in range(count)]
+def _token(request: Request) -> int:
+    """The next made-up answer token: of the request's number and the position alone."""
+    return (request.id * 2654435761 + len(request.output_tokens)) & _IDS
+
+
+def _run_tokens(plan: StepPlan, steps: int) -> dict[int, Sequence[int]]:
+    """The next `steps` of them for each request."""
+    tokens: dict[int, Sequence[int]] = {}
+    for chunk in plan.chunks:
+        first = _token(chunk.request)
+        fits = first + steps <= _IDS + 1
+        tokens[chunk.request.id] = range(first, first + steps) if fits else [(first + i) & _IDS for i in range(steps)]
+    return tokens

@@ -15,11 +15,13 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from engine.contract.keys import PrefixKey, prefix_keys
+from engine.sched.request import KeySpan
 from loadgen.workloads.base import Piece, Session, conversation
 
 TOKEN_BYTES = 4
 _ID_BITS = 0x7FFFFFFF
 _CACHED_TOKENS = 16 * 2**20
+_CACHED_SPANS = 2**18
 
 
 @dataclass(slots=True, eq=False)
@@ -76,3 +78,23 @@ class PromptMaker:
         while self._cached_tokens > _CACHED_TOKENS:
             (_, _, tokens), _ = self._pieces.popitem(last=False)
             self._cached_tokens -= tokens
+
+
+class SharedSpans:
+    """Prefix keys as an engine takes them. Equal keys come at equal places, so that prompts share most of theirs."""
+
+    def __init__(self, stride_bytes: int) -> None:
+        self._key_tokens = stride_bytes // TOKEN_BYTES
+        self._spans: dict[PrefixKey, KeySpan] = {}
+
+    def of(self, keys: Sequence[PrefixKey]) -> tuple[KeySpan, ...]:
+        """One span for each key, shortest prefix first."""
+        spans = self._spans
+        if len(spans) > _CACHED_SPANS:
+            spans.clear()
+        found = [spans.get(key) for key in keys]
+        return tuple([span or self._make(keys[i], i) for i, span in enumerate(found)])
+
+    def _make(self, key: PrefixKey, place: int) -> KeySpan:
+        span = self._spans[key] = KeySpan(key, (place + 1) * self._key_tokens)
+        return span

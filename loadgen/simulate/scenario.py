@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from loadgen.load.arrivals import ArrivalSpec
-from loadgen.load.process import quiet_collector
 from loadgen.measure.records import RecordLog, Records, RequestRecord
 from loadgen.simulate.arms import make_router
 from loadgen.simulate.faults import FaultKind
@@ -72,11 +73,24 @@ def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None
             name: make_router(arm, simulation, 1000 * scenario.seed + number, stride)
             for number, name in enumerate(names)
         }
-        with quiet_collector():
+        with _no_collector():
             simulation.run(list(routers.values()))
         records = log.finish()
     duration_s = float(records.finished_s.max()) if len(records) else 0.0
     return SimulatedRun(records, workload.turns, duration_s, routers)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Collect what earlier runs left, and then not: a run makes no cycle but itself, and all pods' caches are large."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Counted:

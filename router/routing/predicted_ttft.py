@@ -16,6 +16,12 @@ from router.routing.types import Decision, PodView, RequestInfo
 _UNIT_TOKENS = 1000
 _TIE_SHARE = 0.6
 """Scores closer than this share of the request's own prefill are equal: no prediction of a queue is better."""
+_UNSHARED_TIE_SHARE = 1.2
+"""The same where traffic shares nothing: there, even arrivals at each pod are worth more than a short queue."""
+_SHARED = 0.1
+"""Mean part of a prompt that some pod holds, from which traffic counts as sharing."""
+_FOLLOW = 0.02
+"""Weight of a request in that mean."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
 
@@ -72,6 +78,8 @@ class PredictedTtft:
         self._same_speed = same_speed
         self._debts = Debts()
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
+        self._shared = 2 * _SHARED
+        """Traffic counts as sharing until some 35 requests say otherwise."""
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are seconds."""
@@ -86,6 +94,7 @@ class PredictedTtft:
             return decide(self.name, pods, chosen, scores, parts, costs[chosen].ttft_s)
         if account is not None:
             self._debts.book(account, _owed_after(costs, scores, chosen, owed_s), request.now_s)
+        self._shared += _FOLLOW * (longest / request.prompt_tokens - self._shared)
         uncached = max(1, request.prompt_tokens - pods[chosen].matched_tokens)
         self._recent.add(pods[chosen].pod_id, uncached + request.output_tokens, request.now_s)
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
@@ -95,9 +104,16 @@ class PredictedTtft:
     ) -> int:
         """Of the pods hardly worse than the best, with no shorter match, the one with least recent work."""
         best = lowest(request, pods, scores)
-        limit = scores[best] + _TIE_SHARE * costs[best].own_s
-        least_match = pods[best].matched_tokens
-        equals = [i for i, score in enumerate(scores) if score <= limit and pods[i].matched_tokens >= least_match]
+        tie_s = _TIE_SHARE * costs[best].own_s
+        limit = scores[best] + tie_s
+        if self._shared < _SHARED:
+            limit = scores[best] + _UNSHARED_TIE_SHARE * costs[best].own_s
+        least_match, most_own_s = pods[best].matched_tokens, costs[best].own_s + tie_s  # no pod of half the speed
+        equals = [
+            i
+            for i, score in enumerate(scores)
+            if score <= limit and pods[i].matched_tokens >= least_match and costs[i].own_s <= most_own_s
+        ]
         if len(equals) == 1:
             return best
         ranks = [math.inf] * len(pods)

@@ -10,6 +10,7 @@ from pydantic import Field
 from rich.console import Console
 
 from engine.contract.settings import Settings, load_or_exit
+from loadgen.interrupt import EXIT_INTERRUPTED
 from loadgen.simulate.literature.files import save, sections
 from loadgen.simulate.literature.run import study
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         tables = study(range(1, settings.seeds + 1), settings.sessions, screen.print)
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     for title, lines in sections(tables).items():
         print(f"\n{title}\n", *lines, sep="\n")
     try:

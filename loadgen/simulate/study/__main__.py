@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engine.contract.settings import Settings, load_or_exit
+from loadgen.interrupt import EXIT_INTERRUPTED
 from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
 from loadgen.simulate.study.bounds import Bound, check
-from loadgen.simulate.study.cases import SYNTHETIC, Case, trace_cases
+from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case, trace_cases
 from loadgen.simulate.study.files import bound_lines, load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
 
@@ -35,6 +36,9 @@ class StudySettings(Settings):
         None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
     )
     sessions: int = Field(0, ge=0, description="sessions of each run, for a quick look; 0: as many as the case has")
+    find_knees: bool = Field(
+        False, description="measure the knees first (half an hour) instead of taking the recorded ones"
+    )
     merge: bool = Field(
         False, description="keep the knees of an earlier policies.json, and its numbers of arms and cases not run now"
     )
@@ -67,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
     ]
     path = Path(settings.out) / FILE
     try:
-        old, knees = load(path) if settings.merge else ({}, {})
+        old, knees = load(path) if settings.merge else ({}, {} if settings.find_knees else dict(KNEES))
         new, knees = play(cases, settings, knees, screen)
     except KeyboardInterrupt:
         screen.print("stopped; nothing was written")
-        return 130
+        return EXIT_INTERRUPTED
     except (OSError, ValueError) as error:
         screen.print(f"--merge: {error}", markup=False)
         return 2

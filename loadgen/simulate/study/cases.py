@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.backend.profiles import find_profile
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
@@ -16,7 +18,7 @@ from loadgen.workloads.base import Session, Workload
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.published import GeneratedSharedPrefix
 from loadgen.workloads.single import Diverse
-from loadgen.workloads.traces import load_mooncake
+from loadgen.workloads.traces import Trace, load_mooncake
 
 PODS = 8
 PROFILE = "h100-8b"
@@ -127,16 +129,31 @@ def zero_sharing(seed: int) -> Workload:
     return Diverse("zero-sharing", seed, 2048, 2048, 128)
 
 
-def trace_window(path: Path, count: int, speed: float) -> Callable[[int], Workload]:
-    """A part of a Mooncake trace by seed; times in coarse buckets are spread."""
+@dataclass(frozen=True, slots=True)
+class TraceWindow:
+    """`count` requests of a Mooncake trace by seed; times in coarse buckets are spread."""
 
-    def window(seed: int) -> Workload:
-        trace = load_mooncake(path, seed=1, jitter_bucket=True)
+    path: Path
+    count: int
+    speed: float
+
+    def __call__(self, seed: int) -> Workload:
+        """The seed's part of the trace. Raises DatasetError."""
+        trace = _trace(self.path)
         assert trace.length is not None
-        return Window(trace, (seed * 2003) % max(1, trace.length - count), count, speed)
+        return Window(trace, (seed * 2003) % max(1, trace.length - self.count), self.count, self.speed)
 
-    return window
 
+@lru_cache(maxsize=1)
+def _trace(path: Path) -> Trace:
+    return load_mooncake(path, seed=1, jitter_bucket=True)
+
+
+KNEES: Mapping[str, float] = MappingProxyType(
+    {"gsp": 152.0, "zipf": 95.0, "zero": 125.0, "tenants": 11.0, "multi": 12.0}
+)
+"""Sessions per second at the knee, as `find_knee` finds it (`--find-knees`). Kept here so that the offered load stays
+what it is while a policy changes."""
 
 SYNTHETIC = (
     Case("gsp_60", "shared prefixes at 0.6 of the knee", gsp, 2000, LOW, knee_of="gsp"),
@@ -166,5 +183,5 @@ def trace_cases(folder: Path) -> tuple[Case, ...]:
         for path in found[:1]:
             for label, speed in (("1x", 1.0), (f"{fast:g}x", fast)):
                 about = f"Mooncake's {name} trace at {label} speed"
-                cases.append(Case(f"{name}_{label}", about, trace_window(path, 1500, speed), 1500, speed=speed))
+                cases.append(Case(f"{name}_{label}", about, TraceWindow(path, 1500, speed), 1500, speed=speed))
     return tuple(cases)

@@ -60,6 +60,7 @@ def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
     rows = [case for case in cases if case.name in table]
     for title, field, digits in (
         ("Mean TTFT, ms", "mean_ttft_ms", 0),
+        ("Mean TTFT without queueing, ms", "unqueued_ttft_ms", 0),
         ("p99 TTFT, ms", "p99_ttft_ms", 0),
         ("Cached share of prompt tokens", "hit_rate", 3),
         ("Requests of the fullest pod / mean", "max_over_mean_load", 2),

@@ -56,6 +56,23 @@ def test_two_identical_prompts_in_one_batch_keep_their_own_blocks():
     assert run(cache, [*range(8), 100, 101, 102, 103, 5]) == 12
 
 
+def test_what_is_released_comes_free_with_the_last_step_begun_before():
+    cache = PrefixCache(blocks_total=8, block_size=4)
+    before, between = cache.open(range(8)), cache.open(range(10, 14))
+    assert cache.admit(before, 8) == cache.admit(between, 4) == 0
+    cache.begin_step()
+    cache.release(before)
+    cache.begin_step()
+    cache.release(between)
+    assert cache.pool.available == 5
+    cache.end_step()
+    assert cache.pool.available == 7
+    cache.check_integrity()
+    cache.end_step()
+    assert cache.pool.available == 8
+    cache.check_integrity()
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_prompt_of_whole_blocks_leaves_its_last_block_to_compute(blocks):
     cache = PrefixCache(blocks_total=10, block_size=4)

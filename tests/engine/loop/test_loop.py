@@ -30,6 +30,8 @@ pytestmark = pytest.mark.looptime
 class Script:
     """A backend that does in each step what it is told: fail, or answer token 7 after a wait."""
 
+    max_in_flight = 1
+
     def __init__(self, *outcomes: Exception | None) -> None:
         self._outcomes = list(outcomes)
         self.plans: list[StepPlan] = []

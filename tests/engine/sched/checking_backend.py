@@ -37,6 +37,10 @@ def next_token(context: Sequence[int], seed: int) -> int:
     return xxh3_64_intdigest(canonical_tokens(context), seed) % VOCAB
 
 
+def known_tokens(request: Request) -> list[int]:
+    return [*request.prompt_tokens, *request.output_tokens]
+
+
 def oracle(request: Request) -> list[int]:
     """The output of the request alone, without a cache."""
     tokens = list(request.prompt_tokens)
@@ -78,32 +82,36 @@ class CheckingBackend:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Check the plan, write, read, choose."""
-        assert plan.chunks
-        assert len({chunk.request.id for chunk in plan.chunks}) == len(plan.chunks)
-        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= self.max_step_tokens
-        for chunk in plan.chunks:
-            self.check_context(chunk, chunk.start)
-        for chunk in plan.chunks:
-            self.write(chunk)
-        for chunk in plan.chunks:
-            self.check_context(chunk, chunk.start + len(chunk.tokens))
-        return StepResult({c.request.id: self.sample(c) for c in plan.chunks if c.samples}, elapsed_s=0.01)
+        return self.compute(plan.chunks, [known_tokens(chunk.request) for chunk in plan.chunks])
 
-    def check_context(self, chunk: SequenceChunk, end: int) -> None:
+    def compute(self, chunks: Sequence[SequenceChunk], known: Sequence[list[int]]) -> StepResult:
+        """The same, of chunks without `PENDING`, with all tokens known of each one's request."""
+        assert chunks
+        assert len({chunk.request.id for chunk in chunks}) == len(chunks)
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self.max_step_tokens
+        for chunk, tokens in zip(chunks, known, strict=True):
+            self.check_context(chunk, tokens, chunk.start)
+        for chunk, tokens in zip(chunks, known, strict=True):
+            self.write(chunk, tokens)
+        for chunk, tokens in zip(chunks, known, strict=True):
+            self.check_context(chunk, tokens, chunk.start + len(chunk.tokens))
+        return StepResult({c.request.id: self.sample(c) for c in chunks if c.samples}, elapsed_s=0.01)
+
+    def check_context(self, chunk: SequenceChunk, tokens: list[int], end: int) -> None:
         """The slots of positions before `end` hold the KV of this request's tokens."""
-        tokens = [*chunk.request.prompt_tokens, *chunk.request.output_tokens]
         assert 0 <= end <= len(tokens)
         for position in range(end):
             slot = self.slots[chunk.blocks[position // self.size]][position % self.size]
             chain = chain_hash(chunk.request.salt, tokens[: position + 1])
             assert slot == Slot(tokens[position], position, chain), f"request {chunk.request.id}, position {position}"
 
-    def write(self, chunk: SequenceChunk) -> None:
-        tokens = [*chunk.request.prompt_tokens, *chunk.request.output_tokens]
+    def write(self, chunk: SequenceChunk, tokens: list[int]) -> None:
         end = chunk.start + len(chunk.tokens)
         assert list(chunk.tokens) == tokens[chunk.start : end] != []
+        assert end < len(chunk.request.prompt_tokens) + chunk.request.max_tokens, "the last token needs no KV"
         assert len(chunk.blocks) == -(-end // self.size)
         assert chunk.samples == (end == len(tokens))
+        assert not chunk.samples or chunk.output_index == len(tokens) - len(chunk.request.prompt_tokens)
         assert not chunk.decodes or (chunk.start >= len(chunk.request.prompt_tokens) and len(chunk.tokens) == 1)
         for position in range(chunk.start, end):
             slots = self.slots[chunk.blocks[position // self.size]]

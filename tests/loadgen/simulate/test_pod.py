@@ -15,12 +15,13 @@ from engine.backend.profiles import PROFILES
 from engine.backend.sim import SimBackend
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
+from engine.contract.periods import BATCH_S
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
-from loadgen.simulate.pod import BATCH_S, PodSpec, Report, SimPod
+from loadgen.simulate.pod import PodSpec, Report, SimPod
 from loadgen.simulate.timeline import Timeline
 
 PROFILE = PROFILES["h100-8b"]
@@ -105,10 +106,11 @@ def test_a_run_lasts_as_long_as_its_steps_and_knows_where_it_is(decodes: int, co
         return StepPlan(tuple(SequenceChunk(held, context + grown, (1,), (), True, True) for _ in range(decodes)))
 
     one_by_one_s = sum(PROFILE.step_s(plan(i)) for i in range(steps))
-    assert PROFILE.run_s(plan(0), steps) == pytest.approx(one_by_one_s)
-    assert PROFILE.steps_by(plan(0), one_by_one_s - 1e-6) == steps
-    assert PROFILE.steps_by(plan(0), one_by_one_s + 1e-6) == steps + 1
-    assert PROFILE.steps_by(plan(0), 0.0) == 1
+    first_s, sequences = PROFILE.step_s(plan(0)), len(plan(0).chunks)
+    assert PROFILE.run_s(first_s, sequences, steps) == pytest.approx(one_by_one_s)
+    assert PROFILE.steps_by(first_s, sequences, one_by_one_s - 1e-6) == steps
+    assert PROFILE.steps_by(first_s, sequences, one_by_one_s + 1e-6) == steps + 1
+    assert PROFILE.steps_by(first_s, sequences, 0.0) == 1
 
 
 def test_what_a_pod_publishes_adds_up_to_what_it_holds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -14,14 +15,15 @@ from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import ARM_NAMES, make_router
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.faults import Fault, FaultKind
-from loadgen.simulate.fleet import MAX_ATTEMPTS, FleetSpec, Simulation
+from loadgen.simulate.fleet import FleetSpec, Simulation
+from loadgen.simulate.gateway import MAX_ATTEMPTS
 from loadgen.simulate.omniscient import Omniscient
 from loadgen.simulate.pod import SimPod
 from loadgen.simulate.scenario import Scenario, play
 from loadgen.workloads.base import Piece, Session
 from loadgen.workloads.chat import Chat
 from router.routing.types import PodView
-from tests.loadgen.simulate.hand_made import Listed, Told, fleet, one, run, steady, turn
+from tests.loadgen.simulate.hand_made import TRACE, Listed, Told, fleet, one, run, steady, turn
 
 POISSON = ArrivalSpec(ArrivalKind.POISSON, 20.0)
 CHATS = Chat("chats", 1, 4, 0.8, 600, 900, 20, 60, 1, 3, 0.3, unique_share=0.2, output_tokens=24)
@@ -222,6 +224,32 @@ class Watched(Omniscient):
         assert view.in_flight >= 0
         assert 0 <= view.kv_used <= 1
         return view
+
+
+class Alone(Omniscient):
+    """Notes the waits it believes in."""
+
+    def __init__(self, pods: Callable[[], Mapping[str, SimPod]]) -> None:
+        super().__init__(pods)
+        self.waits_s: list[float] = []
+
+    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
+        view = super()._view(pod, sequence, prompt_tokens, now_s)
+        self.waits_s.append(view.prefill_free_at_s - now_s)
+        return view
+
+
+def test_the_omniscient_router_counts_a_running_step_once():
+    """A request that comes 10 ms into the other's prefill waits for the rest of that step, and no longer."""
+    records: list[RequestRecord] = []
+    workload = Listed((one(0, 0.0, Piece("a", 1500)), one(1, 0.010, Piece("b", 400))))
+    simulation = Simulation(fleet(1), workload, TRACE, sessions=2, seed=1, on_record=records.append)
+    router = Alone(lambda: simulation.pods)
+    simulation.run([router])
+    first = next(record for record in records if record.session == 0)
+    assert first.first_token_s is not None
+    network_s = fleet(1).network_s
+    assert router.waits_s == pytest.approx([0.0, first.first_token_s - network_s - 0.010], abs=network_s)
 
 
 def test_the_omniscient_router_never_expects_the_past():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from loadgen.load.arrivals import ArrivalKind
 from loadgen.simulate.arms import ARM_NAMES, PEERS
 from loadgen.simulate.study.__main__ import main
 from loadgen.simulate.study.bounds import check
-from loadgen.simulate.study.cases import NOTHING_SHARED, PODS, SYNTHETIC, Case, Window, gsp, trace_cases
+from loadgen.simulate.study.cases import KNEES, NOTHING_SHARED, PODS, SYNTHETIC, Case, Window, gsp, trace_cases
 from loadgen.simulate.study.files import load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
 from loadgen.workloads.single import Diverse
 
-CELL = Cell(100.0, 200.0, 90.0, 1000.0, 0.5, 1.1, 50, 0)
+CELL = Cell(100.0, 200.0, 90.0, 40.0, 1000.0, 0.5, 1.1, 50, 0)
 CASE = Case("small", "", gsp, 60, load=0.5)
 
 
@@ -85,6 +86,7 @@ def test_a_cell_is_the_same_each_time(arm: str):
     assert asdict(one) == pytest.approx(asdict(again), rel=0, nan_ok=True)
     assert (one.completed, one.failed) == (60, 0)
     assert 0 < one.mean_ttft_ms <= one.p99_ttft_ms < one.mean_e2e_ms
+    assert 0 < one.unqueued_ttft_ms < one.mean_ttft_ms
     assert one.max_over_mean_load >= 1
     assert math.isnan(one.warm_mean_ttft_ms)
 
@@ -108,7 +110,19 @@ def test_a_window_of_a_trace_begins_at_zero(tmp_path: Path):
     assert first.session(0).start_s == 0.0
     assert 3 * (fast.session(100).start_s or 0) == pytest.approx(first.session(100).start_s)
     assert cases[0].arrivals(1.0).kind is ArrivalKind.TRACE
+    assert pickle.loads(pickle.dumps(cases[0])).workload(2).session(7) == first.session(7), "cells run in processes"
     assert first.session(7).turns == first.trace.session(first.first + 7).turns
+
+
+def test_every_knee_is_recorded():
+    assert {case.knee_of for case in SYNTHETIC} - {""} == KNEES.keys()
+
+
+def test_an_unhindered_request_waits_no_longer_than_that():
+    """One at a time, each on an idle pod: half a step in progress is all that is not there."""
+    case = Case("alone", "", lambda seed: Diverse("x", seed, 2048, 2048, 64), 40)
+    cell = run_cell(case, "round_robin", 1, 0.5)
+    assert cell.mean_ttft_ms == pytest.approx(cell.unqueued_ttft_ms, abs=4.0)
 
 
 def test_a_knee_is_found():

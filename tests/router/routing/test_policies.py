@@ -67,7 +67,7 @@ def test_the_choice_is_the_lowest_score_and_explaining_leaves_no_trace(name, req
         decision = policy.choose(request, pods)
         assert decision == silent.choose(request, pods)
         assert decision.pod == explained[0].pod
-        slack = 0.6 * max(score.parts.get("own_s", 0.0) for score in explained[0].scores)  # nearer ones are equal
+        slack = 1.2 * max(score.parts.get("own_s", 0.0) for score in explained[0].scores)  # nearer ones are equal
         assert scores[decision.pod] <= min(scores) + slack
         assert decision.scores == ()
         assert decision.policy == name
@@ -235,3 +235,19 @@ def test_options_out_of_range_are_refused_by_name(options: dict[str, float]) -> 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="round_robin, least_loaded"):
         make_policy("fastest")
+
+
+def test_pods_take_turns_where_traffic_shares_nothing() -> None:
+    """Whatever the queues below a prefill's time: each pod is last chosen about as long ago as any other."""
+    policy, counts = make_policy("predicted_ttft"), Counter[PodId]()
+    for number in range(400):
+        now_s = NOW_S + 0.01 * number
+        waits_s = [0.08 * ((7 * pod + 3 * number) % 8) / 8 for pod in range(8)]
+        pods = [
+            PodView(PodId(f"pod-{i}"), prefill_free_at_s=now_s + wait_s, cost=COST, cost_is_prior=False)
+            for i, wait_s in enumerate(waits_s)
+        ]
+        decision = policy.choose(RequestInfo((PrefixKey(number),), 3000, now_s), pods)
+        if number >= 80:
+            counts[pods[decision.pod].pod_id] += 1
+    assert max(counts.values()) - min(counts.values()) <= 2

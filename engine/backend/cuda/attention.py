@@ -1,0 +1,52 @@
+"""Attention over the paged pool behind one seam, and its default: this package's Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
+from engine.backend.cuda.kernels.prefill import paged_prefill
+from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.model.config import ModelConfig
+
+
+class AttentionKernels(Protocol):
+    """Causal attention, within each sequence and the layer's window, over keys and values already in their pages.
+
+    Queries [rows, heads, dim] are rows of a wider matrix (contiguous within a row); `out` is [rows, heads * dim];
+    `pool` is `KvPool.data`. A row's bits must depend on its own sequence alone, whatever else is in the step.
+    """
+
+    def begin(self, step: StepTensors) -> None:
+        """Prepare for the layers of `step`. For a step without prefill nothing is read or written: it may be captured
+        in a CUDA graph."""
+
+    def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
+        """Chunks of prompts; `tensors` is the prefill of the step begun."""
+
+    def decode(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: DecodeTensors) -> None:
+        """One row of each sequence, on a fixed grid: may be captured. Padding rows (length 0) become 0."""
+
+
+class TritonAttention:
+    """See `AttentionKernels`. Uses one scratch: calls must follow each other on one stream."""
+
+    def __init__(self, config: ModelConfig, *, rows: int, tokens: int, device: torch.device) -> None:
+        """For decode steps of up to `rows` rows with tables of up to `tokens` tokens."""
+        self._windows = config.windows
+        self._scale = config.head_dim**-0.5
+        self._scratch = DecodeScratch.make(rows, tokens, config.heads, config.head_dim, device)
+
+    def begin(self, step: StepTensors) -> None:
+        """Nothing to prepare."""
+
+    def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
+        """See `AttentionKernels.prefill`."""
+        paged_prefill(q, pool, layer, out, tensors, window=self._windows[layer], scale=self._scale)
+
+    def decode(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: DecodeTensors) -> None:
+        """See `AttentionKernels.decode`."""
+        paged_decode(q, pool, layer, out, tensors, self._scratch, window=self._windows[layer], scale=self._scale)

@@ -1,0 +1,166 @@
+"""A `Backend` for CUDA that computes one step while the next is prepared and launched.
+
+Two threads: one turns plans into launches and never waits for the device; the other waits for each step's results,
+which come back in page-locked memory, and hands them over. What the step before chose stays on the device, so a decode
+token need not have been known when its step was planned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backend.cuda.build import DecodeShape, HostStep, StepBuilder, is_decode, table_widths
+from engine.backend.cuda.device import Device, Event
+from engine.backend.cuda.graphs import Graphs
+from engine.backend.cuda.packing import Downloads, Uploads
+from engine.backend.cuda.sampler import HostSampling
+from engine.backend.cuda.step import StepTensors
+from engine.backend.torch_kv import KvPool
+from engine.model.decoder import Decoder
+from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
+
+Forward = Callable[[StepTensors, Tensor], Tensor]
+"""A step, `KvPool.data` -> float32 logits [R, vocab_size], in a buffer that the next call may use again."""
+_MAX_IN_FLIGHT = 2
+_RING = _MAX_IN_FLIGHT + 1
+"""Buffers that steps in flight may use, and one for the step that is prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way."""
+
+    step: HostStep
+    asked: HostSampling
+    results: NDArray[np.int32]
+    start: Event
+    end: Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The tokens that the last step chose, on the device."""
+
+    tokens: Tensor
+    row_of: Mapping[int, int]
+    """By request id."""
+
+
+class CudaBackend:
+    """See `Backend`. `start.start_cuda` makes one with all that belongs to it."""
+
+    def __init__(
+        self, device: Device, model: Decoder, forward: Forward, pool: KvPool, *, query_tile: int, max_blocks: int
+    ) -> None:
+        """`query_tile`: see `StepBuilder`; `max_blocks`: of the longest sequence."""
+        self.model = model
+        self.pool = pool
+        self._device = device
+        self._forward = forward
+        self._widths = table_widths(max_blocks, pool.block_size)
+        self._builder = StepBuilder(pool.block_size, query_tile, self._widths)
+        self._uploads = Uploads(device, buffers=_RING)
+        self._downloads = Downloads(device, buffers=_RING)
+        self._graphs: Graphs | None = None
+        self._choices: _Choices | None = None
+        self._outcomes: deque[Future[StepResult]] = deque()
+        self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cuda-step")
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cuda-result")
+
+    @property
+    def max_in_flight(self) -> int:
+        """See `Backend.max_in_flight`."""
+        return _MAX_IN_FLIGHT
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        """See `Backend.run`. Raises RuntimeError after `close`, and while two steps are in progress."""
+        while self._outcomes and self._outcomes[0].done():
+            self._outcomes.popleft()
+        if len(self._outcomes) >= _MAX_IN_FLIGHT:
+            raise RuntimeError(f"{_MAX_IN_FLIGHT} steps are in progress, as many as this backend takes at once")
+        outcome: Future[StepResult] = Future()
+        outcome.set_running_or_notify_cancel()  # a caller that leaves does not stop the step
+        self._launcher.submit(self._begin, plan, outcome)
+        self._outcomes.append(outcome)
+        return await asyncio.wrap_future(outcome)
+
+    async def close(self) -> None:
+        """See `Backend.close`. Closing twice is harmless."""
+        await asyncio.to_thread(self._launcher.shutdown)
+        await asyncio.to_thread(self._waiter.shutdown)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Compute a step on the calling thread and wait for it: before the first `run`, e.g. to warm up."""
+        return self._result(self._launch(plan.chunks))
+
+    def capture_graphs(self, max_batch: int, limit_bytes: int) -> None:
+        """Make decode steps of up to `max_batch` sequences run as CUDA graphs; before the first `run`."""
+        with self._device.use():
+            graphs = Graphs(self._device, lambda step: self._forward(step, self.pool.data), max_batch, self._widths)
+            graphs.capture(limit_bytes)
+        self._graphs = graphs
+
+    def _begin(self, plan: StepPlan, outcome: Future[StepResult]) -> None:
+        """On the launching thread. Outcomes go through the waiting thread, so that calls return in order."""
+        try:
+            launched = self._launch(plan.chunks)
+        except BaseException as error:  # raised again where the outcome is awaited
+            self._choices = None
+            self._waiter.submit(self._fail, error, outcome)
+        else:
+            self._waiter.submit(self._finish, launched, outcome)
+
+    def _finish(self, launched: _Launched, outcome: Future[StepResult]) -> None:
+        try:
+            outcome.set_result(self._result(launched))
+        except BaseException as error:  # raised again where the outcome is awaited
+            outcome.set_exception(error)
+
+    def _fail(self, error: BaseException, outcome: Future[StepResult]) -> None:
+        try:
+            self._device.synchronize()  # what was launched before the failure touches the pool
+        finally:
+            outcome.set_exception(error)
+
+    def _launch(self, chunks: Sequence[SequenceChunk]) -> _Launched:
+        """Launch all of a step, results' way back included, without waiting for any of it."""
+        with self._device.use():
+            shape = self._graph_shape(chunks)
+            last = self._choices
+            step = self._builder.build(chunks, last.row_of if last else {}, shape)
+            asked = HostSampling.of(step.sampling, self.model.config.vocab_size)
+            start = self._device.event()
+            packed = self._uploads.send((*step.arrays, step.pending_rows, step.pending_choices, *asked.arrays))
+            of_step = len(step.arrays)
+            pending_rows, pending_choices, *sampling = packed.views[of_step:]
+            tensors = step.on_device(packed.views[:of_step])
+            if last is not None and len(step.pending_rows):
+                tensors.tokens[pending_rows] = last.tokens[pending_choices]
+            if shape is not None and self._graphs is not None:
+                logits = self._graphs.replay(shape, packed.data)[: asked.rows]
+            else:
+                logits = self._forward(tensors, self.pool.data)
+            tokens, results = asked.choose(logits, sampling)
+            self._choices = _Choices(tokens, {chunk.request.id: row for row, chunk in enumerate(step.sampling)})
+            return _Launched(step, asked, self._downloads.fetch(results), start, self._device.event())
+
+    def _result(self, launched: _Launched) -> StepResult:
+        launched.end.wait()
+        chunks = launched.step.sampling
+        tokens = launched.asked.read(launched.results, chunks)
+        sampled: dict[int, SampledToken] = {c.request.id: token for c, token in zip(chunks, tokens, strict=True)}
+        return StepResult(sampled, launched.start.seconds_to(launched.end))
+
+    def _graph_shape(self, chunks: Sequence[SequenceChunk]) -> DecodeShape | None:
+        """The captured graph that computes these chunks; None: there is none."""
+        if self._graphs is None or not all(is_decode(chunk) and chunk.samples for chunk in chunks):
+            return None
+        return self._graphs.find(len(chunks), max(len(chunk.blocks) for chunk in chunks))

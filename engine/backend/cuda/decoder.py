@@ -1,0 +1,165 @@
+"""The decoder of `engine.model.decoder` for CUDA: fused kernels between cuBLAS products, all in buffers made once.
+
+The residual stream stays in one buffer; every norm but the first adds to it on the way. Nothing here waits for the
+device or allocates by a value on it, so a step without prefill can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from engine.backend.cuda.attention import AttentionKernels
+from engine.backend.cuda.kernels.activation import silu_mul
+from engine.backend.cuda.kernels.norm import add_rms_norm, rms_norm
+from engine.backend.cuda.kernels.rope_store import rope_store
+from engine.backend.cuda.step import StepTensors
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.rope import inverse_frequencies, turns
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBuffers:
+    """Everything a forward pass writes besides the KV pool, for T tokens of which R logits are wanted."""
+
+    residual: Tensor
+    """[T, hidden_size]"""
+    hidden: Tensor
+    """[T, hidden_size]"""
+    qkv: Tensor
+    """[T, (heads + 2 kv_heads) * head_dim]"""
+    attended: Tensor
+    """[T, heads * head_dim]"""
+    gate_up: Tensor
+    """[T, 2 intermediate_size]"""
+    activated: Tensor
+    """[T, intermediate_size]"""
+    last_residual: Tensor
+    """[R, hidden_size]"""
+    last_attended: Tensor
+    """[R, heads * head_dim]"""
+    head: Tensor
+    """[R, vocab_size], the model's type."""
+    logits: Tensor
+    """[R, vocab_size] float32; `head` itself where that is float32."""
+
+    @staticmethod
+    def make(
+        config: ModelConfig, *, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> DecoderBuffers:
+        """Buffers for steps of up to `tokens` tokens and `rows` rows of logits; on device "meta" they take nothing."""
+        queries = config.heads * config.head_dim
+        qkv = queries + 2 * config.kv_heads * config.head_dim
+
+        def matrix(count: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty((count, columns), dtype=kind, device=device)
+
+        head = matrix(rows, config.vocab_size)
+        return DecoderBuffers(
+            residual=matrix(tokens, config.hidden_size),
+            hidden=matrix(tokens, config.hidden_size),
+            qkv=matrix(tokens, qkv),
+            attended=matrix(tokens, queries),
+            gate_up=matrix(tokens, 2 * config.intermediate_size),
+            activated=matrix(tokens, config.intermediate_size),
+            last_residual=matrix(rows, config.hidden_size),
+            last_attended=matrix(rows, queries),
+            head=head,
+            logits=head if dtype == torch.float32 else matrix(rows, config.vocab_size, torch.float32),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them; the same on device "meta", to plan with."""
+        tensors = {id(tensor): tensor for tensor in (getattr(self, field.name) for field in fields(self))}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def leading(self, tokens: int, rows: int) -> DecoderBuffers:
+        """Views for a smaller step. Raises ValueError where it is larger."""
+        if tokens > len(self.residual) or rows > len(self.logits):
+            raise ValueError(
+                f"a step of {tokens} tokens and {rows} rows of logits is larger than the buffers, "
+                f"made for {len(self.residual)} and {len(self.logits)}"
+            )
+        by_row = ("last_residual", "last_attended", "head", "logits")
+        return DecoderBuffers(
+            **{f.name: getattr(self, f.name)[: rows if f.name in by_row else tokens] for f in fields(self)}
+        )
+
+    def only(self, rows: Tensor) -> DecoderBuffers:
+        """Views in which the layer's other tokens are gone: `rows` [R] of residual stream and attention remain."""
+        count = len(rows)
+        torch.index_select(self.residual, 0, rows, out=self.last_residual)
+        torch.index_select(self.attended, 0, rows, out=self.last_attended)
+        return replace(
+            self,
+            residual=self.last_residual,
+            attended=self.last_attended,
+            hidden=self.hidden[:count],
+            gate_up=self.gate_up[:count],
+            activated=self.activated[:count],
+        )
+
+
+class CudaDecoder:
+    """A loaded model with CUDA kernels. Holds no state of any sequence; call it under `torch.inference_mode()`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).to(model.device)
+
+    def buffers(self, tokens: int, rows: int) -> DecoderBuffers:
+        """Buffers for this model's steps of up to `tokens` tokens and `rows` rows of logits."""
+        model = self.model
+        return DecoderBuffers.make(model.config, tokens=tokens, rows=rows, dtype=model.dtype, device=model.device)
+
+    def forward(
+        self, step: StepTensors, pool: Tensor, attention: AttentionKernels, buffers: DecoderBuffers | None = None
+    ) -> Tensor:
+        """Store the step's keys and values in `pool` (`KvPool.data`) -> float32 logits [R, vocab_size].
+
+        The logits lie in `buffers` and last until its next use; None: fresh ones.
+        """
+        weights, eps = self.model.weights, self.model.config.rms_norm_eps
+        tokens, rows = len(step.tokens), len(step.tokens) if step.rows is None else len(step.rows)
+        own = self.buffers(tokens, rows) if buffers is None else buffers.leading(tokens, rows)
+        attention.begin(step)
+        turn = torch.view_as_real(turns(step.positions, self._frequencies, self.model.config.rope.attention_factor))
+        torch.index_select(weights.embedding, 0, step.tokens, out=own.residual)
+        norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
+        rms_norm(own.residual, norms[0], eps, own.hidden)
+        for i, layer in enumerate(weights.layers):
+            layer.qkv.into(own.hidden, own.qkv)
+            self._attend(i, step, turn, pool, attention, own)
+            if step.rows is not None and i == len(weights.layers) - 1:
+                # No other token's row is read after the last layer's attention.
+                if not rows:
+                    return own.logits
+                own = own.only(step.rows)
+            layer.output.into(own.attended, own.hidden)
+            add_rms_norm(own.hidden, own.residual, layer.mlp_norm, eps, own.hidden)
+            layer.gate_up.into(own.hidden, own.gate_up)
+            silu_mul(own.gate_up, own.activated)
+            layer.down.into(own.activated, own.hidden)
+            add_rms_norm(own.hidden, own.residual, norms[i + 1], eps, own.hidden)
+        weights.head.into(own.hidden, own.head)
+        if own.logits.dtype != own.head.dtype:
+            own.logits.copy_(own.head)
+        return own.logits
+
+    def _attend(
+        self, i: int, step: StepTensors, turn: Tensor, pool: Tensor, attention: AttentionKernels, own: DecoderBuffers
+    ) -> None:
+        """own.qkv -> own.attended; keys and values of all tokens are stored before anyone reads them."""
+        config, norm = self.model.config, self.model.weights.layers[i].qk_norm
+        heads, kv_heads, eps = config.heads, config.kv_heads, config.rms_norm_eps
+        rope_store(own.qkv, turn, step.slots, norm, eps, pool, i, heads=heads, kv_heads=kv_heads)
+        q = own.qkv.view(len(own.qkv), heads + 2 * kv_heads, config.head_dim)[:, :heads]
+        split = 0 if step.prefill is None else step.prefill.tokens
+        if step.prefill is not None:
+            attention.prefill(i, q[:split], pool, own.attended[:split], step.prefill)
+        if step.decode is not None:
+            attention.decode(i, q[split:], pool, own.attended[split:], step.decode)

@@ -1,0 +1,1 @@
+"""Triton kernels: each file one kernel and the function that launches it."""

@@ -1,0 +1,122 @@
+"""What paged prefill and paged decode share: one tile of keys, and the shape of a launch.
+
+Rows never mix: a row's result depends on its query, its position and the tiles of keys, which are cut at multiples
+of their length. A tile that a row does not see leaves the row's bits as they are. Fused multiply-adds are written out
+and the compiler may add none, so the masked and the plain variant round alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+"""Softmax is computed in powers of two, which the hardware has: exp(x) = exp2(x * LOG2_E)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kernel is cut and run on one generation of cards."""
+
+    rows: int
+    """Rows of queries, (token, head), of one program; a power of two."""
+    tile: int
+    """Keys that are in work at a time; a power of two. Part of what decides a result's bits."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline. Half of it, rounded down, is tiles in flight: a page's number comes before the
+    page. 1 is none."""
+
+
+INTERPRETED = Launch(rows=128, tile=64, warps=4, stages=1)
+"""On a CPU, in Triton's interpreter, time goes by the program: few and large ones. Warps and stages mean nothing."""
+
+
+def is_hopper() -> bool:
+    """Whether settings for sm_90 apply: on it and what came after it."""
+    return bool(triton.runtime.driver.active.get_current_target().arch >= 90)
+
+
+def multiplies_wide(values: Tensor) -> bool:
+    """Whether `tl.dot` needs float32 operands: Triton's interpreter multiplies the bit patterns of bfloat16.
+
+    The products are the same: those of two bfloat16 are exact in float32.
+    """
+    return values.device.type == "cpu" and values.dtype == torch.bfloat16
+
+
+@triton.jit
+def attend_tile(
+    q,
+    positions,
+    acc,
+    peak,
+    total,
+    keys,
+    table,
+    block_stride,
+    start,
+    first,
+    end,
+    window,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Take the keys start .. start + TILE - 1 into the running softmax of the rows q; -> acc, peak, total.
+
+    `keys` points at slot 0 of block 0 of this layer and head, `table` at the sequence's blocks. Only first .. end - 1
+    are loaded (MASKED; else the whole tile is within); of them a row sees those up to its position and within its
+    window. `scale` makes scores powers of two. acc [rows, padded dim] and total are relative to exp2(peak).
+    """
+    padded: tl.constexpr = q.shape[1]
+    at = start + tl.arange(0, TILE)
+    dims = tl.arange(0, padded)
+    loaded = (at >= first) & (at < end)
+    inside = dims < DIM
+    blocks = tl.load(table + at // PAGE, mask=loaded, other=0) if MASKED else tl.load(table + at // PAGE)
+    # 64 bits: a pool of many GiB has more elements than 32 bits count.
+    offsets = blocks.to(tl.int64) * block_stride + (at % PAGE) * (KV_HEADS * DIM)
+    key_at = keys + offsets[:, None] + dims[None, :]
+    value_at = key_at + PAGE * KV_HEADS * DIM
+    if MASKED:
+        # Zeros, not whatever an unwritten slot holds: nought times NaN is NaN.
+        k = tl.load(key_at, mask=loaded[:, None] & inside[None, :], other=0.0)
+        v = tl.load(value_at, mask=loaded[:, None] & inside[None, :], other=0.0)
+    elif padded != DIM:
+        k = tl.load(key_at, mask=inside[None, :], other=0.0)
+        v = tl.load(value_at, mask=inside[None, :], other=0.0)
+    else:
+        k = tl.load(key_at)
+        v = tl.load(value_at)
+    weight_type = v.dtype
+    if WIDE:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        seen = at[None, :] <= positions[:, None]
+        if WINDOWED:
+            seen &= at[None, :] > positions[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
+    # In powers of two from here on, so that a row whose peak stays is shrunk by exactly 1.
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet has no peak; any finite one keeps its sums at nought.
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(tl.fma(scores, scale, -level[:, None]))
+    shrink = tl.exp2(peak - level)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    weights = weights.to(weight_type)
+    if WIDE:
+        weights = weights.to(tl.float32)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total

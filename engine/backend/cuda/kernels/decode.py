@@ -1,0 +1,265 @@
+"""Attention of single tokens to their sequences' pages: parts of a sequence side by side, then one sum over the parts.
+
+How a sequence is parted depends on its length alone, so a row's bits do not depend on its batch. The grids depend on
+shapes alone, so launches can be captured in a CUDA graph: programs for parts that a row does not have return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backend.cuda.kernels.attend import INTERPRETED, LOG2_E, Launch, attend_tile, is_hopper, multiplies_wide
+from engine.backend.cuda.step import DecodeTensors
+
+PART_TOKENS = 256
+"""Least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head, enough for every
+multiprocessor of a Hopper card to work with 4 KV heads; writing and reading the partial sums of 4 query heads costs 3 %
+of a part's keys and values."""
+MAX_PARTS = 32
+"""Longer sequences get longer parts: more would only make the sum over them, and the grid, larger."""
+DOT_ROWS = 16
+"""Least rows of a `tl.dot`."""
+
+ADDING_DIMS = 64
+"""Dimensions that one warp adds up: two for each thread, so that many rows are at work on a multiprocessor."""
+
+
+def part_count(tokens: int) -> int:
+    """Parts of the longest sequence of up to `tokens` tokens."""
+    return min(MAX_PARTS, -(-tokens // PART_TOKENS))
+
+
+def launch_for(dim: int, dtype: torch.dtype, group: int) -> Launch:
+    """Settings for heads of `dim`, `group` of which share a KV head; fixed, as `prefill.launch_for` says.
+
+    Reading keys is all the work, so what counts is bytes in flight, not the width of the products: enough to cover the
+    memory's latency (some 40 KiB for each multiprocessor of an H200) with two programs on it, as a single sequence has.
+    """
+    rows = max(DOT_ROWS, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return Launch(rows=rows, tile=16, warps=4, stages=1)
+    return Launch(rows=rows, tile=64 if dim <= 128 else 32, warps=4, stages=5 if is_hopper() else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Where parts leave their sums until they are added up; free again after each layer."""
+
+    sums: Tensor
+    """Values, weighted relative to the part's peak: float32 [batch, heads, parts, dim]."""
+    peaks: Tensor
+    """Highest score of a part, in powers of two: float32 [batch, heads, parts]."""
+    totals: Tensor
+    """Sum of a part's weights: float32 [batch, heads, parts]."""
+
+    @staticmethod
+    def make(batch: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> DecodeScratch:
+        """Room for `batch` rows of up to `max_tokens` tokens."""
+        shape = (batch, heads, part_count(max_tokens))
+        return DecodeScratch(
+            sums=torch.empty((*shape, dim), dtype=torch.float32, device=device),
+            peaks=torch.empty(shape, dtype=torch.float32, device=device),
+            totals=torch.empty(shape, dtype=torch.float32, device=device),
+        )
+
+
+def paged_decode(
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    out: Tensor,
+    tensors: DecodeTensors,
+    scratch: DecodeScratch,
+    *,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Write the attention of q [B, heads, dim] to `out` [B, heads * dim]; a row of length 0 becomes zero.
+
+    `pool` [block, layer, 2, slot, kv_head, dim] holds the rows' own keys and values already. Rows of q and out may be
+    apart, elements of a row not. Raises ValueError where `scratch` is too small for the batch or the tables' width.
+    """
+    batch, heads, dim = q.shape
+    page, kv_heads = pool.shape[3], pool.shape[4]
+    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, heads // kv_heads)
+    tokens = tensors.tables.shape[1] * page
+    if window is not None:
+        tokens = min(tokens, window)
+    parts = part_count(tokens)
+    rows, _, room, _ = scratch.sums.shape
+    if batch > rows or parts > room:
+        raise ValueError(
+            f"scratch has room for {rows} rows of {room} parts; {batch} rows of {parts} parts need a larger "
+            "DecodeScratch.make(batch, max_tokens, ...)"
+        )
+    padded = triton.next_power_of_2(dim)
+    _attend_parts[(kv_heads, parts, batch)](
+        q,
+        q.stride(0),
+        pool[:, layer],
+        pool.stride(0),
+        tensors.tables,
+        tensors.tables.stride(0),
+        tensors.lengths,
+        scratch.sums,
+        scratch.peaks,
+        scratch.totals,
+        room,
+        window or 0,
+        scale * LOG2_E,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PADDED=padded,
+        PAGE=page,
+        ROWS=launch.rows,
+        TILE=launch.tile,
+        PART_TOKENS=PART_TOKENS,
+        MAX_PARTS=MAX_PARTS,
+        WINDOWED=window is not None,
+        WIDE=multiplies_wide(q),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        enable_fp_fusion=False,
+    )
+    _add_parts[(heads, batch)](
+        tensors.lengths,
+        scratch.sums,
+        scratch.peaks,
+        scratch.totals,
+        room,
+        out,
+        out.stride(0),
+        window or 0,
+        DIM=dim,
+        PADDED=padded,
+        TILE=launch.tile,
+        PART_TOKENS=PART_TOKENS,
+        MAX_PARTS=MAX_PARTS,
+        WINDOWED=window is not None,
+        num_warps=max(1, padded // ADDING_DIMS),
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _parting(
+    length,
+    window,
+    TILE: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """-> first token seen, where the first part begins; length of a part, which is whole tiles."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    return first, tl.maximum(tl.cdiv(length - first, MAX_PARTS * TILE) * TILE, PART_TOKENS)
+
+
+@triton.jit(do_not_specialize=["table_stride", "room", "window"])
+def _attend_parts(
+    q,
+    q_stride,
+    keys,
+    block_stride,
+    tables,
+    table_stride,
+    lengths,
+    sums,
+    peaks,
+    totals,
+    room,
+    window,
+    scale,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    # Heads are neighbours in the grid as they are in a slot: together they read whole rows of memory.
+    head = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first, part_tokens = _parting(length, window, TILE, PART_TOKENS, MAX_PARTS, WINDOWED)
+    begin = first + part * part_tokens
+    if begin >= length:
+        return
+    end = tl.minimum(begin + part_tokens, length)
+
+    group = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED)
+    heads = head * GROUP + group
+    written = (group < GROUP)[:, None] & (dims < DIM)[None, :]
+    queries = tl.load(q + row.to(tl.int64) * q_stride + heads[:, None] * DIM + dims[None, :], mask=written, other=0.0)
+    if WIDE:
+        queries = queries.to(tl.float32)
+    positions = tl.zeros([ROWS], dtype=tl.int32) + (length - 1)
+    acc = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    keys += head * DIM
+    table = tables + row.to(tl.int64) * table_stride
+    # All tiles masked: a part is short, and a second loop would fill its pipeline anew. None begins before the window.
+    for start in range(begin, end, TILE):
+        acc, peak, total = attend_tile(
+            queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
+            KV_HEADS, DIM, PAGE, TILE, True, False, WIDE,
+        )  # fmt: skip
+    at = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * room + part
+    tl.store(peaks + at, peak, mask=group < GROUP)
+    tl.store(totals + at, total, mask=group < GROUP)
+    tl.store(sums + at[:, None] * DIM + dims[None, :], acc, mask=written)
+
+
+@triton.jit(do_not_specialize=["room", "window"])
+def _add_parts(
+    lengths,
+    sums,
+    peaks,
+    totals,
+    room,
+    out,
+    out_stride,
+    window,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + row)
+    first, part_tokens = _parting(length, window, TILE, PART_TOKENS, MAX_PARTS, WINDOWED)
+    # As many as any row can have, whatever the tables' width: the order of the sum is the shape's.
+    parts = tl.arange(0, MAX_PARTS)
+    dims = tl.arange(0, PADDED)
+    done = first + parts * part_tokens < length
+    written = dims < DIM
+    at = (row * tl.num_programs(0) + head) * room + parts
+    peak = tl.load(peaks + at, mask=done, other=float("-inf"))
+    total = tl.load(totals + at, mask=done, other=0.0)
+    acc = tl.load(sums + at[:, None] * DIM + dims[None, :], mask=done[:, None] & written[None, :], other=0.0)
+    highest = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(total * weight, 0)
+    acc = tl.sum(acc * weight[:, None], 0)
+    # Only a padding row has no part.
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * out_stride + head * DIM + dims, acc.to(out.dtype.element_ty), mask=written)

@@ -1,0 +1,79 @@
+"""Who gets which part of a device's memory, and what to change where it is too little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.weights import tensor_shapes
+
+GRAPH_BYTES = 8 << 20
+"""Set aside per CUDA graph, for what the driver keeps of some 300 launches. An estimate, not measured; what they take
+is logged at start, and capturing stops at this much."""
+_GIB = 1 << 30
+
+
+class CudaStartError(Exception):
+    """The engine cannot start on this device with these settings; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One part of the memory."""
+
+    part: str
+    bytes: int
+    remedy: str
+    """What makes it smaller, by flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device as it was before the engine took anything of it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+    def check(self, wants: Sequence[Want]) -> int:
+        """Bytes that these leave free. Raises CudaStartError with the remedy of the first part that does not fit."""
+        left = self.free_bytes
+        for want in wants:
+            left -= want.bytes
+            if left < 0:
+                raise self.too_small(wants, want)
+        return left
+
+    def too_small(self, wants: Sequence[Want], culprit: Want) -> CudaStartError:
+        """The error that says what each part wanted, and how to make `culprit` smaller."""
+        others = self.total_bytes - self.free_bytes
+        missing = sum(want.bytes for want in wants) - self.free_bytes
+        short = f", {_gib(missing)} more than that" if missing > 0 else ""
+        return CudaStartError(
+            f"{self.name} has too little memory: of {_gib(self.total_bytes)} {_gib(self.free_bytes)} are free "
+            f"({_gib(others)} are in use by others); wanted: {shares(wants)}{short}. What did not fit, {culprit.part}: "
+            f"{culprit.remedy}"
+        )
+
+
+def shares(wants: Sequence[Want]) -> str:
+    """Each part and its size, for people."""
+    return ", ".join(f"{want.part} {_gib(want.bytes)}" for want in wants)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
+
+
+def kv_pool_blocks(left_bytes: int, block_bytes: int, *, share: float) -> int:
+    """Blocks of a pool that takes `share` of what weights, activations and graphs leave."""
+    return int(left_bytes * share) // block_bytes
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB // 10 else f"{size / (1 << 20):.1f} MiB"

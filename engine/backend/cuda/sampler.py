@@ -1,0 +1,222 @@
+"""Choosing tokens on the device: the choices of `engine.backend.sampler`, without waiting for the device.
+
+The host lays out what each row asks for; that goes over with the step's one copy. Draws need no random numbers from
+the device: a row's uniform is hashed on the host from its seed and index. What each row asks for is known on the host,
+so no size depends on a value on the device.
+
+A row that keeps at most `NARROW` tokens by top_k is cut without sorting the vocabulary; top_p alone sorts it.
+Where a cumulative probability lies within rounding of top_p or of the uniform, another order of summation than the
+reference's may choose a neighbour.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backend.cuda.packing import Array
+from engine.backend.sampler import uniform
+from engine.sched.plan import SampledToken, SequenceChunk
+
+NARROW = 256
+"""Largest top_k that is found by selection. Fixed, so that a row's bits do not depend on what others ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSampling:
+    """What the rows of a step ask for, on the host."""
+
+    arrays: tuple[Array, ...]
+    """See `on_device`."""
+    rows: int
+    drawn: int
+    """Rows that draw; the others take the most probable token."""
+    narrow: int
+    """Rows among those drawn that keep at most NARROW tokens."""
+    sorted: int
+    """Rows among those drawn that need the vocabulary sorted."""
+    edits: tuple[int, int, int]
+    """Logits changed by bias, repetition penalty, frequency and presence penalty."""
+    reported: int
+    """Rows whose log-probabilities are wanted."""
+    tops: int
+    """Alternatives, for the row that wants most of them."""
+
+    @staticmethod
+    def of(chunks: Sequence[SequenceChunk], vocab_size: int) -> HostSampling:
+        """For logits [len(chunks), vocab_size], row i for chunks[i]."""
+        params = [chunk.request.sampling for chunk in chunks]
+        drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+        asked = [params[i] for i in drawn]
+        narrow = [j for j, p in enumerate(asked) if 0 < p.top_k <= NARROW]
+        wide = [j for j, p in enumerate(asked) if not 0 < p.top_k <= NARROW and (p.top_k or p.top_p < 1)]
+        edits = _edits(chunks, vocab_size)
+        reported = [i for i, p in enumerate(params) if p.logprobs is not None]
+        return HostSampling(
+            arrays=(
+                np.array(drawn, dtype=np.int64),
+                np.array([uniform(params[i].seed, chunks[i].output_index) for i in drawn], dtype=np.float64),
+                np.array([p.temperature for p in asked], dtype=np.float32),
+                np.array([p.min_p for p in asked], dtype=np.float32),
+                np.array([p.top_k or vocab_size for p in asked], dtype=np.int64),
+                np.array([p.top_p if p.top_p < 1 else np.inf for p in asked], dtype=np.float32),
+                np.array(narrow, dtype=np.int64),
+                np.array(wide, dtype=np.int64),
+                *(array for edit in edits for array in edit.arrays()),
+                np.array(reported, dtype=np.int64),
+            ),
+            rows=len(chunks),
+            drawn=len(drawn),
+            narrow=len(narrow),
+            sorted=len(wide),
+            edits=(len(edits[0].rows), len(edits[1].rows), len(edits[2].rows)),
+            reported=len(reported),
+            tops=min(max((p.logprobs or 0 for p in params), default=0), vocab_size),
+        )
+
+    def choose(self, logits: Tensor, views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """logits float32 [rows, vocab], `arrays` on the device -> (tokens int64 [rows], all results int32 in a row).
+
+        `logits` is left as it is. The results are what `read` takes.
+        """
+        drawn, uniforms, temperature, min_p, top_k, top_p, narrow, wide, *edits, reported = views
+        adjusted = self._adjusted(logits, edits)
+        tokens = adjusted.argmax(dim=-1)
+        if self.drawn:
+            scaled = adjusted if self.drawn == self.rows else adjusted[drawn]
+            # The largest logit becomes 0 first: dividing by a tiny temperature then gives -inf, never inf.
+            scaled = (scaled - scaled.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
+            scaled.masked_fill_(scaled < min_p.log()[:, None], -torch.inf)
+            if self.narrow:
+                scaled[narrow] = _cut_narrow(scaled[narrow], top_k[narrow, None], top_p[narrow, None])
+            if self.sorted:
+                scaled[wide] = _cut_sorted(scaled[wide], top_k[wide, None], top_p[wide, None])
+            tokens[drawn] = _draw(scaled, uniforms)
+        results = [tokens.to(torch.int32)]
+        if self.reported:
+            logprobs = logits[reported].log_softmax(dim=-1)
+            best, ids = logprobs.topk(self.tops, dim=-1)
+            own = logprobs.gather(1, tokens[reported][:, None])
+            results += [own.flatten().view(torch.int32), best.flatten().view(torch.int32)]
+            results.append(ids.flatten().to(torch.int32))
+        return tokens, torch.cat(results) if len(results) > 1 else results[0]
+
+    def read(self, results: NDArray[np.int32], chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
+        """The results of `choose`, back on the host, for the chunks given to `of`."""
+        tokens = results[: self.rows].tolist()
+        if not self.reported:
+            return [SampledToken(token) for token in tokens]
+        count, tops = self.reported, self.reported * self.tops
+        own, best, ids = np.split(results[self.rows :], (count, count + tops))
+        chances = best.view(np.float32).reshape(count, self.tops).tolist()
+        reports = zip(own.view(np.float32).tolist(), ids.reshape(count, self.tops).tolist(), chances, strict=True)
+        chosen = []
+        for token, chunk in zip(tokens, chunks, strict=True):
+            asked = chunk.request.sampling.logprobs
+            if asked is None:
+                chosen.append(SampledToken(token))
+            else:
+                logprob, others, theirs = next(reports)
+                chosen.append(SampledToken(token, logprob, tuple(zip(others, theirs, strict=True))[:asked]))
+        return chosen
+
+    def _adjusted(self, logits: Tensor, edits: Sequence[Tensor]) -> Tensor:
+        """Bias and penalties, in the reference's order; no coordinate stands twice in an edit."""
+        if not any(self.edits):
+            return logits
+        logits = logits.clone()
+        for kind, count in enumerate(self.edits):
+            if count:
+                rows, tokens, values = edits[3 * kind : 3 * kind + 3]
+                old = logits[rows, tokens]
+                if kind == 1:
+                    new = torch.where(old > 0, old / values, old * values)
+                else:
+                    new = old + values if kind == 0 else old - values
+                logits[rows, tokens] = new
+        return logits
+
+
+def _cut_narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """scaled [n, vocab], top_k and top_p [n, 1] -> the same with -inf for what is left out, top_k at most NARROW."""
+    kept = min(NARROW, scaled.shape[1])
+    # Which of equal logits `topk` takes is open, so it finds the least one kept, and ids decide among equals.
+    least = scaled.topk(kept, dim=-1).values.gather(1, top_k.clamp(max=kept) - 1)
+    above, equal = scaled > least, scaled == least
+    room = top_k - above.sum(dim=-1, keepdim=True)
+    cut = scaled.masked_fill(~(above | (equal & (equal.cumsum(dim=-1) <= room))), -torch.inf)
+    ids = cut.topk(kept, dim=-1).indices.sort(dim=-1).values
+    ordered, order = cut.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return torch.full_like(scaled, -torch.inf).scatter_(1, ids.gather(1, order), _nucleus(ordered, top_p))
+
+
+def _cut_sorted(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `_cut_narrow`, for any top_k."""
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= top_k, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, ids, _nucleus(ordered, top_p))
+
+
+def _nucleus(ordered: Tensor, top_p: Tensor) -> Tensor:
+    """ordered [n, k], most probable first -> the same with -inf behind the first tokens that reach top_p [n, 1]."""
+    chances = ordered.softmax(dim=-1)
+    before = chances.cumsum(dim=-1) - chances
+    before[:, 0] = -torch.inf  # the most probable token always stays, however small top_p is
+    return ordered.masked_fill_(before >= top_p, -torch.inf)
+
+
+def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
+    """scaled [n, vocab], uniforms float64 [n] -> the first token whose cumulative probability exceeds it, [n]."""
+    cumulative = scaled.softmax(dim=-1).to(torch.float64).cumsum(dim=-1)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(scaled.shape[1] - 1)
+
+
+class _Edits:
+    """Changes of logits: rows, tokens, values."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._tokens: list[int] = []
+        self._values: list[float] = []
+
+    def extend(self, row: int, tokens: Sequence[int], values: Sequence[float]) -> None:
+        self.rows += [row] * len(tokens)
+        self._tokens += tokens
+        self._values += values
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return (
+            np.array(self.rows, dtype=np.int64),
+            np.array(self._tokens, dtype=np.int64),
+            np.array(self._values, dtype=np.float32),
+        )
+
+
+def _edits(chunks: Sequence[SequenceChunk], vocab_size: int) -> tuple[_Edits, _Edits, _Edits]:
+    """Bias; repetition penalty; frequency and presence penalty. Ids outside the vocabulary are left out.
+
+    A request that reads its output is never planned ahead of it, so all of it is known.
+    """
+    bias, repetition, subtract = _Edits(), _Edits(), _Edits()
+    for row, chunk in enumerate(chunks):
+        request, p = chunk.request, chunk.request.sampling
+        inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab_size}
+        bias.extend(row, list(inside), list(inside.values()))
+        if not p.reads_output:
+            continue
+        output = request.output_tokens[: chunk.output_index]
+        if p.repetition_penalty != 1:
+            seen = list({*request.prompt_tokens, *output})
+            repetition.extend(row, seen, [p.repetition_penalty] * len(seen))
+        if p.presence_penalty or p.frequency_penalty:
+            counts = Counter(output)
+            costs = [p.presence_penalty + p.frequency_penalty * count for count in counts.values()]
+            subtract.extend(row, list(counts), costs)
+    return bias, repetition, subtract

@@ -1,0 +1,242 @@
+"""Bringing up the engine on a card: weights, buffers, a measured trial of the largest step, KV pool, CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.backend.cuda.attention import AttentionKernels
+from engine.backend.cuda.attention_choice import AttentionNeeds, make_attention
+from engine.backend.cuda.backend import CudaBackend, Forward
+from engine.backend.cuda.build import table_widths
+from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
+from engine.backend.cuda.device import CudaDevice, Device
+from engine.backend.cuda.graphs import decode_shapes, inputs_bytes
+from engine.backend.cuda.kernels.prefill import query_tile
+from engine.backend.cuda.memory import (
+    GRAPH_BYTES,
+    CudaStartError,
+    DeviceMemory,
+    Want,
+    kv_pool_blocks,
+    shares,
+    weight_bytes,
+)
+from engine.backend.cuda.trial import largest_step, warm_up_steps
+from engine.backend.torch_kv import KvPool
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder, load_decoder
+
+log = logging.getLogger(__name__)
+_LEAST_CAPABILITY = (8, 0)
+_WEIGHTS = "name a --device cuda:N with more free memory, --dtype bfloat16, or a smaller --model"
+
+
+class StartSettings(Protocol):
+    """What this reads of `engine.config.EngineSettings`, where each is explained."""
+
+    @property
+    def model(self) -> Path: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def cuda_graphs(self) -> bool: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_step_tokens(self) -> int: ...
+    @property
+    def max_running(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def kv_pool_tokens(self) -> int: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    @property
+    def kv_memory_share(self) -> float: ...
+
+
+def start_cuda(settings: StartSettings) -> tuple[CudaBackend, int]:
+    """The backend on `settings.device`, and the blocks of its pool. Blocks. Raises ModelError, CudaStartError."""
+    config = ModelConfig.from_path(settings.model)
+    torch_device = _cuda_device(settings.device)
+    _require_compiler()
+    device = CudaDevice(torch_device)
+    memory = DeviceMemory(str(torch_device), device.total_bytes(), device.free_bytes())
+    starter = Starter(settings, config, device, memory)
+    model = starter.load()
+    torch.cuda.synchronize(torch_device)
+    return starter.finish(model, torch.cuda.get_device_capability(torch_device))
+
+
+def _require_compiler() -> None:
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise CudaStartError("--device cuda needs a C compiler, for Triton: install gcc, or name another in CC")
+
+
+def _cuda_device(name: str) -> torch.device:
+    """The card, one this engine can use; "cuda" is the first."""
+    index = int(name.partition(":")[2] or 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        seen = f"cuda:0 to cuda:{count - 1}" if count else "none; is the driver there, and torch a build with CUDA?"
+        raise CudaStartError(f"--device {name} is not there; torch sees {seen}")
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _LEAST_CAPABILITY:
+        raise CudaStartError(
+            f"--device {name} has compute capability {major}.{minor}; this engine needs 8.0 (Ampere) or later"
+        )
+    return torch.device("cuda", index)
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """The order of taking memory, on any `Device`."""
+
+    settings: StartSettings
+    config: ModelConfig
+    device: Device
+    memory: DeviceMemory
+
+    def load(self) -> Decoder:
+        """The model, once it is known that what can be planned fits. Raises ModelError, CudaStartError."""
+        known = self.settings.dtype if self.settings.dtype != "auto" else self.config.dtype
+        wants = [] if known is None else self._wants(getattr(torch, known))
+        self.memory.check(wants)
+        log.info("%s: loading %s", self.memory.name, self.settings.model)
+        try:
+            return load_decoder(self.settings.model, dtype=self.settings.dtype, device=str(self.device.torch))
+        except torch.OutOfMemoryError:
+            wants = wants or [Want("the weights, at least", self.memory.free_bytes, _WEIGHTS)]
+            raise self.memory.too_small(wants, wants[0]) from None
+
+    def finish(self, model: Decoder, capability: tuple[int, int]) -> tuple[CudaBackend, int]:
+        """The backend of a loaded model, and the blocks of its pool. Raises CudaStartError."""
+        wants = self._wants(model.dtype)
+        try:
+            with self.device.use():
+                forward = self._forward(model, capability)
+                transient = self._measured(model, forward)
+        except torch.OutOfMemoryError:
+            raise self.memory.too_small(wants, wants[1]) from None
+        taken = self.memory.free_bytes - self.device.free_bytes()
+        wants[1] = replace(wants[1], bytes=max(0, taken - wants[0].bytes) + transient)
+        blocks = self._blocks(wants[:3], model.dtype)
+        wants[3:] = [self._pool(blocks, model.dtype)]
+        try:
+            backend = self._backend(model, forward, blocks, min(self._max_blocks(), blocks))
+        except torch.OutOfMemoryError:
+            raise self.memory.too_small(wants, wants[3]) from None
+        for plan in warm_up_steps(*self._bounds()):
+            backend.step(plan)
+        if self.settings.cuda_graphs:
+            backend.capture_graphs(self.settings.max_running, wants[2].bytes)
+        log.info("%s: %s (%d tokens)", self.memory.name, shares(wants), blocks * self.settings.block_size)
+        return backend, blocks
+
+    def _wants(self, dtype: torch.dtype) -> list[Want]:
+        """Weights, activations, graphs, by their shapes, and the KV pool where the settings give its size."""
+        settings = self.settings
+        buffers = DecoderBuffers.make(
+            self.config,
+            tokens=settings.max_step_tokens,
+            rows=settings.max_running,
+            dtype=dtype,
+            device=torch.device("meta"),
+        )
+        remedy = f"lower --max-step-tokens ({settings.max_step_tokens}) or --max-running ({settings.max_running})"
+        weights = Want("weights", weight_bytes(self.config, dtype), _WEIGHTS)
+        asked = self._asked_blocks(dtype)
+        pool = [self._pool(asked, dtype)] if asked else []
+        return [weights, Want("activations", buffers.nbytes, remedy), self._graphs(), *pool]
+
+    def _graphs(self) -> Want:
+        settings = self.settings
+        widths = table_widths(self._max_blocks(), settings.block_size)
+        count = len(decode_shapes(settings.max_running, widths)) if settings.cuda_graphs else 0
+        size = count * GRAPH_BYTES + inputs_bytes(settings.max_running, widths) if count else 0
+        return Want("CUDA graphs", size, f"lower --max-running ({settings.max_running}), or --no-cuda-graphs")
+
+    def _bounds(self) -> tuple[int, int, int, int]:
+        """Tokens and sequences of a step, tokens of a sequence, tokens of a block."""
+        settings = self.settings
+        return settings.max_step_tokens, settings.max_running, self._max_tokens(), settings.block_size
+
+    def _max_tokens(self) -> int:
+        """Of the longest sequence, were the pool without bounds."""
+        return min(self.settings.max_model_len or self.config.max_position, self.config.max_position)
+
+    def _max_blocks(self) -> int:
+        return -(-self._max_tokens() // self.settings.block_size)
+
+    def _forward(self, model: Decoder, capability: tuple[int, int]) -> Forward:
+        settings = self.settings
+        decoder = CudaDecoder(model)
+        needs = AttentionNeeds(
+            config=self.config,
+            dtype=model.dtype,
+            device=model.device,
+            capability=capability,
+            block_size=settings.block_size,
+            rows=settings.max_running,
+            tokens=self._max_blocks() * settings.block_size,
+        )
+        try:
+            attention: AttentionKernels = make_attention(settings.attention, needs)
+        except ValueError as error:
+            raise CudaStartError(f"--attention {settings.attention}: {error}") from None
+        buffers = decoder.buffers(settings.max_step_tokens, settings.max_running)
+        return lambda step, pool: decoder.forward(step, pool, attention, buffers)
+
+    def _measured(self, model: Decoder, forward: Forward) -> int:
+        """Bytes that the largest step takes for a while, above all that stays allocated."""
+        trial = self._backend(model, forward, 1, self._max_blocks())
+        log.info("%s: trying the largest step, which compiles kernels the first time", self.memory.name)
+        plan = largest_step(*self._bounds())
+        trial.step(plan)  # the first one compiles kernels, and libraries take what they keep
+        return self.device.peak_bytes(lambda: trial.step(plan))
+
+    def _backend(self, model: Decoder, forward: Forward, blocks: int, longest: int) -> CudaBackend:
+        """Over a pool of `blocks`, for sequences of up to `longest` blocks."""
+        settings = self.settings
+        with torch.inference_mode(False):  # tiers write into the pool outside of it
+            pool = KvPool(self.config, blocks, settings.block_size, dtype=model.dtype, device=model.device)
+        tile = query_tile(self.config.heads, self.config.kv_heads)
+        return CudaBackend(self.device, model, forward, pool, query_tile=tile, max_blocks=longest)
+
+    def _asked_blocks(self, dtype: torch.dtype) -> int:
+        """Blocks that the settings ask for; 0: none. Raises CudaStartError where the bytes hold no block."""
+        settings, block = self.settings, self._block_bytes(dtype)
+        if 0 < settings.kv_cache_bytes < block and not settings.kv_pool_tokens:
+            raise CudaStartError(f"--kv-cache-bytes {settings.kv_cache_bytes} holds no block; one takes {block} bytes")
+        return settings.kv_pool_tokens // settings.block_size or settings.kv_cache_bytes // block
+
+    def _blocks(self, wants: list[Want], dtype: torch.dtype) -> int:
+        """Blocks of the pool: as asked for, or by share of what the others leave. Raises CudaStartError."""
+        left = self.memory.check(wants)
+        asked = self._asked_blocks(dtype)
+        blocks = asked or kv_pool_blocks(left, self._block_bytes(dtype), share=self.settings.kv_memory_share)
+        if not blocks:
+            raise self.memory.too_small([*wants, self._pool(1, dtype)], wants[1])
+        self.memory.check([*wants, self._pool(blocks, dtype)])
+        return blocks
+
+    def _pool(self, blocks: int, dtype: torch.dtype) -> Want:
+        flag = "--kv-pool-tokens" if self.settings.kv_pool_tokens else "--kv-cache-bytes"
+        if not (self.settings.kv_pool_tokens or self.settings.kv_cache_bytes):
+            flag = f"--kv-memory-share ({self.settings.kv_memory_share:g})"
+        return Want(f"KV pool of {blocks} blocks", blocks * self._block_bytes(dtype), f"lower {flag}")
+
+    def _block_bytes(self, dtype: torch.dtype) -> int:
+        return self.config.kv_bytes_per_token(dtype.itemsize) * self.settings.block_size

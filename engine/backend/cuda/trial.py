@@ -1,0 +1,40 @@
+"""Steps made by hand: the one that takes most memory, and small ones that make kernels compile before requests come.
+
+All of them use block 0 alone, so any pool will do, and leave nothing in it that a step reads.
+"""
+
+from __future__ import annotations
+
+from engine.sched.plan import SequenceChunk, StepPlan
+from engine.sched.request import Request
+from engine.sched.sampling import SamplingParams
+
+_GREEDY = SamplingParams(temperature=0)
+_DEAREST = SamplingParams(temperature=1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+"""Sorts the vocabulary, changes logits, reports log-probabilities."""
+
+
+def largest_step(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> StepPlan:
+    """As many tokens as a step may have, as many rows of logits, the dearest sampling; sequences of `max_tokens`."""
+    count = min(max_step_tokens // max_running, max_tokens)
+    return StepPlan(tuple(_prefill(-1 - i, count, block_size, _DEAREST) for i in range(max_running)))
+
+
+def warm_up_steps(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> list[StepPlan]:
+    """Prefill, decode and both, within these bounds, in sizes for which Triton compiles variants of their own."""
+    counts = [count for count in (1, 5, 16) if count <= min(max_step_tokens, max_tokens)]
+    prefills = [_prefill(-1, count, block_size, _GREEDY) for count in counts]
+    decodes = [_decode(request_id) for request_id in (-2, -3)]
+    steps = [StepPlan((chunk,)) for chunk in (*prefills, decodes[0])]
+    if max_running > 2 and max_step_tokens > 6:
+        steps.append(StepPlan((*prefills[-2:-1], *decodes)))
+    return steps
+
+
+def _prefill(request_id: int, count: int, block_size: int, sampling: SamplingParams) -> SequenceChunk:
+    prompt, blocks = [0] * count, [0] * -(-count // block_size)
+    return SequenceChunk(Request(request_id, prompt, 2, sampling), 0, prompt, blocks, True, False)
+
+
+def _decode(request_id: int) -> SequenceChunk:
+    return SequenceChunk(Request(request_id, [0], 2, _GREEDY, output_tokens=[0]), 1, [0], [0], True, True)

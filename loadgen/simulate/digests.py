@@ -1,0 +1,70 @@
+"""Block digests of prompts, hashed once for the whole fleet: in one process every pod would hash the same prefixes."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
+
+_PIECE_TOKENS = 512
+_PIECES = 8192
+"""Pieces kept, the most recently used ones: some 8 KB each with blocks of 16 tokens."""
+
+_Key = tuple[int, bytes, bytes, bytes]
+_Blocks = tuple[list[bytes], list[bytes]]
+
+
+class SharedDigests:
+    """Digests and contents of the blocks of a piece of a prompt, by all that they follow from."""
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[_Key, _Blocks] = OrderedDict()
+
+    def get(self, key: _Key) -> _Blocks | None:
+        """The blocks of a piece, if they are known."""
+        found = self._pieces.get(key)
+        if found is not None:
+            self._pieces.move_to_end(key)
+        return found
+
+    def keep(self, key: _Key, blocks: _Blocks) -> None:
+        """Remember a piece's blocks."""
+        self._pieces[key] = blocks
+        if len(self._pieces) > _PIECES:
+            self._pieces.popitem(last=False)
+
+
+class SharingCache(PrefixCache):
+    """A pod's cache that asks the fleet before it hashes a prompt. The digests are those that it would make itself."""
+
+    def __init__(self, blocks_total: int, block_size: int, shared: SharedDigests) -> None:
+        super().__init__(blocks_total, block_size)
+        self._shared = shared
+        self._piece_blocks = max(1, _PIECE_TOKENS // block_size)
+
+    def append(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """See `PrefixCache.append`. The first tokens of a sequence are its prompt."""
+        if sequence.digests or len(tokens) < self._piece_blocks * self.block_size:
+            sequence.extend(tokens)
+        else:
+            self._append_prompt(sequence, tokens)
+
+    def _append_prompt(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        digests, contents, size = sequence.digests, sequence.contents, self._piece_blocks * self.block_size
+        parent, start = b"", 0
+        while start + size <= len(tokens):
+            piece = array("i", tokens[start : start + size])
+            key = (self.block_size, sequence.salt, parent, piece.tobytes())
+            found = self._shared.get(key)
+            if found is None:
+                sequence.extend(piece)
+                self._shared.keep(key, (digests[-self._piece_blocks :], contents[-self._piece_blocks :]))
+            else:
+                digests += found[0]
+                contents += found[1]
+            parent = digests[-1]
+            start += size
+        sequence.extend(tokens[start:])

@@ -1,0 +1,117 @@
+"""The CUDA engine on this card: decode, prefill, cached prompts and promotion against the card's measured rates, and
+whole workloads against transformers' continuous batching, with dummy weights in the shape of Llama-3-8B.
+
+    python -m tests.bench.gpu [--quick] [--device cuda:0] [--sections decode,prefill] [--out out/gpu-bench]
+    python -m tests.bench.gpu --tiny --device cpu        # the same code with a tiny model in Triton's interpreter
+
+Needs torch 2.11 or later with Triton, numpy, safetensors and xxhash; transformers for the comparison. No network, and
+nothing of this project installed.
+Exit status: 0 where all bounds that were measured are kept, 1 where one is missed or a section failed, 2 where nothing
+could be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.bench.gpu import SECTIONS
+
+if TYPE_CHECKING:
+    import torch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cpu" and not arguments.tiny:
+        parser.error("--device cpu needs --tiny: there is no point in an 8B model here")
+    if arguments.device == "cpu":
+        # Triton decides when it is imported, which the imports below do.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from tests.bench.gpu.checks import exit_status
+    from tests.bench.gpu.models import LLAMA_8B, TINY, Model
+    from tests.bench.gpu.report import Results, as_json, as_markdown, checks
+    from tests.bench.gpu.sections import Bench
+    from tests.bench.gpu.sizes import FULL, QUICK
+    from tests.bench.gpu.sizes import TINY as TINY_SIZES
+
+    device = torch.device(arguments.device if arguments.device != "cuda" else "cuda:0")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            print(f"gpu-bench: torch sees no device {device}; without a GPU: --tiny --device cpu", file=sys.stderr)
+            return 2
+        torch.cuda.set_device(device)
+    tiny = arguments.tiny
+    model = Model(TINY if tiny else LLAMA_8B, getattr(torch, arguments.dtype or _dtype(tiny, device.type)), device)
+    sizes = TINY_SIZES if tiny else QUICK if arguments.quick else FULL
+    results = Results(_machine(device))
+    asyncio.run(Bench(model, sizes, results).measure(arguments.sections))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "report.json").write_text(json.dumps(as_json(results, sizes), indent=2) + "\n")
+    (arguments.out / "report.md").write_text(as_markdown(results, sizes))
+    found = checks(results, sizes)
+    print("\n".join(map(str, found)))
+    for section, reason in results.failures.items():
+        print(f"{'failed':12} {section}: {reason}")
+    print(f"written: {arguments.out / 'report.json'}, {arguments.out / 'report.md'}")
+    return 1 if results.failures else exit_status(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", type=_device, default="cuda", help="cuda, cuda:N or (with --tiny) cpu")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="fewer sizes, some bounds stay unmeasured")
+    size.add_argument("--tiny", action="store_true", help="a model of two layers: tests the benchmark, not the card")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, float32 on cpu")
+    parser.add_argument("--sections", type=_sections, default=frozenset(SECTIONS), help=",".join(SECTIONS))
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"), help="folder for report.json and report.md")
+    return parser
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
+    return text
+
+
+def _sections(text: str) -> frozenset[str]:
+    names = frozenset(text.split(","))
+    if unknown := names - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(SECTIONS)}")
+    return names
+
+
+def _dtype(tiny: bool, device: str) -> str:
+    return "float32" if tiny and device == "cpu" else "bfloat16"
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    import torch
+    import triton
+
+    about = {"device": f"{device}, {platform.machine()}", "torch": torch.__version__, "triton": triton.__version__}
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        about["device"] = (
+            f"{device}, {card.name}, {card.multi_processor_count} multiprocessors, {card.total_memory / 2**30:.0f} GiB"
+        )
+    return about
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Bytes and FLOPs of a step, by hand: what the roofline is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step cannot do without. Activations are left out: they stay in the device's cache, or nearly so."""
+
+    bytes: float
+    """Weights and KV read, KV written, each once."""
+    flops: float
+    """Of matrix products and attention; a multiply and an add are two."""
+
+    def seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """The roofline: no device of these rates is faster."""
+        return max(self.bytes / bytes_per_s, self.flops / flops_per_s)
+
+
+def layer_weights(config: ModelConfig) -> tuple[int, int]:
+    """Elements of one layer's matrices: query, key and value; and the rest."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    qkv = config.hidden_size * (queries + 2 * keys)
+    rest = queries * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    return qkv, rest
+
+
+def weights_read(config: ModelConfig) -> int:
+    """Elements of all matrices of a forward pass, head included. The input embedding is looked up, not streamed."""
+    qkv, rest = layer_weights(config)
+    return config.layers * (qkv + rest) + config.hidden_size * config.vocab_size
+
+
+def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
+    """Of the matrix products of `tokens` tokens, of which `rows` get logits.
+
+    The engine computes the last layer's output projection and MLP for those rows only, and so they are counted.
+    """
+    qkv, rest = layer_weights(config)
+    elements = tokens * config.layers * qkv + (tokens * (config.layers - 1) + rows) * rest
+    return 2 * (elements + rows * config.hidden_size * config.vocab_size)
+
+
+def attention_flops(config: ModelConfig, pairs: int) -> int:
+    """Of scores and weighted values, for so many pairs of a query and a key it sees."""
+    return 2 * 2 * config.layers * config.heads * config.head_dim * pairs
+
+
+def causal_pairs(start: int, tokens: int) -> int:
+    """Pairs of the queries at start .. start + tokens - 1 with all keys up to themselves."""
+    return tokens * start + tokens * (tokens + 1) // 2
+
+
+def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) -> Work:
+    """One token of each sequence; `contexts`: tokens each attends to, its own included."""
+    kv = config.kv_bytes_per_token(dtype_bytes)
+    rows = len(contexts)
+    embedding = rows * config.hidden_size
+    moved = (weights_read(config) + embedding) * dtype_bytes + sum(contexts) * kv
+    return Work(moved, linear_flops(config, rows, rows) + attention_flops(config, sum(contexts)))
+
+
+def prefill_work(config: ModelConfig, start: int, tokens: int, step_tokens: int, dtype_bytes: int) -> Work:
+    """Tokens start .. start + tokens - 1 of one prompt in steps of `step_tokens`; logits of the last one.
+
+    Each step reads the weights, and the keys and values before it once.
+    """
+    kv = config.kv_bytes_per_token(dtype_bytes)
+    moved, flops = 0, 0
+    for at in range(start, start + tokens, step_tokens):
+        count = min(step_tokens, start + tokens - at)
+        rows = int(at + count == start + tokens)
+        moved += (weights_read(config) + count * config.hidden_size) * dtype_bytes + (at + count) * kv
+        flops += linear_flops(config, count, rows) + attention_flops(config, causal_pairs(at, count))
+    return Work(moved, flops)

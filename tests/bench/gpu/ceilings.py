@@ -1,0 +1,59 @@
+"""What this very card can do: copy bandwidth, matmul rate, and the link to the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured rates."""
+
+    copy_bytes_per_s: float
+    """Device to device, bytes read and bytes written both counted."""
+    matmul_flops_per_s: float
+    """A large square product of normal random numbers in the model's type; zeros would be faster."""
+    up_bytes_per_s: float
+    """Page-locked host memory to the device."""
+    down_bytes_per_s: float
+
+
+def timed_s(device: torch.device, work: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call on the device: median of rounds of `repeats` calls, after a round that warms up."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(repeats):
+                work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / repeats)
+        else:
+            start_s = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            times.append((time.perf_counter() - start_s) / repeats)
+    return statistics.median(times[1:])
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, *, copy_bytes: int, matmul_size: int) -> Ceilings:
+    """`copy_bytes`: several times the device's last-level cache; `matmul_size`: rows and columns of the product."""
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy_s = timed_s(device, lambda: target.copy_(source), 10)
+    host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    down_s = timed_s(device, lambda: host.copy_(source, non_blocking=True), 2)
+    up_s = timed_s(device, lambda: target.copy_(host, non_blocking=True), 2)
+    a, b = (torch.randn((matmul_size, matmul_size), device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    matmul_s = timed_s(device, lambda: torch.matmul(a, b, out=out), 10)
+    return Ceilings(2 * copy_bytes / copy_s, 2 * matmul_size**3 / matmul_s, copy_bytes / up_s, copy_bytes / down_s)

@@ -1,0 +1,100 @@
+"""Where a step's time goes, by kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.backend.cuda.backend import CudaBackend
+from engine.sched.plan import StepPlan
+
+_KINDS = (
+    ("attention", ("attend", "_add_parts", "_prefill", "fmha", "flash", "batch_decode", "batch_prefill")),
+    ("rotation and KV store", ("rope_store",)),
+    ("norm", ("_norm",)),
+    ("activation", ("silu_mul",)),
+    ("matrix products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk", "xmma", "linear", "mm")),
+    ("copies", ("memcpy", "memset", "copy", "cat")),
+    (
+        "sampling and indexing",
+        ("argmax", "sort", "reduce", "softmax", "topk", "index", "gather", "scatter", "embedding"),
+    ),
+)
+"""By parts of a kernel's name, first match first."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """One kernel, over all calls of a step."""
+
+    name: str
+    kind: str
+    seconds: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Time of one step."""
+
+    what: str
+    wall_s: float
+    """Between the starts of two steps while the profiler watches."""
+    kernels: Sequence[KernelShare]
+    """Longest first."""
+
+    @property
+    def busy_s(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    def by_kind(self) -> list[tuple[str, float]]:
+        """Seconds of each kind, longest first."""
+        sums: dict[str, float] = {}
+        for kernel in self.kernels:
+            sums[kernel.kind] = sums.get(kernel.kind, 0.0) + kernel.seconds
+        return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def kind_of(kernel: str) -> str:
+    """The part of a step that a kernel of this name belongs to."""
+    name = kernel.lower()
+    return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), "other")
+
+
+def profile_steps(backend: CudaBackend, what: str, plans: Iterable[StepPlan]) -> StepProfile:
+    """Steps one after another on this thread (none may be in flight), so that the profiler sees every launch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_card = backend.pool.data.device.type == "cuda"
+    listed = list(plans)
+    backend.step(listed[0])
+    activities = [ProfilerActivity.CUDA] if on_card else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        start_s = time.perf_counter()
+        for plan in listed[1:]:
+            backend.step(plan)
+        elapsed_s = time.perf_counter() - start_s
+    steps = len(listed) - 1
+    kernels = kernel_shares(profiler.key_averages(), steps, on_card=on_card)
+    return StepProfile(what, elapsed_s / steps, kernels)
+
+
+def kernel_shares(events: Iterable[Any], steps: int, *, on_card: bool) -> list[KernelShare]:
+    """What torch's profiler averaged, per step, longest first. On a card kernels alone count, not what launched them.
+
+    Raises RuntimeError where there is nothing.
+    """
+    kernels = []
+    for event in events:
+        if on_card and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        micros = event.self_device_time_total if on_card else event.self_cpu_time_total
+        if micros > 0:
+            kernels.append(KernelShare(event.key, kind_of(event.key), micros / 1e6 / steps, event.count / steps))
+    if not kernels:
+        raise RuntimeError("the profiler saw no kernel")
+    return sorted(kernels, key=lambda kernel: -kernel.seconds)

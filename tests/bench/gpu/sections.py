@@ -1,0 +1,167 @@
+"""The measurements in their order, each filling its part of the results."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
+
+import torch
+
+from engine.backend.cuda.backend import CudaBackend
+from tests.bench.gpu.ceilings import Ceilings, measure_ceilings
+from tests.bench.gpu.engine_run import Engine, start_backend
+from tests.bench.gpu.models import Model
+from tests.bench.gpu.profiling import profile_steps
+from tests.bench.gpu.report import Comparison, Results
+from tests.bench.gpu.serving import ServedWorkload, measure_warm_ttft, serve
+from tests.bench.gpu.sizes import Sizes
+from tests.bench.gpu.steps import Steps
+from tests.bench.gpu.tier_run import measure_promotion
+from tests.bench.gpu.transformers_run import Transformers
+from tests.bench.gpu.workloads import Workload, shared_prefix, sharegpt_like
+
+_DEADLINE_S = 900.0
+
+Section = Callable[[], Awaitable[None]]
+
+
+def say(text: str) -> None:
+    """Progress, beside the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Bench:
+    """One engine on one device; `measure` runs the sections asked for."""
+
+    def __init__(self, model: Model, sizes: Sizes, results: Results) -> None:
+        self._model = model
+        self._sizes = sizes
+        self._results = results
+
+    async def measure(self, wanted: frozenset[str]) -> None:
+        """All of `wanted`, the comparison last: both engines do not fit the device at once."""
+        sizes, model = self._sizes, self._model
+        say("ceilings")
+        ceilings = measure_ceilings(
+            model.device, model.dtype, copy_bytes=sizes.copy_bytes, matmul_size=sizes.matmul_size
+        )
+        self._results.ceilings = ceilings
+        _give_back(model.device)
+        say(f"engine: {sizes.name} model, {model.dtype}, {model.device}")
+        start_s = time.monotonic()
+        backend, blocks = start_backend(model, sizes.engine)
+        say(f"  started in {time.monotonic() - start_s:.0f} s, {blocks} blocks of {sizes.engine.block_size} tokens")
+        served: list[ServedWorkload] = []
+        sections = self._sections(backend, blocks, ceilings, served)
+        await run_sections({name: work for name, work in sections.items() if name in wanted}, self._results)
+        await backend.close()
+        del sections, backend
+        _give_back(model.device)
+        if served:
+            await run_sections({"transformers": lambda: self._compare(served)}, self._results)
+
+    def _sections(
+        self, backend: CudaBackend, blocks: int, ceilings: Ceilings, served: list[ServedWorkload]
+    ) -> Mapping[str, Section]:
+        sizes, results, steps = self._sizes, self._results, Steps(backend, range(blocks))
+
+        async def decode() -> None:
+            for context in sizes.contexts:
+                for batch in sizes.batches:
+                    figure = await steps.decode(batch, context, sizes.decode_steps, sizes.rounds, ceilings)
+                    results.decode.append(figure)
+                    say(f"  batch {batch}, context {context}: {figure.step_s * 1e3:.2f} ms, {figure.share:.0%}")
+
+        async def prefill() -> None:
+            for tokens in sizes.prefills:
+                figure = await steps.prefill(tokens, sizes.engine.max_step_tokens, sizes.rounds, ceilings)
+                results.prefill.append(figure)
+                say(f"  {tokens} tokens: {figure.elapsed_s * 1e3:.1f} ms, {figure.share:.0%}")
+
+        async def ttft() -> None:
+            async with Engine(backend, blocks, sizes.engine).running() as engine:
+                results.warm = await measure_warm_ttft(
+                    engine, sizes.warm_prompt_tokens, sizes.warm_cached_tokens, sizes.rounds + 2
+                )
+
+        async def promotion() -> None:
+            results.promotion = await measure_promotion(
+                backend, sizes.promoted_tokens, sizes.beside, sizes.rounds, ceilings
+            )
+
+        async def profile() -> None:
+            for batch, context in sizes.profiled:
+                tables, _ = steps.tables(batch, context, sizes.profiled_steps + 1)
+                plans = steps.decode_plans(tables, context, sizes.profiled_steps + 1)
+                results.profiles.append(profile_steps(backend, f"decode, batch {batch}, context {context}", plans))
+            one = list(steps.prefill_plans(sizes.profiled_prefill, sizes.profiled_prefill))
+            name = f"prefill of {sizes.profiled_prefill} tokens"
+            results.profiles.append(profile_steps(backend, name, one * 2))
+
+        async def transformers() -> None:
+            if find_spec("transformers") is None:
+                raise RuntimeError("transformers is not installed: there is nothing to compare with")
+            async with Engine(backend, blocks, sizes.engine).running() as engine:
+                for workload in self._workloads():
+                    say(f"  {workload.name}: {len(workload.prompts)} requests, {workload.output_tokens} output tokens")
+                    served.append(await serve(engine, workload))
+                    say(f"  ours: {served[-1].output_tokens_per_s:,.0f} output tokens/s")
+
+        return {
+            "decode": decode,
+            "prefill": prefill,
+            "ttft": ttft,
+            "promotion": promotion,
+            "profile": profile,
+            "transformers": transformers,
+        }
+
+    def _workloads(self) -> list[Workload]:
+        sizes, vocab = self._sizes, self._model.config.vocab_size
+        like = sharegpt_like(sizes.requests, vocab, 1, scale=sizes.length_scale, longest=sizes.longest)
+        shared = shared_prefix(
+            sizes.requests, vocab, 2, groups=sizes.groups, prefix_tokens=sizes.prefix_tokens,
+            scale=sizes.length_scale, longest=sizes.longest,
+        )  # fmt: skip
+        return [like, shared]
+
+    async def _compare(self, served: list[ServedWorkload]) -> None:
+        """transformers blocks this thread: nothing else runs on the loop by now."""
+        theirs = Transformers(self._model, small=self._model.device.type == "cpu")
+        for ours in served:
+            answered = theirs.serve(ours.workload, _DEADLINE_S)
+            say(f"  {ours.workload.name}, transformers: {answered.output_tokens_per_s:,.0f} output tokens/s")
+            self._results.comparisons.append(
+                Comparison(
+                    workload=ours.workload.name,
+                    requests=len(ours.workload.prompts),
+                    input_tokens=ours.workload.input_tokens,
+                    output_tokens=ours.workload.output_tokens,
+                    ours_tokens_per_s=ours.output_tokens_per_s,
+                    ours_cached_tokens=ours.cached_tokens or 0,
+                    theirs_tokens_per_s=answered.output_tokens_per_s,
+                    theirs_attention=theirs.attention,
+                    agreement=theirs.agreement(ours.answers, answered),
+                )
+            )
+
+
+def _give_back(device: torch.device) -> None:
+    """Return memory that nothing refers to: the next engine asks the card how much is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+async def run_sections(sections: Mapping[str, Section], results: Results) -> None:
+    """One after another. One that fails is noted, and the others still run: device time is scarce."""
+    for name, work in sections.items():
+        say(name)
+        try:
+            await work()
+        except Exception as error:
+            results.failures[name] = f"{type(error).__name__}: {error}"
+            say(f"  failed: {results.failures[name]}")

@@ -1,0 +1,252 @@
+"""The benchmark end to end on the CPU: a tiny model, the CUDA backend in Triton's interpreter, transformers beside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.backend.cuda.kernels import activation, decode, norm, prefill, rope_store
+from tests.bench.gpu import SECTIONS, sections
+from tests.bench.gpu import __main__ as program
+from tests.bench.gpu.arithmetic import decode_work
+from tests.bench.gpu.checks import Check, decode_bound, exit_status
+from tests.bench.gpu.models import TINY, Model
+from tests.bench.gpu.profiling import StepProfile, kernel_shares, kind_of
+from tests.bench.gpu.report import Results, as_markdown, checks
+from tests.bench.gpu.sections import run_sections
+from tests.bench.gpu.serving import ServedWorkload
+from tests.bench.gpu.sizes import FULL, QUICK
+from tests.bench.gpu.steps import DecodeFigure
+from tests.bench.gpu.transformers_run import NO_TIE, TIE_BOUND, Transformers, first_difference
+from tests.bench.gpu.workloads import Workload
+
+ROOT = Path(__file__).parents[3]
+NOT_NEEDED = ("orjson", "pydantic", "pydantic_settings", "redis", "prometheus_client", "uvloop", "aiohttp")
+"""Packages of the server: a machine lent for its card has none of them."""
+RUN = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))  # importing one of these fails
+sys.argv = ["gpu-bench", "--tiny", "--device", "cpu", "--out", sys.argv[1]]
+runpy.run_module("tests.bench.gpu", run_name="__main__")
+"""
+MODEL = Model(TINY, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The program's end and its folder of results."""
+    out = tmp_path_factory.mktemp("bench")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", RUN, str(out)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280), out
+
+
+@pytest.mark.timeout(300)
+def test_a_tiny_run_measures_everything(tiny: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, out = tiny
+    report = json.loads((out / "report.json").read_text())
+    verdicts = {check["what"]: check["verdict"] for check in report["checks"]}
+    assert report["failures"] == {}, done.stderr
+    assert "not measured" not in verdicts.values()
+    assert done.returncode == ("missed" in verdicts.values()), done.stderr
+    for what, verdict in verdicts.items():
+        assert f"{verdict:12} {what}: " in done.stdout
+    assert [check["what"] for check in report["checks"]] == list(verdicts)
+    assert len(report["profiles"]) == 2
+    assert all(profile["kernels"] for profile in report["profiles"])
+    assert all(f"\n{section}\n" in f"\n{done.stderr}" for section in SECTIONS)
+
+
+@pytest.mark.timeout(300)
+def test_a_tiny_runs_answers_are_those_of_transformers(
+    tiny: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    """Greedy, over mixed steps, cached prefixes and two steps in flight; none of this depends on speed."""
+    report = json.loads((tiny[1] / "report.json").read_text())
+    verdicts = {check["what"]: check["verdict"] for check in report["checks"]}
+    assert all(verdict == "kept" for what, verdict in verdicts.items() if "greedy" in what or "reused" in what)
+    for comparison in report["comparisons"]:
+        assert comparison["agreement"]["equal_tokens"] == comparison["agreement"]["tokens"] > 0
+    shared = report["comparisons"][1]
+    assert shared["ours_cached_tokens"] == 32, "one prompt of three begins as another does"
+
+
+@pytest.mark.timeout(300)
+def test_a_tiny_runs_shares_are_of_its_own_ceilings(
+    tiny: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    report = json.loads((tiny[1] / "report.json").read_text())
+    ceilings = report["ceilings"]
+    for figure in report["decode"]:
+        middle = figure["context"] + 2  # tokens that warm up
+        work = decode_work(MODEL.config, [middle] * figure["batch"], 4)
+        seconds = work.seconds(ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"])
+        assert figure["roofline_s"] == pytest.approx(seconds)
+        assert figure["share"] == pytest.approx(seconds / figure["step_s"])
+    text = (tiny[1] / "report.md").read_text()
+    for title in ("Decode", "Prefill", "Time to first token", "Promotion from the host tier", "Against", "Bounds"):
+        assert f"\n## {title}" in text
+    assert text.count("| kernel | calls | ms | share |") == 2
+
+
+def test_all_bounds_of_the_project_are_checked() -> None:
+    found = checks(Results({}), FULL)
+    assert {check.verdict for check in found} == {"not measured"}
+    assert [check.bound for check in found[:12]] == [0.8, 0.8, 0.8, 0.8, 0.7, 0.7] * 2
+    assert [check.bound for check in found[12:15]] == [0.55] * 3
+    assert [(check.bound, check.at_least) for check in found[15:18]] == [(7888, True), (0.012, False), (1.3, False)]
+    assert [(check.bound, check.at_least) for check in found[18:]] == [(2, True), (TIE_BOUND, False)] * 2
+    assert [decode_bound(batch) for batch in (64, 65)] == [0.8, 0.7]
+
+
+def test_a_quick_run_says_what_it_left_out() -> None:
+    results = Results({}, decode=[DecodeFigure(1, 1024, step_s=0.01, roofline_s=0.009, shared_blocks=False)])
+    found = checks(results, QUICK)
+    assert len(found) == len(checks(results, FULL))
+    assert [check.verdict for check in found].count("kept") == 1
+    assert "not measured decode, batch 256, context 8192" in as_markdown(results, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("values", "status"), [((0.9, None), 0), ((0.9, 0.7), 1), ((None, None), 2), ((float("nan"), 0.9), 1), ((0.8,), 0)]
+)
+def test_the_exit_status_is_that_of_the_bounds(values: tuple[float | None, ...], status: int) -> None:
+    assert exit_status([Check("x", value, 0.8, True) for value in values]) == status
+
+
+def test_a_bound_may_be_the_most_a_value_may_be() -> None:
+    assert [Check("x", value, 1.3, False).verdict for value in (1.2, 1.3, 1.31)] == ["kept", "kept", "missed"]
+    assert str(Check("TTFT", 0.5, 0.012, False, " s")) == "missed       TTFT: 0.5 s (<= 0.012 s)"
+
+
+async def test_a_section_that_fails_is_noted_and_the_others_run() -> None:
+    results, ran = Results({}), []
+
+    async def fails() -> None:
+        raise ValueError("no room")
+
+    async def works() -> None:
+        ran.append(True)
+
+    await run_sections({"decode": fails, "prefill": works}, results)
+    assert results.failures == {"decode": "ValueError: no room"}
+    assert ran == [True]
+    assert "* failed: decode: ValueError: no room" in as_markdown(results, FULL)
+
+
+@pytest.mark.parametrize(("share", "fails", "status"), [(0.9, False, 0), (0.9, True, 1), (0.5, False, 1)])
+def test_the_programs_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float, fails: bool, status: int
+) -> None:
+    async def measure(self: Any, wanted: frozenset[str]) -> None:
+        assert wanted == {"decode"}
+        self._results.decode.append(DecodeFigure(1, 16, step_s=1.0, roofline_s=share, shared_blocks=False))
+        if fails:
+            self._results.failures["prefill"] = "no room"
+
+    monkeypatch.setattr(sections.Bench, "measure", measure)
+    options = ["--tiny", "--device", "cpu", "--sections", "decode", "--out", str(tmp_path / "new")]
+    assert program.main(options) == status
+    assert json.loads((tmp_path / "new" / "report.json").read_text())["decode"][0]["share"] == share
+
+
+@pytest.mark.parametrize(
+    "options", [["--device", "tpu"], ["--sections", "decode,all"], ["--quick", "--tiny"], ["--device", "cpu"]]
+)
+def test_options_that_make_no_sense_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(options)
+    assert ended.value.code == 2
+    assert "usage: python -m tests.bench.gpu" in capsys.readouterr().err
+
+
+def test_a_card_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--device", "cuda:99"]) == 2
+    assert "torch sees no device cuda:99" in capsys.readouterr().err
+
+
+def test_answers_are_compared_to_where_they_part() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_a_wrong_token_is_no_tie() -> None:
+    """The model's best token against its worst: several standard deviations; against itself: none."""
+    theirs = Transformers(MODEL, small=True)
+    prompt = [5, 9, 2, 77]
+    with torch.inference_mode():
+        row = theirs.model(torch.tensor([prompt])).logits[0, -1]
+    best, worst = int(row.argmax()), int(row.argmin())
+    served = ServedWorkload(Workload("w", [(prompt, 1), (prompt, 1), (prompt, 2)]), [[best], [best], [best, 3]], 1.0)
+    same = theirs.agreement([[best], [best], [best, 3]], served)
+    assert (same.equal, same.equal_tokens, same.tokens, same.widest_gap) == (3, 4, 4, 0)
+    wrong = theirs.agreement([[best], [worst], [best, 3]], served)
+    assert (wrong.equal, wrong.equal_tokens) == (2, 3)
+    assert wrong.widest_gap == pytest.approx(float((row[best] - row[worst]) / row.std()), rel=1e-4)
+    assert wrong.widest_gap > 3
+    assert theirs.agreement([[best], [best], [best]], served).widest_gap == NO_TIE, "an answer is too short"
+    theirs.gap = lambda *_: math.nan  # type: ignore[method-assign]
+    assert theirs.agreement([[best], [worst], [best, 3]], served).widest_gap == NO_TIE
+
+
+def test_the_engine_and_transformers_have_the_same_weights() -> None:
+    """Of a model with several heads per key: bit for bit where the order is the same."""
+    made = replace(MODEL, fields=TINY | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    theirs, ours = made.transformers_model(), made.decoder()
+    layer = theirs.model.layers[0]
+    assert torch.equal(theirs.model.embed_tokens.weight, ours.weights.embedding)
+    assert torch.equal(layer.input_layernorm.weight, ours.weights.layers[0].input_norm)
+    x = torch.randn((3, 32))
+    torch.testing.assert_close(layer.mlp.down_proj(x), ours.weights.layers[0].down(x))
+    torch.testing.assert_close(layer.self_attn.v_proj(x), ours.weights.layers[0].qkv(x)[:, -16:])
+
+
+def test_on_a_card_kernels_alone_are_counted() -> None:
+    """Both the launch and the kernel say how long the kernel took."""
+    kinds = torch.autograd.DeviceType
+
+    def event(key: str, kind: Any, micros: float, count: int) -> Any:
+        return SimpleNamespace(key=key, device_type=kind, self_device_time_total=micros, count=count)
+
+    events = [
+        event("cudaLaunchKernel", kinds.CPU, 0, 9),
+        event("_norm", kinds.CUDA, 2000, 4),
+        event("nvjet_tst", kinds.CUDA, 6000, 2),
+        event("aten::mm", kinds.CPU, 6000, 2),
+    ]
+    shares = kernel_shares(events, 2, on_card=True)
+    assert [(k.name, k.seconds, k.calls) for k in shares] == [("nvjet_tst", 0.003, 1), ("_norm", 0.001, 2)]
+    assert StepProfile("x", 0.01, shares).by_kind() == [("matrix products", 0.003), ("norm", 0.001)]
+    with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
+        kernel_shares(events[:1], 2, on_card=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "kind"),
+    [
+        (prefill, "_prefill", "attention"),
+        (decode, "_attend_parts", "attention"),
+        (decode, "_add_parts", "attention"),
+        (norm, "_norm", "norm"),
+        (rope_store, "_rope_store", "rotation and KV store"),
+        (activation, "_silu_mul", "activation"),
+        (None, "nvjet_tst_64x8_64x16_4x1_v_bz_TNN", "matrix products"),
+        (None, "Memcpy HtoD (Pinned -> Device)", "copies"),
+        (None, "at::native::reduce_kernel<512, 1, ArgMaxOps>", "sampling and indexing"),
+        (None, "something_else", "other"),
+    ],
+)
+def test_kernels_are_told_apart(module: Any, kernel: str, kind: str) -> None:
+    assert module is None or hasattr(module, kernel), "the kernel has another name by now"
+    assert kind_of(kernel) == kind

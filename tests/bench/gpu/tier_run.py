@@ -1,0 +1,99 @@
+"""Promotion from the host tier, alone and beside decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.backend.cuda.backend import CudaBackend
+from engine.backend.cuda.copies import HostPool, copy_engine, drain, measure_rates
+from engine.backend.tiers.base import BlockPair, Direction
+from engine.backend.tiers.copier import BlockCopier
+from tests.bench.gpu.ceilings import Ceilings
+from tests.bench.gpu.steps import Steps
+
+_DEADLINE_S = 60.0
+_STEPS = 8
+_ROOM = 64
+"""Tokens that the sequences beside may grow by."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionFigure:
+    """Blocks of one prompt from host slots to scattered blocks of the pool."""
+
+    tokens: int
+    bytes: int
+    elapsed_s: float
+    """From the request until `poll` has told the end."""
+    link_s: float
+    """The bytes over the link's measured rate."""
+    beside_decode_s: float
+    """The same while decode steps run."""
+    decode_step_s: float
+    """Beside no promotion."""
+    decode_step_beside_s: float
+    measured_up_bytes_per_s: float
+    """As the copier measured it, by events."""
+
+    @property
+    def ratio(self) -> float:
+        return self.elapsed_s / self.link_s
+
+
+def _drained_at_s(copier: BlockCopier) -> float:
+    drain(copier, _DEADLINE_S)
+    return time.perf_counter()
+
+
+async def measure_promotion(
+    backend: CudaBackend, tokens: int, beside: tuple[int, int], rounds: int, ceilings: Ceilings
+) -> PromotionFigure:
+    """`beside`: batch and context of the decode steps that run beside it."""
+    pool = backend.pool
+    blocks = -(-tokens // pool.block_size)
+    host = HostPool(pool.data, blocks)
+    try:
+        copier = BlockCopier(copy_engine(pool.data, host), time.monotonic)
+        measure_rates(copier, blocks, _DEADLINE_S)
+        scattered = random.Random(1).sample(range(pool.block_count), blocks)
+        pairs = [BlockPair(slot, block) for slot, block in enumerate(scattered)]
+        alone = []
+        for _ in range(rounds):
+            start_s = time.perf_counter()
+            copier.promote(pairs)
+            alone.append(await asyncio.to_thread(_drained_at_s, copier) - start_s)
+        elapsed_s = statistics.median(alone)
+        others = sorted(set(range(pool.block_count)) - set(scattered))
+        (batch, context), decoding = beside, Steps(backend, others)
+        tables, _ = decoding.tables(batch, context, _ROOM)
+        step_s = await decoding.decode_step_s(tables, context, _STEPS)
+        start_s = time.perf_counter()
+        copier.promote(pairs)
+        promotion = asyncio.create_task(asyncio.to_thread(_drained_at_s, copier))
+        step_beside_s = await decoding.decode_step_s(
+            tables, context, min(_ROOM // 2, max(_STEPS, round(elapsed_s / step_s)))
+        )
+        beside_s = await promotion - start_s
+        arrived = pool.data[scattered].cpu().view(torch.uint8).view(blocks, -1)
+        if not torch.equal(arrived, host.data):
+            raise RuntimeError("what was promoted is not what the host tier held")
+        up = copier.bytes_per_s(Direction.PROMOTE) or 0.0
+    finally:
+        host.close()
+    moved = blocks * host.slot_bytes
+    return PromotionFigure(
+        tokens=blocks * pool.block_size,
+        bytes=moved,
+        elapsed_s=elapsed_s,
+        link_s=moved / ceilings.up_bytes_per_s,
+        beside_decode_s=beside_s,
+        decode_step_s=step_s,
+        decode_step_beside_s=step_beside_s,
+        measured_up_bytes_per_s=up,
+    )

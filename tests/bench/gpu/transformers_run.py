@@ -1,0 +1,116 @@
+"""transformers' continuous batching on the same weights, device and requests; and whether its tokens are ours."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from tests.bench.gpu.models import Model
+from tests.bench.gpu.serving import ServedWorkload
+from tests.bench.gpu.workloads import Workload
+
+TIE_BOUND = 0.32
+"""Two answers may part where the logits of their tokens lie within this many standard deviations of all logits.
+
+Five times 0.063: in bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512, weights made
+as here) differ by 0.045 standard deviations in a logit, so by root two times that in how far two logits lie apart;
+beyond five of these not one of 100,000 tokens is expected. A wrong computation's token lies several below the best.
+"""
+NO_TIE = 1e9
+"""In the place of a gap that is no number, or between answers of different lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Greedy answers of two engines to the same requests."""
+
+    requests: int
+    equal: int
+    """Requests with the same tokens throughout."""
+    equal_tokens: int
+    """Tokens before an answer parts from the other, and all of equal ones."""
+    tokens: int
+    widest_gap: float
+    """Of all answers that part: the logits of the two tokens there, in standard deviations; 0 where none part."""
+
+
+class Transformers:
+    """A model loaded for continuous batching with transformers' defaults, which are what its users get."""
+
+    def __init__(self, model: Model, *, small: bool) -> None:
+        """`small`: bound its cache, which otherwise takes most of the memory."""
+        from transformers import GenerationConfig
+        from transformers.generation import ContinuousBatchingConfig
+
+        self.model: Any = model.transformers_model()
+        self._device = model.device
+        bounds: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 256} if small else {}
+        known = {field.name for field in fields(ContinuousBatchingConfig)}
+        self._config = ContinuousBatchingConfig(**{k: v for k, v in bounds.items() if k in known})
+        self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
+
+    @property
+    def attention(self) -> str:
+        """The implementation it chose."""
+        return str(self.model.config._attn_implementation)
+
+    def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
+        """All requests at once, after its own warm-up and a few requests. Raises RuntimeError where one is lost."""
+        with self.model.continuous_batching_context_manager(
+            generation_config=self._generation, continuous_batching_config=self._config, timeout=30
+        ) as manager:
+            self._answers(manager, [(ids[:8], 2) for ids, _ in workload.prompts[:4]], deadline_s)
+            start_s = time.perf_counter()
+            answers = self._answers(manager, workload.prompts, deadline_s)
+            elapsed_s = time.perf_counter() - start_s
+        return ServedWorkload(workload, answers, elapsed_s)
+
+    def agreement(self, ours: Sequence[Sequence[int]], theirs: ServedWorkload) -> Agreement:
+        """Compare token by token; where two answers part, ask the model itself how far apart the two tokens are."""
+        equal = equal_tokens = 0
+        widest = 0.0
+        for (prompt, _), a, b in zip(theirs.workload.prompts, ours, theirs.answers, strict=True):
+            at = first_difference(a, b)
+            equal_tokens += len(a) if at is None else at
+            if at is None:
+                equal += 1
+            else:
+                comparable = at < min(len(a), len(b))
+                gap = self.gap([*prompt, *a[:at]], a[at], b[at]) if comparable else NO_TIE
+                widest = max(widest, gap if math.isfinite(gap) else NO_TIE)
+        total = sum(map(len, ours))
+        return Agreement(len(ours), equal, equal_tokens, total, widest)
+
+    @torch.inference_mode()
+    def gap(self, ids: Sequence[int], one: int, other: int) -> float:
+        """How far the logits of two tokens behind `ids` lie apart, in standard deviations of all logits."""
+        row = self.model(torch.tensor([list(ids)], device=self._device), logits_to_keep=1).logits[0, -1].float()
+        return float((row[one] - row[other]).abs() / row.std())
+
+    def _answers(
+        self, manager: Any, prompts: Sequence[tuple[Sequence[int], int]], deadline_s: float
+    ) -> list[list[int]]:
+        ids = [manager.add_request(list(prompt), max_new_tokens=count) for prompt, count in prompts]
+        found: dict[str, list[int]] = {}
+        until_s = time.monotonic() + deadline_s
+        while len(found) < len(ids):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(f"transformers failed a request: {result.error}")
+                found[result.request_id] = list(result.generated_tokens)
+            elif result is None and (time.monotonic() > until_s or not manager.is_running()):
+                raise RuntimeError(f"transformers answered {len(found)} of {len(ids)} requests in {deadline_s} s")
+        return [found[i] for i in ids]
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two answers part; None: they do not. A length is a difference too."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

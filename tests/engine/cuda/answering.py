@@ -1,0 +1,106 @@
+"""The engine loop over a backend, and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine.backend.base import Backend
+from engine.backend.cuda.attention import TritonAttention
+from engine.backend.cuda.backend import CudaBackend, Forward
+from engine.backend.cuda.decoder import CudaDecoder
+from engine.backend.cuda.device import Device
+from engine.backend.cuda.kernels.prefill import query_tile
+from engine.backend.torch_kv import KvPool
+from engine.cache.prefix_cache import PrefixCache
+from engine.loop import EngineLoop
+from engine.metrics import EngineMetrics
+from engine.model.decoder import Decoder
+from engine.sched.request import Request
+from engine.sched.sampling import SamplingParams
+from engine.sched.scheduler import Scheduler, SchedulerConfig
+from tests.engine.cuda.torch_forward import torch_forward
+from tests.engine.model.helpers import GREEDY, tokens
+
+BLOCKS, BLOCK_SIZE, MAX_RUNNING, STEP_TOKENS = 60, 4, 6, 32
+TWO_LAYERS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+"""Of a Qwen2; the second has a window."""
+Answer = list[tuple[int, float | None]]
+"""Tokens with their log-probabilities."""
+
+
+def cuda_backend(model: Decoder, device: Device, *, graphs: int = 0, forward: Forward | None = None) -> CudaBackend:
+    """With the model in plain torch, or another forward pass; `graphs`: largest batch captured."""
+    pool = KvPool(model.config, BLOCKS, BLOCK_SIZE, dtype=model.dtype, device=model.device)
+    pool.data.fill_(torch.nan)
+    tile = query_tile(model.config.heads, model.config.kv_heads)
+    forward = forward or torch_forward(model, STEP_TOKENS)
+    backend = CudaBackend(device, model, forward, pool, query_tile=tile, max_blocks=32)
+    if graphs:
+        backend.capture_graphs(graphs, 1 << 30)
+    return backend
+
+
+def with_kernels(model: Decoder) -> Forward:
+    decoder = CudaDecoder(model)
+    attention = TritonAttention(model.config, rows=MAX_RUNNING, tokens=128, device=model.device)
+    buffers = decoder.buffers(STEP_TOKENS, MAX_RUNNING)
+    return lambda step, pool: decoder.forward(step, pool, attention, buffers)
+
+
+def prompts() -> list[Request]:
+    """Two of them share a prefix of several blocks, some sample; they end at different steps."""
+    shared = tokens(13, 1)
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
+    filtered = SamplingParams(temperature=1.2, top_k=7, seed=4, logprobs=2)
+    penalised = SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+    return [
+        Request(1, [*shared, 5], 9, GREEDY),
+        Request(2, [*shared, 6, 7], 12, sampled),
+        Request(3, tokens(37, 2), 4, GREEDY),
+        Request(4, tokens(2, 3), 15, filtered),
+        Request(5, tokens(9, 4), 8, penalised),
+        Request(6, [*shared, 8], 6, GREEDY, frozenset(range(0, 97, 9))),
+        Request(7, tokens(5, 6), 1, GREEDY),
+    ]
+
+
+async def answers(backend: Backend, requests: Sequence[Request], blocks: int = BLOCKS) -> dict[int, Answer]:
+    """What the engine loop answers with this backend, the requests a moment apart.
+
+    With fewer blocks than all there are, some must be preempted.
+    """
+    cache = PrefixCache(blocks, BLOCK_SIZE)
+    config = SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=MAX_RUNNING, max_waiting=20)
+    scheduler = Scheduler(cache, config)
+    loop = EngineLoop(scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"))
+    found: dict[int, Answer] = {}
+
+    async def ask(request: Request) -> None:
+        async with loop.submit([request]) as stream:
+            found[request.id] = [(o.token.token, o.token.logprob) async for o in stream if o.token is not None]
+
+    stepping = asyncio.create_task(loop.run())
+    try:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(ask(request))
+                await asyncio.sleep(0.002)
+    finally:
+        stepping.cancel()
+        await asyncio.wait([stepping])
+        await backend.close()
+    cache.check_integrity()
+    assert (scheduler.stats().preemptions > 0) == (blocks < BLOCKS)
+    return found
+
+
+def agree(found: dict[int, Answer], expected: dict[int, Answer]) -> None:
+    assert {i: [token for token, _ in answer] for i, answer in found.items()} == {
+        i: [token for token, _ in answer] for i, answer in expected.items()
+    }
+    for i, answer in expected.items():
+        assert [logprob for _, logprob in found[i]] == pytest.approx([logprob for _, logprob in answer], abs=1e-4)

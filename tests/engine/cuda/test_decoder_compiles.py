@@ -1,0 +1,39 @@
+"""The kernels between the matrix products, and a whole step, compiled for real cards."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
+
+# One norm with a sum and one without. Neither layers nor rows make a variant of a kernel.
+OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1})
+ATTENTION = Counter({"_prefill": 1, "_attend_parts": 1, "_add_parts": 1})
+
+
+def launches(scenario: str, arch: int) -> list[Compiled]:
+    kernels = compiled(f"tests.engine.cuda.decoder_launches:{scenario}", arch)
+    check(kernels, arch)
+    return kernels
+
+
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_a_step_compiles_and_reads_nothing_back(arch: int) -> None:
+    kernels = launches("step_without_attention", arch)
+    assert Counter(kernel.name for kernel in kernels) == OWN
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_a_step_with_its_attention_compiles(arch: int) -> None:
+    kernels = launches("whole_step", arch)
+    assert Counter(kernel.name for kernel in kernels) == OWN + ATTENTION
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_every_variant_fits_without_spills(arch: int) -> None:
+    kernels = launches("all_kernels", arch)
+    assert Counter(kernel.name for kernel in kernels) == Counter({"_norm": 8, "_silu_mul": 3, "_rope_store": 4})

@@ -1,0 +1,89 @@
+"""A device in virtual time under the step loop: it checks every step, and tells when each was given, begun, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.cache.prefix_cache import PrefixCache
+from engine.sched.plan import StepPlan, StepResult
+from tests.engine.sched.in_order_backend import InOrderBackend
+
+
+@dataclass
+class Step:
+    """Seconds on the event loop's clock."""
+
+    plan: StepPlan
+    given_s: float
+    begun_s: float
+    ended_s: float
+    known_s: float
+    """When the host has its tokens."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    """On the device."""
+
+
+class VirtualDevice:
+    """One step after the other, each as long as `step_s(number)` says. Its tokens keep the host busy for `host_s`.
+
+    The device reads the pool at the end of a step, when whatever the host did meanwhile has been done. Steps counted
+    from 0 in `failing` raise then.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_step_tokens: int,
+        *,
+        max_in_flight: int,
+        step_s: Callable[[int], float] = lambda number: 0.01,
+        host_s: float = 0.0,
+        failing: frozenset[int] = frozenset(),
+    ) -> None:
+        self.max_in_flight = max_in_flight
+        self.steps: list[Step] = []
+        self.closed_calls = 0
+        self._model = InOrderBackend(cache, max_step_tokens)
+        self._step_s, self._host_s, self._failing = step_s, host_s, failing
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        number, now_s = len(self.steps), asyncio.get_running_loop().time()
+        before = self.steps[-1] if self.steps else None
+        begun_s = max(now_s, before.ended_s) if before else now_s
+        ended_s = begun_s + self._step_s(number)
+        step = Step(plan, now_s, begun_s, ended_s, max(ended_s, before.known_s if before else 0) + self._host_s)
+        self.steps.append(step)
+        self._model.launch(plan)
+        try:
+            await _sleep(step.ended_s - now_s)
+            if before:
+                await before.is_over.wait()  # timers due at the same time fire in any order
+            self._model.check_fences()
+            if number in self._failing:
+                raise RuntimeError("device lost")
+            self._model.execute()
+            step.is_over.set()
+            await _sleep(step.known_s - step.ended_s)
+        except BaseException:
+            self._model.lose()
+            raise
+        finally:
+            step.is_over.set()
+            self.closed_calls += 1
+        return self._model.land()
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def idle_s(self) -> list[float]:
+        """Between each two steps, how long the device had nothing to do."""
+        return [round(after.begun_s - before.ended_s, 9) for before, after in itertools.pairwise(self.steps)]
+
+
+async def _sleep(delay_s: float) -> None:
+    """Unlike asyncio's, no time is no wait at all."""
+    if delay_s > 0:
+        await asyncio.sleep(delay_s)
