@@ -36,9 +36,7 @@ class StudySettings(Settings):
         None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
     )
     sessions: int = Field(0, ge=0, description="sessions of each run, for a quick look; 0: as many as the case has")
-    find_knees: bool = Field(
-        False, description="measure the knees first (half an hour) instead of taking the recorded ones"
-    )
+    find_knees: bool = Field(False, description="measure the knees first (an hour) instead of taking the recorded ones")
     merge: bool = Field(
         False, description="keep the knees of an earlier policies.json, and its numbers of arms and cases not run now"
     )

@@ -20,7 +20,7 @@ WARM_REQUESTS = 500
 """Requests served before the comparison with the omniscient arm begins."""
 STRIDE = 256
 _PROFILE = find_profile(PROFILE)
-KNEE_RUN_S = 30.0
+KNEE_RUN_S = 60.0
 MAX_RATE = 10_000.0
 """Sessions per second that no fleet of the table serves."""
 

@@ -25,6 +25,7 @@ from unittest import mock
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of one program at most, by card; CUDA C++ programming guide, "Technical Specifications"."""
 DEADLINE_S = 590
+"""All variants of a type take a minute of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Compiled:
     """Products on tensor cores in the kernel's PTX, as Ampere has them."""
     wgmma: int
     """The same as only Hopper has them: several times as large, twice as fast."""
-    asynchronous_copies: int
-    """cp.async in the kernel's PTX: what a pipelined load becomes."""
+    wide_copies: int
+    """cp.async of 16 bytes in the kernel's PTX: what a pipelined load becomes that is as wide as it can be."""
 
 
 def compiled(scenario: str, arch: int) -> list[Compiled]:
@@ -58,13 +59,13 @@ def compiled(scenario: str, arch: int) -> list[Compiled]:
     return [Compiled(**kernel) for kernel in json.loads(done.stdout)]
 
 
-def check(kernels: list[Compiled], arch: int, *, spill_bytes: int = 0) -> None:
-    """That they fit the card: shared memory, and no registers spilled beyond `spill_bytes`. Prints what they take."""
+def check(kernels: list[Compiled], arch: int) -> None:
+    """That they fit the card: shared memory, and no registers spilled. Prints what they take."""
     assert kernels
     for kernel in kernels:
         print(f"sm_{arch} {kernel}")
         assert kernel.shared_bytes <= SHARED_BYTES[arch], kernel
-        assert kernel.spill_bytes <= spill_bytes, kernel
+        assert not kernel.spill_bytes, kernel
 
 
 class _Card:
@@ -125,7 +126,7 @@ def _describe(kernel: object, log: str) -> Compiled:
         warps=kernel.metadata.num_warps,
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
-        asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
+        wide_copies=len(re.findall(r"\bcp\.async\.cg\.", ptx)),
     )
 
 

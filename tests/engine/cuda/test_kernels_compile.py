@@ -20,7 +20,7 @@ def is_fast(kernels: list[Compiled], arch: int) -> bool:
     """Keys are read ahead and multiplied on tensor cores: prefill on Hopper's, decode has too few rows for them."""
     prefill, parts = ([kernel for kernel in kernels if kernel.name == name] for name in ("_prefill", "_attend_parts"))
     return (
-        all(kernel.asynchronous_copies for kernel in prefill + parts)
+        all(kernel.wide_copies for kernel in prefill + parts)
         and all(kernel.wgmma if arch == 90 else kernel.mma for kernel in prefill)
         and all(kernel.mma for kernel in parts)
     )
