@@ -58,7 +58,7 @@ class EngineSettings(Settings):
     )
     cuda_graphs: bool = Field(True, description="Launch decode steps on cuda as CUDA graphs, captured at start")
     attention: Literal["auto", "triton", "flashinfer", "flash_attn"] = Field(
-        "auto", description="Attention on cuda; auto: a library that is installed and fits, else the engine's own"
+        "triton", description="Attention on cuda; auto: a library that is installed and fits, else the engine's own"
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
