@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
@@ -48,6 +48,25 @@ class BlockPool:
         if self._references[block] == 0:
             del self._idle[block]
         self._references[block] += 1
+
+    def add_references(self, blocks: Iterable[int]) -> None:
+        """`add_reference` of each."""
+        references, idle = self._references, self._idle
+        for block in blocks:
+            if references[block] == 0:
+                del idle[block]
+            references[block] += 1
+
+    def drop_references(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
+        """`drop_reference` of each, in this order."""
+        references, idle, free = self._references, self._idle, self._free
+        for block, is_kept in zip(blocks, keep, strict=True):
+            left = references[block] = references[block] - 1
+            if left == 0:
+                if is_kept:
+                    idle[block] = None
+                else:
+                    free.append(block)
 
     def drop_reference(self, block: int, *, keep: bool) -> None:
         """One user less; the last one leaves the block idle (`keep`) or free."""

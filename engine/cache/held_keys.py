@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 from engine.cache.changes import KeyChanges
@@ -31,12 +30,17 @@ def anchors(spans: Sequence[Span], prompt_tokens: int, block_size: int) -> tuple
     so it is no property of the key. A key shorter than a block is anchored with the next key that has one: it is held
     with its children, or not at all. Keys behind which no block follows are left out.
     """
-    indexes = [min(span.tokens, prompt_tokens) // block_size - 1 for span in spans]
-    first = next((index for index in indexes if index >= 0), None)
-    if first is None:
-        return ()
-    running_max = list(accumulate(indexes, max, initial=first))[1:]
-    return tuple((index, span.key) for index, span in zip(running_max, spans, strict=True))
+    found: list[Anchor] = []
+    highest = -1
+    for span in spans:
+        tokens = span.tokens
+        index = (tokens if tokens < prompt_tokens else prompt_tokens) // block_size - 1
+        if index > highest:
+            if highest < 0:
+                found = [(index, key) for _, key in found]
+            highest = index
+        found.append((highest, span.key))
+    return tuple(found) if highest >= 0 else ()
 
 
 class HeldKeys:

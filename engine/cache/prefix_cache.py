@@ -86,21 +86,26 @@ class PrefixCache:
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
-        for i, node in enumerate(nodes):
-            self.pool.add_reference(node.block)
-            sequence.blocks.append(node.block)
-            sequence.nodes.append(node)
-            if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
-                self._attach_keys(sequence, node, i)
+        blocks = [node.block for node in nodes]
+        self.pool.add_references(blocks)
+        sequence.blocks += blocks
+        sequence.nodes += nodes
+        i = 0
+        while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < len(nodes):
+            self._attach_keys(sequence, nodes[i], i)
+            i += 1
         self.extend(sequence, known_tokens)
         return len(nodes) * self.block_size
 
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
-        missing = self.blocks_for(tokens) - len(sequence.blocks)
+        blocks = sequence.blocks
+        missing = -(-tokens // self.block_size) - len(blocks)
+        if missing <= 0:
+            return True
         if missing > self.pool.available:
             return False
-        take, blocks = self.pool.take, sequence.blocks
+        take = self.pool.take
         for _ in range(missing):
             block, was_idle = take()
             if was_idle:
@@ -171,12 +176,14 @@ class PrefixCache:
         check(self.pool, self._index, self._node_of, self._users, self._keys, self.block_size)
 
     def _free(self, sequence: CachedSequence) -> None:
-        nodes, drop, node_of = sequence.nodes, self.pool.drop_reference, self._node_of
-        for i in reversed(range(len(sequence.blocks))):  # a child before its parent: so it is evicted before it
-            block = sequence.blocks[i]
-            if i < len(nodes) and nodes[i].block != block:
-                drop(nodes[i].block, keep=node_of[nodes[i].block] is not None)
-            drop(block, keep=node_of[block] is not None)
+        nodes, blocks, node_of = sequence.nodes, sequence.blocks, self._node_of
+        held = blocks[len(nodes) :]
+        held.reverse()
+        for i in reversed(range(len(nodes))):  # a child before its parent: so it is evicted before it
+            if nodes[i].block != blocks[i]:
+                held.append(nodes[i].block)
+            held.append(blocks[i])
+        self.pool.drop_references(held, [node_of[block] is not None for block in held])
         sequence.blocks.clear()
         sequence.nodes.clear()
         sequence.next_anchor = 0

@@ -27,6 +27,10 @@ class Entry:
     """Prompt tokens reused at the first admission; None before."""
     overtaken: int = 0
     """Younger requests admitted before this one."""
+    told_tokens: int = 0
+    """Known tokens that the cache has been told of."""
+    shown_blocks: tuple[int, ...] = ()
+    """The sequence's blocks as its decode chunks show them: copied only when they have grown."""
 
     @property
     def known_tokens(self) -> int:
@@ -54,7 +58,9 @@ class Entry:
         request, start = self.request, self.planned_tokens
         token = request.output_tokens[-1] if start < self.known_tokens else PENDING
         self.planned_tokens = start + 1
-        return SequenceChunk(request, start, (token,), tuple(self.sequence.blocks), True, True)
+        if len(self.shown_blocks) != len(self.sequence.blocks):
+            self.shown_blocks = tuple(self.sequence.blocks)
+        return SequenceChunk(request, start, (token,), self.shown_blocks, True, True)
 
     def prefill_chunk(self, budget_tokens: int) -> SequenceChunk:
         """The next tokens of the prefill, `budget_tokens` at most.
@@ -68,9 +74,10 @@ class Entry:
             end = edge if edge > start else end
         blocks = tuple(self.sequence.blocks[: -(-end // block_size)])
         self.planned_tokens = end
-        return SequenceChunk(self.request, start, self._tokens(start, end), blocks, end == self.prefill_end, False)
+        return SequenceChunk(self.request, start, self.tokens(start, end), blocks, end == self.prefill_end, False)
 
-    def _tokens(self, start: int, end: int) -> tuple[int, ...]:
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens at positions start .. end - 1."""
         prompt, output = self.request.prompt_tokens, self.request.output_tokens
         n = len(prompt)
         return (*prompt[start:end], *output[max(start - n, 0) : max(end - n, 0)])

@@ -1,4 +1,8 @@
-"""What crosses between scheduler and backend: one step's work, and its outcome."""
+"""What crosses between scheduler and backend: one step's work, and its outcome.
+
+What is made for every token is never changed once it was given away, though not frozen: freezing makes making it
+several times as dear.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ PENDING = -1
 """Stands for the token that the step before, still in progress, samples for the same request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceChunk:
     """Consecutive tokens of one request that a step computes: a piece of its prefill, or one decode token."""
 
@@ -44,7 +48,7 @@ class StepPlan:
     """More than one: each chunk decodes, and as many steps may follow one another with nothing to decide between."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """A chosen token. Log-probabilities are natural, of the model's own distribution (before any sampling filter)."""
 

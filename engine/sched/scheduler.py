@@ -49,9 +49,12 @@ class QueueFull(Exception):
     """As many requests wait as may."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenOutput:
-    """A request's next token. The token that ends a request by a stop id is among them."""
+    """A request's next token. The token that ends a request by a stop id is among them.
+
+    Never changed, though not frozen (`plan.py`).
+    """
 
     request_id: int
     token: SampledToken | None
@@ -107,6 +110,7 @@ class Scheduler:
         sequence = self._cache.open(request.prompt_tokens, request.salt, request.key_spans)
         self._cache.append(sequence, request.output_tokens)
         entry = Entry(request, sequence, self._arrivals)
+        entry.told_tokens = entry.known_tokens
         self._arrivals += 1
         self._entries[request.id] = self._waiting[request.id] = entry
 
@@ -177,10 +181,14 @@ class Scheduler:
         self._end_oldest_step()
         self._step_cost.observe(plan, elapsed_s / steps, steps)
         outputs = []
+        block_size = self._cache.block_size
         for entry, new in alive:
-            self._cache.extend(entry.sequence, entry.known_tokens + steps - 1)
             entry.request.output_tokens.extend(new)
-            self._cache.append(entry.sequence, new)
+            known = entry.known_tokens
+            if known - 1 > len(entry.sequence.blocks) * block_size:
+                self._cache.extend(entry.sequence, known - 1)
+            if known // block_size > entry.told_tokens // block_size:
+                self._digest(entry, known)
             self._commit(entry, steps)
             entry.planned_tokens = entry.computed_tokens
             outputs.append(self._output(entry, SampledToken(new[-1])))
@@ -331,6 +339,7 @@ class Scheduler:
             entry.cached_tokens = cached
             self._count(prompt_tokens_queried=len(entry.request.prompt_tokens), prompt_tokens_hit=cached)
         entry.computed_tokens = entry.planned_tokens = cached
+        entry.shown_blocks = ()
         entry.prefill_end = known
         self._in_flight.claim(entry.sequence, cached // self._cache.block_size)
         del self._waiting[entry.request.id]
@@ -365,8 +374,15 @@ class Scheduler:
 
     def _append(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
         entry.request.output_tokens.append(sampled.token)
-        self._cache.append(entry.sequence, (sampled.token,))
+        known = entry.known_tokens
+        if not known % self._cache.block_size:
+            self._digest(entry, known)
         return self._output(entry, sampled)
+
+    def _digest(self, entry: Entry, known_tokens: int) -> None:
+        """Tell the cache of new tokens, which fill a block."""
+        self._cache.append(entry.sequence, entry.tokens(entry.told_tokens, known_tokens))
+        entry.told_tokens = known_tokens
 
     def _output(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
         """What the request's latest token means for it."""

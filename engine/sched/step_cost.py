@@ -17,16 +17,15 @@ _REFIT_EVERY = 32
 
 def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
     """What the five coefficients of `StepCost` multiply, in the order of its fields."""
-    tokens = attention = context = sequences = 0.0
-    for chunk in plan.chunks:
-        count = len(chunk.tokens)
-        if chunk.decodes:
-            context += chunk.start + count
-            sequences += 1
-        else:
-            tokens += count
-            attention += count * (chunk.start + count / 2)
-    return 1.0, tokens, attention, context, sequences
+    tokens = attention = 0.0
+    ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.decodes]
+    if len(ends) < len(plan.chunks):
+        for chunk in plan.chunks:
+            if not chunk.decodes:
+                count = len(chunk.tokens)
+                tokens += count
+                attention += count * (chunk.start + count / 2)
+    return 1.0, tokens, attention, float(sum(ends)), float(len(ends))
 
 
 class StepCostFit:
@@ -89,9 +88,10 @@ class _Moments:
 
     def add(self, x: tuple[float, ...], y: float, weight: float) -> None:
         for i, row in enumerate(self.matrix):
-            for j in range(_FEATURES):
-                row[j] = _FORGET * row[j] + weight * x[i] * x[j]
-            self.vector[i] = _FORGET * self.vector[i] + weight * x[i] * y
+            if x[i] or row[i]:  # else the row has been zero from the start and stays so
+                scaled = weight * x[i]
+                row[:] = [_FORGET * old + scaled * other for old, other in zip(row, x, strict=True)]
+                self.vector[i] = _FORGET * self.vector[i] + scaled * y
 
 
 def _non_negative_least_squares(matrix: list[list[float]], vector: list[float]) -> list[float]:

@@ -9,6 +9,9 @@ PRIOR = StepCost(base_s=0.01, token_s=1e-4)
 OBSERVATION_S = 60.0
 """A fit to observed times counts this long: else a pod that was slow once would be avoided, and never seen again."""
 
+ENOUGH_OBSERVATIONS = 10
+"""A fit to fewer leans on the prior: a pod that has just joined would look slow and, left alone, stay so."""
+
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
 _PRIOR_WEIGHT = 0.1
@@ -33,19 +36,22 @@ def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
 class PodSpeed:
     """What is known of one pod's speed, best source first: its own constants, a fit to the answers seen, the prior."""
 
-    __slots__ = ("_fit", "_observed_s", "_reported", "cost")
+    __slots__ = ("_fit", "_observations", "_observed_s", "_reported", "cost")
 
     def __init__(self) -> None:
         self.cost = PRIOR
         self._reported: StepCost | None = None
         self._observed_s: float | None = None
+        self._observations = 0
         self._fit = _LatencyFit()
 
     def is_known(self, now_s: float) -> bool:
-        """Whether `cost` rests on anything but the prior and old observations."""
+        """Whether `cost` rests on anything but the prior, and old or few observations."""
         if self._reported is not None:
             return True
-        return self._observed_s is not None and now_s - self._observed_s <= OBSERVATION_S
+        if self._observed_s is None or now_s - self._observed_s > OBSERVATION_S:
+            return False
+        return self._observations >= ENOUGH_OBSERVATIONS
 
     def report(self, cost: StepCost) -> None:
         """The pod's own constants; ignored while it knows none."""
@@ -55,6 +61,7 @@ class PodSpeed:
     def observe(self, uncached_tokens: int, service_s: float, now_s: float) -> None:
         """A prefill took `service_s`, waiting for others not counted."""
         self._observed_s = now_s
+        self._observations += 1
         self._fit.observe(uncached_tokens, service_s)
         if self._reported is None:
             self.cost = self._fit.cost

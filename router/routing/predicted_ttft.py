@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.latency import decode_s, prefill_s
+from router.routing.latency import prefill_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork
 from router.routing.types import Decision, PodView, RequestInfo
@@ -155,15 +155,18 @@ class PredictedTtft:
         ]
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
+        stall_weight = self._stall_weight
         costs, scores = [], []
         for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
-            step_s = decode_s(cost, pod.decoding, pod.context_tokens)
+            decoding = pod.decoding
+            # `decode_s` and `prefill_s`, written out.
+            step_s = cost.base_s + cost.sequence_s * decoding + cost.context_s * pod.context_tokens
             if pod.in_flight and wait_s < step_s / 2:
                 wait_s = step_s / 2  # a pod with anything in flight is within a step, on average halfway
-            uncached = max(1, prompt - pod.matched_tokens)
-            own_s = prefill_s(cost, uncached, prompt)
-            externality_s = min(own_s, mean_wait_s)
-            stall = self._stall_weight * pod.decoding
+            uncached = prompt - pod.matched_tokens or 1
+            own_s = uncached * (cost.token_s + cost.attention_s * (prompt - uncached / 2))
+            externality_s = own_s if own_s < mean_wait_s else mean_wait_s
+            stall = stall_weight * decoding
             stall_s = stall * own_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
@@ -176,19 +179,20 @@ class PredictedTtft:
                 duplicate_s = (own_s - prefill_s(cost, least_tokens, prompt)) * (1 + stall)
                 switch_s = self._switch_margin * duplicate_s
                 credit_s = min(owed_s, duplicate_s + switch_s)
-            parts = (
-                wait_s,
-                own_s,
-                step_s,
-                fetch_s,
-                externality_s,
-                pressure_s,
-                stall_s,
-                duplicate_s,
-                switch_s,
-                credit_s,
+            costs.append(
+                PodCost(
+                    wait_s,
+                    own_s,
+                    step_s,
+                    fetch_s,
+                    externality_s,
+                    pressure_s,
+                    stall_s,
+                    duplicate_s,
+                    switch_s,
+                    credit_s,
+                )
             )
-            costs.append(PodCost(*parts))
             scores.append(
                 wait_s + own_s + step_s + fetch_s + externality_s + pressure_s + stall_s + switch_s - credit_s
             )

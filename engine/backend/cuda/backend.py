@@ -136,6 +136,7 @@ class CudaBackend:
             shape = self._graph_shape(chunks)
             last = self._choices
             step = self._builder.build(chunks, last.row_of if last else {}, shape)
+            _check_ids(step, self.model.config.vocab_size)
             asked = HostSampling.of(step.sampling, self.model.config.vocab_size)
             start = self._device.event()
             packed = self._uploads.send((*step.arrays, step.pending_rows, step.pending_choices, *asked.arrays))
@@ -164,3 +165,10 @@ class CudaBackend:
         if self._graphs is None or not all(is_decode(chunk) and chunk.samples for chunk in chunks):
             return None
         return self._graphs.find(len(chunks), max(len(chunk.blocks) for chunk in chunks))
+
+
+def _check_ids(step: HostStep, vocab_size: int) -> None:
+    """A lookup out of range on a card ends its context, and with it every later step: here one step fails."""
+    largest = int(step.arrays[0].max())
+    if largest >= vocab_size:
+        raise ValueError(f"token id {largest} is out of range; the model has {vocab_size} tokens")

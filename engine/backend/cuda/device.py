@@ -63,12 +63,14 @@ class CudaEvent:
     """`Event` by a CUDA event that lets the waiting thread sleep."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def wait(self) -> None:
         """See `Event.wait`; the interpreter lock is free meanwhile."""
-        self.event.synchronize()
+        with torch.cuda.device(self._device):  # a thread that named no card would open a context on the first one
+            self.event.synchronize()
 
     def seconds_to(self, later: Event) -> float:
         """See `Event.seconds_to`."""

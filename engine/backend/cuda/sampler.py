@@ -166,7 +166,8 @@ def _cut_sorted(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _nucleus(ordered: Tensor, top_p: Tensor) -> Tensor:
     """ordered [n, k], most probable first -> the same with -inf behind the first tokens that reach top_p [n, 1]."""
     chances = ordered.softmax(dim=-1)
-    before = chances.cumsum(dim=-1) - chances
+    # In float64: on a card, the order of a cumulative sum depends on how many rows there are.
+    before = chances.cumsum(dim=-1, dtype=torch.float64) - chances
     before[:, 0] = -torch.inf  # the most probable token always stays, however small top_p is
     return ordered.masked_fill_(before >= top_p, -torch.inf)
 

@@ -136,12 +136,12 @@ class Starter:
         wants[3:] = [self._pool(blocks, model.dtype)]
         try:
             backend = self._backend(model, forward, blocks, min(self._max_blocks(), blocks))
+            for plan in warm_up_steps(*self._bounds()):
+                backend.step(plan)
+            if self.settings.cuda_graphs:
+                backend.capture_graphs(self.settings.max_running, wants[2].bytes)
         except torch.OutOfMemoryError:
             raise self.memory.too_small(wants, wants[3]) from None
-        for plan in warm_up_steps(*self._bounds()):
-            backend.step(plan)
-        if self.settings.cuda_graphs:
-            backend.capture_graphs(self.settings.max_running, wants[2].bytes)
         log.info("%s: %s (%d tokens)", self.memory.name, shares(wants), blocks * self.settings.block_size)
         return backend, blocks
 

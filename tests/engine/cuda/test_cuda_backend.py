@@ -155,6 +155,19 @@ async def test_results_come_in_order_and_a_failed_step_is_told_in_its_turn(model
 
 
 @plain
+async def test_a_token_that_the_model_lacks_costs_one_step(model: Decoder) -> None:
+    """On a card, a lookup out of range would end every later step too."""
+    backend = cuda_backend(model, CpuDevice())
+    bad = Request(1, [3, model.config.vocab_size], 5, GREEDY)
+    with pytest.raises(ValueError, match="token id 97 is out of range; the model has 97 tokens"):
+        await backend.run(StepPlan((prefill(bad, [0]),)))
+    assert backend.pool.data.isnan().all(), "nothing of it was launched"
+    good = Request(2, [3, model.config.vocab_size - 1], 5, GREEDY)
+    assert list((await backend.run(StepPlan((prefill(good, [0]),)))).sampled) == [2]
+    await backend.close()
+
+
+@plain
 async def test_a_cancelled_caller_does_not_stop_the_step_and_close_waits_for_it(model: Decoder) -> None:
     device = CpuDevice()
     backend = cuda_backend(model, device)

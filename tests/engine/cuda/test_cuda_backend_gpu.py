@@ -48,8 +48,9 @@ def model(folder: Path) -> Decoder:
 
 
 def on_card(model: Decoder, graphs: int = 0) -> CudaBackend:
-    torch.cuda.synchronize()
-    return cuda_backend(model, CudaDevice(torch.device("cuda", 0)), graphs=graphs, forward=with_kernels(model))
+    backend = cuda_backend(model, CudaDevice(torch.device("cuda", 0)), graphs=graphs, forward=with_kernels(model))
+    torch.cuda.synchronize()  # the pool is filled on another stream
+    return backend
 
 
 def settings(folder: Path, **fields: Any) -> Any:
@@ -81,7 +82,7 @@ def test_started_as_the_program_starts_it(folder: Path) -> None:
 
 
 def test_the_pool_takes_its_share_of_the_card(folder: Path) -> None:
-    free = torch.cuda.mem_get_info()[0]
+    free = CudaDevice(torch.device("cuda", 0)).free_bytes()
     backend, _ = start_cuda(settings(folder, kv_pool_tokens=0, kv_memory_share=0.25, cuda_graphs=False))
     assert 0.2 * free < backend.pool.data.nbytes <= 0.25 * free
     with pytest.raises(CudaStartError, match=r"KV pool of .* blocks: lower --kv-cache-bytes"):

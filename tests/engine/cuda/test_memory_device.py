@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from engine.backend.cuda.device import CudaDevice
+from engine.backend.cuda.device import CudaDevice, CudaEvent
 
 
 class Counters:
@@ -75,3 +78,23 @@ def test_the_peak_is_what_work_needed_at_once_and_what_libraries_kept(counters: 
     assert device.peak_bytes(work) == 30 + 7
     assert device.free_bytes() == 75 - 7
     assert device.peak_bytes(lambda: counters.take(12)) == 12
+
+
+def test_who_waits_for_an_event_names_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thread that never named one would open a context, and take its memory, on the first."""
+    current: list[torch.device] = []
+    waited: list[torch.device] = []
+
+    @contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: waited.append(current[-1]))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(torch.cuda, "device", use)
+    stream: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    CudaEvent(stream).wait()
+    assert waited == [stream.device]
+    assert current == []

@@ -196,6 +196,13 @@ def test_the_pool_that_the_allocator_refuses(checkpoint: Path, monkeypatch: pyte
 
 
 @interpreted
+def test_too_little_left_behind_the_pool_is_explained_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "warm_up_steps", out_of_memory)
+    with pytest.raises(CudaStartError, match=r"KV pool of \d+ blocks: lower --kv-memory-share \(0.9\)"):
+        brought_up(starter(settings(checkpoint)))
+
+
+@interpreted
 def test_an_attention_that_is_not_there_is_refused_by_flag(checkpoint: Path) -> None:
     wanted = settings(checkpoint).model_copy(update={"attention": "flashinfer"})
     with pytest.raises(CudaStartError, match="--attention flashinfer: attention flashinfer cannot be used"):

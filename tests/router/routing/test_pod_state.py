@@ -133,6 +133,18 @@ def test_the_speed_of_a_pod_that_reports_nothing_is_learnt(token_s: float) -> No
     assert view(state, now_s + 1000).cost_is_prior
 
 
+def test_a_few_answers_do_not_make_a_new_pod_look_slow() -> None:
+    """The fit to two answers of a pod of 22 us a token still leans on the prior of 100 us."""
+    state, now_s, known = PodState(), 0.0, []
+    for i in range(12):
+        send(state, str(i), 600, now_s)
+        now_s += 0.006 + 22e-6 * 600
+        state.first_token(str(i), now_s=now_s)
+        state.finished(str(i), now_s=now_s)
+        known.append(not view(state, now_s).cost_is_prior)
+    assert known == [False] * 9 + [True] * 3
+
+
 CALLS = st.lists(st.tuples(st.sampled_from(["sent", "first", "finished", "report"]), st.integers(0, 4)), max_size=40)
 
 

@@ -37,9 +37,9 @@ INTERPRETED = Launch(rows=128, tile=64, warps=4, stages=1)
 
 
 def is_hopper() -> bool:
-    """Whether settings for sm_90 apply: on it and on the data-centre cards after it. Cards of compute capability 12 have
-    as little shared memory as those of 8.6 and multiply like them."""
-    return 90 <= triton.runtime.driver.active.get_current_target().arch < 120
+    """Whether settings for sm_90 apply: on it and the data-centre cards after it. Cards of compute capability 12 have
+    as little shared memory as those of 8.6, and like them no wgmma."""
+    return bool(90 <= triton.runtime.driver.active.get_current_target().arch < 120)
 
 
 def multiplies_wide(values: Tensor) -> bool:
