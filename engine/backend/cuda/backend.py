@@ -103,8 +103,9 @@ class CudaBackend:
 
     def capture_graphs(self, max_batch: int, limit_bytes: int) -> None:
         """Make decode steps of up to `max_batch` sequences run as CUDA graphs; before the first `run`."""
+        forward, pool = self._forward, self.pool.data  # not this object: in a cycle, the pool would outlive it
         with self._device.use():
-            graphs = Graphs(self._device, lambda step: self._forward(step, self.pool.data), max_batch, self._widths)
+            graphs = Graphs(self._device, lambda step: forward(step, pool), max_batch, self._widths)
             graphs.capture(limit_bytes)
         self._graphs = graphs
 

@@ -114,7 +114,7 @@ class StepBuilder:
 
     def _table(self, chunk: SequenceChunk) -> tuple[Sequence[int], NDArray[np.int32]]:
         known = self._tables.get(chunk.request.id)
-        if known is not None and known[0] == chunk.blocks:
+        if known is not None and (known[0] is chunk.blocks or known[0] == chunk.blocks):
             return known
         if known is not None and known[0] == chunk.blocks[: len(known[0])]:
             more = np.array(chunk.blocks[len(known[0]) :], dtype=np.int32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,3 +219,15 @@ def test_a_step_writes_only_its_own_slots_padding_rows_none(model: Decoder) -> N
     for block in (10, 11, 12):
         written[block, :, :, 0] = True
     assert torch.equal(backend.pool.data.isfinite().all(-1).all(-1), written)
+
+
+def test_a_backend_with_graphs_gives_its_pool_back_at_once(model: Decoder) -> None:
+    """Most of a card's memory: it does not wait for the garbage collector."""
+    backend = cuda_backend(model, CpuDevice(), graphs=2)
+    pool = weakref.ref(backend.pool)
+    gc.disable()
+    try:
+        del backend
+        assert pool() is None
+    finally:
+        gc.enable()

@@ -8,6 +8,8 @@ import pytest
 
 from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
 
+pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute on a busy machine
+
 # One norm with a sum and one without. Neither layers nor rows make a variant of a kernel.
 OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1})
 ATTENTION = Counter({"_prefill": 1, "_attend_parts": 1, "_add_parts": 1})

@@ -9,6 +9,8 @@ import pytest
 from tests.engine.cuda.attention_launches import DIMS, WINDOWS
 from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
 
+pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute on a busy machine
+
 KERNELS = {"_prefill", "_attend_parts", "_add_parts"}
 
 

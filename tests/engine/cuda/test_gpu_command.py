@@ -1,0 +1,24 @@
+"""`make gpu-test` finds its tests on a machine without the plug-ins that the other tests have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_its_settings_know_every_mark_and_option() -> None:
+    command = ["-m", "pytest", "-c", "tests/engine/cuda/gpu.ini", "--rootdir=.", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *command, "--collect-only", "-q", "tests/engine/cuda"],
+        env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_cuda_backend_gpu.py" in done.stdout
