@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -21,10 +21,14 @@ from engine.backend.profile_file import SUFFIXES, profile_text
 from engine.backend.profiles import SimProfile
 from engine.config import EngineSettings
 from engine.contract.settings import Settings, load_or_exit
+from engine.contract.signals import EXIT_INTERRUPTED
 from engine.model.errors import ModelError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PROG = "warmroute-engine calibrate"
-EXIT_FAILED, EXIT_INTERRUPTED = 2, 130
+EXIT_FAILED = 2
 DISTURBED = 0.25
 """Spread of repeats above which the user is told that something else ran."""
 MIN_STEPS = 24
@@ -110,7 +114,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
         # Memory that was never written is slower to write and, on the CPU, faster to read than memory in use.
-        backend.pool.data.zero_()
+        _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(
             settings.max_step_tokens, settings.max_running, config.max_position, blocks, settings.block_size
@@ -129,6 +133,16 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
         )
     profile = fit_profile(settings.out.stem, [step for _, step in found.fitted], blocks * settings.block_size)
     return profile, found
+
+
+def _write(pool: Tensor) -> None:
+    """Zeros everywhere. When this returns they are written: a card's backend has a stream of its own, which does not
+    wait for this one."""
+    pool.zero_()
+    if pool.is_cuda:
+        import torch
+
+        torch.cuda.synchronize(pool.device)
 
 
 def _about(settings: CalibrateSettings, found: Measurement, profile: SimProfile) -> str:

@@ -11,9 +11,6 @@ import uvloop
 
 T = TypeVar("T")
 
-EXIT_INTERRUPTED = 130
-"""Exit status of a program that was interrupted: 128 and the number of SIGINT."""
-
 
 def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end. SIGINT and SIGTERM cancel it, so that it cleans up, and raise KeyboardInterrupt here.

@@ -10,7 +10,7 @@ from pydantic import Field
 from rich.console import Console
 
 from engine.contract.settings import Settings, load_or_exit
-from loadgen.interrupt import EXIT_INTERRUPTED
+from engine.contract.signals import EXIT_INTERRUPTED
 from loadgen.simulate.literature.files import save, sections
 from loadgen.simulate.literature.run import study
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from engine.contract.settings import Settings, load_or_exit
-from loadgen.interrupt import EXIT_INTERRUPTED
+from engine.contract.signals import EXIT_INTERRUPTED
 from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
 from loadgen.simulate.study.bounds import Bound, check
 from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case, trace_cases
