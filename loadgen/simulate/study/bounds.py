@@ -53,7 +53,7 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
             yield from _nothing_shared(case, arms)
         elif peers := {name: arms[name] for name in PEERS if name in arms}:
             yield from _against_peers(case, arms, peers)
-            ratios.append(mean(arms[OURS], "mean_ttft_ms") / _best(peers, "mean_ttft_ms")[1])
+            ratios.append(mean(arms[OURS], "mean_ttft_ms") / best(peers, "mean_ttft_ms")[1])
         if case.gateways == 1 and "omniscient" in arms:
             yield _against_floor(case, arms)
         yield from _groups(case, arms)
@@ -69,7 +69,7 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
 def _against_peers(case: Case, arms: Mapping[str, Sequence[Cell]], peers: Mapping[str, Sequence[Cell]]) -> list[Bound]:
     bounds = []
     for field, slack in (("mean_ttft_ms", 1.0), ("p99_ttft_ms", P99_SLACK)):
-        peer, theirs = _best(peers, field)
+        peer, theirs = best(peers, field)
         ours = mean(arms[OURS], field)
         label = "mean" if field.startswith("mean") else "p99"
         detail = f"{ours:,.1f} ms; best peer {peer} {theirs:,.1f} ms"
@@ -80,7 +80,7 @@ def _against_peers(case: Case, arms: Mapping[str, Sequence[Cell]], peers: Mappin
 def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
     baselines = {name: arms[name] for name in ("round_robin", "least_loaded") if name in arms}
     if baselines:
-        name, theirs = _best(baselines, "mean_ttft_ms")
+        name, theirs = best(baselines, "mean_ttft_ms")
         ours = mean(arms[OURS], "mean_ttft_ms")
         detail = f"{ours:,.1f} ms; {name} {theirs:,.1f} ms"
         yield Bound(f"{case.name}: mean TTFT / best baseline's", ours / theirs, NOTHING_SHARED_SLACK, detail)
@@ -103,6 +103,7 @@ def _groups(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
     yield Bound(f"{case.name}: affinity_groups' max / mean load", load, GROUP_BALANCE, f"{load:.2f}")
 
 
-def _best(arms: Mapping[str, Sequence[Cell]], field: str) -> tuple[str, float]:
+def best(arms: Mapping[str, Sequence[Cell]], field: str) -> tuple[str, float]:
+    """The arm with the lowest mean over the seeds, and that mean."""
     name = min(arms, key=lambda arm: mean(arms[arm], field))
     return name, mean(arms[name], field)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
-from loadgen.simulate.study.bounds import Bound, Table, mean
+from loadgen.simulate.arms import ARM_NAMES, PEERS, TRIAL_NAMES
+from loadgen.simulate.study.bounds import OURS, Bound, Table, best, mean
 from loadgen.simulate.study.cases import Case
 from loadgen.simulate.study.run import Cell
 
@@ -55,7 +55,10 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
 
 
 def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
-    """Mean TTFT of every arm on every case, with the half width of its 95 % interval over the seeds; and the rest."""
+    """The summary; then of every arm on every case mean TTFT, with the half width of its 95 % interval over the seeds,
+    and the rest.
+    """
+    yield from summary(table, cases)
     arms = [arm for arm in (*ARM_NAMES, *TRIAL_NAMES) if any(arm in table.get(case.name, {}) for case in cases)]
     rows = [case for case in cases if case.name in table]
     for title, field, digits in (
@@ -72,6 +75,40 @@ def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
             cells = [_cell(table[case.name].get(arm), field, digits) for case in rows]
             yield f"| {arm} | " + " | ".join(cells) + " |"
         yield ""
+
+
+def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
+    """One line a case: `predicted_ttft` beside the peer with the best mean TTFT, and what there is to win."""
+    yield "**predicted_ttft and the best peer, TTFT in ms**\n"
+    yield (
+        "| case | round_robin | best peer | its mean | its p99 | predicted_ttft | p99 | mean / peer's | without queueing "
+        "| omniscient | hit rate | prefix_hash | affinity_groups | its max / mean load |"
+    )
+    yield "|---|---|" + "--:|" * 12
+    for case in cases:
+        arms = table.get(case.name, {})
+        peers = {name: arms[name] for name in PEERS if name in arms}
+        if OURS not in arms or not peers:
+            continue
+        peer, theirs = best(peers, "mean_ttft_ms")
+        ours = arms[OURS]
+        numbers = [
+            _cell(arms.get("round_robin"), "mean_ttft_ms", 0),
+            peer,
+            _cell(peers[peer], "mean_ttft_ms", 1),
+            _cell(peers[peer], "p99_ttft_ms", 0),
+            _cell(ours, "mean_ttft_ms", 1),
+            _cell(ours, "p99_ttft_ms", 0),
+            f"{mean(ours, 'mean_ttft_ms') / theirs:.2f}",
+            f"{mean(ours, 'unqueued_ttft_ms'):,.1f}",
+            _cell(arms.get("omniscient"), "mean_ttft_ms", 1),
+            _cell(ours, "hit_rate", 3),
+            _cell(arms.get("prefix_hash"), "hit_rate", 3),
+            _cell(arms.get("affinity_groups"), "hit_rate", 3),
+            _cell(arms.get("affinity_groups"), "max_over_mean_load", 2),
+        ]
+        yield f"| {case.name} | " + " | ".join(numbers) + " |"
+    yield ""
 
 
 def bound_lines(bounds: Sequence[Bound]) -> Iterator[str]:

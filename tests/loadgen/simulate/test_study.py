@@ -70,6 +70,7 @@ def test_a_saved_table_reads_back(tmp_path: Path):
     text = "\n".join(markdown(table, [CASE]))
     assert "| round_robin | 0.125 |" in text
     assert "| predicted_ttft | 100 ± 0 |" in text
+    assert f"| small | 100 ± 0 | {next(iter(PEERS))} | 100.0 ± 0.0 |" in text
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"knees_sessions_per_s": {}, "bounds": [], "c": {"a": {"x": [1]}}}'])
