@@ -58,6 +58,7 @@ cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kuber
 	@tests/cluster/run.sh $(PYTEST_ARGS)
 
 gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python with torch, Triton and pytest
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
 
 gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 IDLE_CHECK_S = 1.0
 """An idle loop looks for work this often even when nothing wakes it."""
 
+MAX_FAILURES_IN_A_ROW = 8
+"""As many failed steps with no other between them are taken for a device that will not compute again."""
+
 
 class StepFailed(Exception):
     """The step that computed a request failed, or the one before it; the request is gone, others go on."""
@@ -118,6 +121,7 @@ class EngineLoop:
         self._streams: dict[int, TokenStream] = {}
         self._queued_s: dict[int, float] = {}
         """When each request that no step has taken up yet was queued."""
+        self._failures_in_a_row = 0
         self._dead = False
         self._wake = asyncio.Event()
 
@@ -165,7 +169,7 @@ class EngineLoop:
         """Step until cancelled.
 
         A failed step costs the requests in it and in the one given to the backend behind it; a defect of the loop
-        itself ends it.
+        itself ends it. So do `MAX_FAILURES_IN_A_ROW` failed steps: raises RuntimeError from the last one's error.
         """
         try:
             while True:
@@ -208,7 +212,11 @@ class EngineLoop:
         except Exception as error:
             log.exception("a step of %d chunks failed", len(plan.chunks))
             await self._give_up(f"the step that computed this request failed: {error}")
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise RuntimeError(f"{self._failures_in_a_row} steps in a row have failed") from error
         else:
+            self._failures_in_a_row = 0
             self._metrics.observe_step(
                 elapsed_s=result.elapsed_s,
                 prefill_tokens=sum(len(chunk.tokens) for chunk in plan.chunks if not chunk.decodes),

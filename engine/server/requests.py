@@ -16,7 +16,7 @@ from engine.server.fields import ChatFields, CompletionFields, GenerationFields,
 from engine.server.messages import check_tools, template_messages
 from engine.text.chat import ChatTemplate
 from engine.text.key_spans import chat_spans, text_spans, token_spans
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Encoded, Tokenizer
 
 MAX_CHOICES = 64
 """Prompts times n of one request."""
@@ -136,13 +136,20 @@ def list_prompts(prompt: object) -> list[str | list[int]]:
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises BadRequest for an id the model does not have."""
-    for token in ids:
+    for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise BadRequest(
                 f"{param}: token id {token} is out of range; the model has {vocab_size} tokens",
                 param=param,
                 code="invalid_value",
             )
+
+
+def _encode(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
+    """The text's tokens. Raises BadRequest for one that the tokenizer has and the model has not."""
+    encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    check_ids(encoded.ids, model.vocab_size, param)
+    return encoded
 
 
 def _is_ids(items: Sequence[object]) -> bool:
@@ -152,7 +159,7 @@ def _is_ids(items: Sequence[object]) -> bool:
 def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     check_tools(fields.tools, fields.tool_choice)
     text = render_chat(model, fields.messages, fields.tools, fields.chat_template_kwargs)
-    encoded = model.tokenizer.encode(text, add_special_tokens=False)
+    encoded = _encode(model, text, "messages", add_special_tokens=False)
     keys = _keys(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
     given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
@@ -165,7 +172,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
     keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
     if isinstance(prompt, str):
-        encoded = model.tokenizer.encode(prompt, add_special_tokens=True)
+        encoded = _encode(model, prompt, "prompt", add_special_tokens=True)
         tokens, spans = encoded.ids, text_spans(keys, model.stride, prompt, encoded.ends)
     else:
         check_ids(prompt, model.vocab_size, "prompt")

@@ -58,6 +58,8 @@ class FlashInferAttention:
         self._decode.decode(layer, q, pool, out, tensors)
 
     def _plan(self, tensors: PrefillTensors) -> None:
+        # A plan is written into the wrapper's page-locked buffer and copied to the device without waiting, and the next
+        # one overwrites that buffer. It may: `cpu` waits for this stream, so for the copy of the plan before.
         starts, contexts = (
             torch.cat((tensors.query_starts, tensors.contexts)).cpu().tensor_split([len(tensors.tables) + 1])
         )

@@ -7,6 +7,7 @@ one copy of the device's copy engine, which takes no multiprocessor from the ste
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,19 @@ _POLL_S = 50e-6
 
 
 class HostMemoryError(Exception):
-    """The host tier does not get its memory; the text says how much it wanted and what to lower."""
+    """The host tier does not get its memory; the text says how much it wanted and what to lower.
+
+    Whoever catches it ends the process: after a refused page-lock CUDA keeps the error, which torch cannot take away,
+    and which a later launch would report as its own.
+    """
 
 
 class HostPool:
     """KV blocks in host memory: `data` is [slot, byte], a slot as large as a block of the pool.
 
     For a pool on a CUDA device the memory is page-locked, as copies are asynchronous only then. It is registered rather
-    than taken from torch's pinned allocator, which rounds up to a power of two: up to twice the memory.
+    than taken from torch's pinned allocator, which rounds up to a power of two: up to twice the memory. It is unlocked
+    by `close`, or when nobody refers to `data` any more; the end of the process unlocks it without either.
     """
 
     def __init__(self, pool: Tensor, slots: int) -> None:
@@ -41,24 +47,33 @@ class HostPool:
             self.data = torch.empty((slots, self.slot_bytes), dtype=torch.uint8)
         except RuntimeError as error:
             raise HostMemoryError(f"{wanted} does not fit the host's memory; lower its size: {error}") from None
-        self._is_pinned = False
+        self._unlock: Callable[[], object] | None = None
         if pool.device.type == "cuda":
-            self._pin(wanted)
+            self._pin(pool.device, wanted)
 
     def close(self) -> None:
         """Unlock the memory. No copy may be in flight. Closing twice is harmless."""
-        if self._is_pinned:
-            _cudart().cudaHostUnregister(self.data.data_ptr())
-            self._is_pinned = False
+        if self._unlock is not None:
+            self._unlock()
 
-    def _pin(self, wanted: str) -> None:
-        status = int(_cudart().cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0))
+    def _pin(self, device: torch.device, wanted: str) -> None:
+        address = self.data.data_ptr()
+        with torch.cuda.device(device):
+            status = int(_cudart().cudaHostRegister(address, self.data.nbytes, 0))
         if status:
             raise HostMemoryError(
                 f"{wanted} cannot be page-locked (CUDA error {status}); lower its size, or raise the limit of locked "
                 "memory (ulimit -l)"
             )
-        self._is_pinned = True
+        # Of the tensor, not of this object: a copy engine may be the last that refers to the memory.
+        unlock = weakref.finalize(self.data, _unlock, device, address)
+        unlock.atexit = False  # by then copies may be in flight
+        self._unlock = unlock
+
+
+def _unlock(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:
@@ -117,6 +132,7 @@ class CudaCopyEngine(_Memory):
 
     def __init__(self, pool: Tensor, host: HostPool) -> None:
         super().__init__(pool, host)
+        self._device = pool.device
         self._streams = {direction: torch.cuda.Stream(pool.device) for direction in Direction}  # type: ignore[no-untyped-call]
 
     def start(self, run: BlockRun) -> RunningCopy:
@@ -131,7 +147,7 @@ class CudaCopyEngine(_Memory):
                 end.record(stream)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
-        return _CudaRun(begin, end)
+        return _CudaRun(self._device, begin, end)
 
 
 def _event() -> torch.cuda.Event:
@@ -140,14 +156,16 @@ def _event() -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True)
 class _CudaRun:
+    device: torch.device
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
     def elapsed_s(self) -> float | None:
         """See `RunningCopy.elapsed_s`."""
         try:
-            has_ended = self.end.query()  # type: ignore[no-untyped-call]
-            return self.begin.elapsed_time(self.end) / 1e3 if has_ended else None
+            with torch.cuda.device(self.device):  # a thread that named no card would open a context on the first one
+                has_ended = self.end.query()  # type: ignore[no-untyped-call]
+                return self.begin.elapsed_time(self.end) / 1e3 if has_ended else None
         except RuntimeError as error:
             raise CopyError(str(error)) from error
 

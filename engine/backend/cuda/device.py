@@ -59,6 +59,16 @@ class Device(Protocol):
         """Do `work`; how much more memory than before it used at the worst moment."""
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or one in whose wake it was raised, is a lack of device memory. The driver's and Triton's are
+    RuntimeErrors with such a text, and ending a capture that has failed raises once more, of something else."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__context__
+    return False
+
+
 class CudaEvent:
     """`Event` by a CUDA event that lets the waiting thread sleep."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.backend.cuda.build import DecodeShape
-from engine.backend.cuda.device import Device, Graph
+from engine.backend.cuda.device import Device, Graph, is_out_of_memory
 from engine.backend.cuda.packing import Array, packed_bytes, views_of
 from engine.backend.cuda.step import DecodeTensors, StepTensors
 
@@ -76,7 +76,9 @@ class Graphs:
                 return
             try:
                 self._capture(shape)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 say(f"no memory for more CUDA graphs: {done} of {len(shapes)} are captured")
                 return
             if time.monotonic() - told_s > _REPORT_S:
@@ -115,6 +117,8 @@ class Graphs:
             logits = self._forward(step)
 
         graph = self._device.capture(work)
+        graph.replay()  # the first replay uploads the graph: here no request waits for it, and a lack of memory shows
+        self._device.synchronize()
         self._captured[shape] = graph, logits
 
 

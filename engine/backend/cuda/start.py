@@ -16,7 +16,7 @@ from engine.backend.cuda.attention_choice import AttentionNeeds, make_attention
 from engine.backend.cuda.backend import CudaBackend, Forward
 from engine.backend.cuda.build import table_widths
 from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
-from engine.backend.cuda.device import CudaDevice, Device
+from engine.backend.cuda.device import CudaDevice, Device, is_out_of_memory
 from engine.backend.cuda.graphs import decode_shapes, inputs_bytes
 from engine.backend.cuda.kernels.prefill import query_tile
 from engine.backend.cuda.memory import (
@@ -140,7 +140,11 @@ class Starter:
                 backend.step(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
-        except torch.OutOfMemoryError:
+            # Capturing empties torch's cache: it is filled, or memory found too little, here and not while serving.
+            backend.step(largest_step(*self._bounds(blocks)))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise self.memory.too_small(wants, wants[3]) from None
         log.info("%s: %s (%d tokens)", self.memory.name, shares(wants), blocks * self.settings.block_size)
         return backend, blocks
@@ -168,10 +172,11 @@ class Starter:
         size = count * GRAPH_BYTES + inputs_bytes(settings.max_running, widths) if count else 0
         return Want("CUDA graphs", size, f"lower --max-running ({settings.max_running}), or --no-cuda-graphs")
 
-    def _bounds(self) -> tuple[int, int, int, int]:
-        """Tokens and sequences of a step, tokens of a sequence, tokens of a block."""
-        settings = self.settings
-        return settings.max_step_tokens, settings.max_running, self._max_tokens(), settings.block_size
+    def _bounds(self, blocks: int | None = None) -> tuple[int, int, int, int]:
+        """Tokens and sequences of a step, tokens of a sequence (in a pool of `blocks`), tokens of a block."""
+        settings, longest = self.settings, self._max_tokens()
+        longest = longest if blocks is None else min(longest, blocks * settings.block_size)
+        return settings.max_step_tokens, settings.max_running, longest, settings.block_size
 
     def _max_tokens(self) -> int:
         """Of the longest sequence, were the pool without bounds."""

@@ -81,8 +81,8 @@ def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
     """One line a case: `predicted_ttft` beside the peer with the best mean TTFT, and what there is to win."""
     yield "**predicted_ttft and the best peer, TTFT in ms**\n"
     yield (
-        "| case | round_robin | best peer | its mean | its p99 | predicted_ttft | p99 | mean / peer's | without queueing "
-        "| omniscient | hit rate | prefix_hash | affinity_groups | its max / mean load |"
+        "| case | round_robin | best peer | its mean | its p99 | predicted_ttft | p99 | mean / peer's "
+        "| without queueing | omniscient | hit rate | prefix_hash | affinity_groups | its max / mean load |"
     )
     yield "|---|---|" + "--:|" * 12
     for case in cases:

@@ -38,7 +38,7 @@ class EngineShape:
     kv_cache_bytes: int = 0
     kv_memory_share: float = 0.95
     cuda_graphs: bool = True
-    attention: str = "auto"
+    attention: str = "triton"
     model: Path = Path("dummy weights")
     dtype: str = "auto"
     device: str = ""

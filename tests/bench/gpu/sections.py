@@ -143,7 +143,7 @@ class Bench:
                     ours_tokens_per_s=ours.output_tokens_per_s,
                     ours_cached_tokens=ours.cached_tokens or 0,
                     theirs_tokens_per_s=answered.output_tokens_per_s,
-                    theirs_attention=theirs.attention,
+                    theirs_attention=answered.attention,
                     agreement=theirs.agreement(ours.answers, answered),
                 )
             )

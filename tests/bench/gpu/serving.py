@@ -50,6 +50,8 @@ class ServedWorkload:
     elapsed_s: float
     cached_tokens: int | None = None
     """Prompt tokens not computed; None: the engine does not say."""
+    attention: str = ""
+    """The implementation that served; empty: the engine does not say."""
 
     @property
     def output_tokens_per_s(self) -> float:

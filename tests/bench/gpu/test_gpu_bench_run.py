@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +18,12 @@ import pytest
 import torch
 
 from engine.backend.cuda.kernels import activation, decode, norm, prefill, rope_store
+from engine.config import EngineSettings
 from tests.bench.gpu import SECTIONS, sections
 from tests.bench.gpu import __main__ as program
 from tests.bench.gpu.arithmetic import decode_work
 from tests.bench.gpu.checks import Check, decode_bound, exit_status
+from tests.bench.gpu.engine_run import EngineShape
 from tests.bench.gpu.models import TINY, Model
 from tests.bench.gpu.profiling import StepProfile, kernel_shares, kind_of
 from tests.bench.gpu.report import Results, as_markdown, checks
@@ -198,6 +202,28 @@ def test_a_wrong_token_is_no_tie() -> None:
     assert theirs.agreement([[best], [best], [best]], served).widest_gap == NO_TIE, "an answer is too short"
     theirs.gap = lambda *_: math.nan  # type: ignore[method-assign]
     assert theirs.agreement([[best], [worst], [best, 3]], served).widest_gap == NO_TIE
+
+
+def test_the_engine_that_is_measured_attends_as_the_one_that_serves() -> None:
+    assert EngineShape(16, 64, 2, 64).attention == EngineSettings.model_fields["attention"].default
+
+
+def test_the_attention_of_transformers_is_told_as_it_was_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It switches for its batching, and back at the end."""
+    theirs = Transformers(MODEL, small=True)
+    config = theirs.model.config
+
+    @contextmanager
+    def serving(**options: object) -> Iterator[None]:
+        before, config._attn_implementation = config._attn_implementation, "paged|eager"
+        yield
+        config._attn_implementation = before
+
+    monkeypatch.setattr(theirs.model, "continuous_batching_context_manager", serving)
+    monkeypatch.setattr(theirs, "_answers", lambda *_: [[1]])
+    before = config._attn_implementation
+    assert theirs.serve(Workload("w", [([5], 1)]), 1.0).attention == "paged|eager"
+    assert config._attn_implementation == before != "paged|eager"
 
 
 def test_the_engine_and_transformers_have_the_same_weights() -> None:

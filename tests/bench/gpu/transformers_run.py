@@ -54,11 +54,6 @@ class Transformers:
         self._config = ContinuousBatchingConfig(**{k: v for k, v in bounds.items() if k in known})
         self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
 
-    @property
-    def attention(self) -> str:
-        """The implementation it chose."""
-        return str(self.model.config._attn_implementation)
-
     def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
         """All requests at once, after its own warm-up and a few requests. Raises RuntimeError where one is lost."""
         with self.model.continuous_batching_context_manager(
@@ -68,7 +63,9 @@ class Transformers:
             start_s = time.perf_counter()
             answers = self._answers(manager, workload.prompts, deadline_s)
             elapsed_s = time.perf_counter() - start_s
-        return ServedWorkload(workload, answers, elapsed_s)
+            # While it serves: on the way out it gives the model back the implementation from before.
+            attention = str(self.model.config._attn_implementation)
+        return ServedWorkload(workload, answers, elapsed_s, attention=attention)
 
     def agreement(self, ours: Sequence[Sequence[int]], theirs: ServedWorkload) -> Agreement:
         """Compare token by token; where two answers part, ask the model itself how far apart the two tokens are."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backend.cuda.kernels import attend
 from engine.backend.cuda.kernels import decode as kernel
 from engine.backend.cuda.kernels.attend import INTERPRETED
 from engine.backend.cuda.kernels.decode import DecodeScratch, part_count
@@ -26,6 +28,15 @@ shapes = st.builds(
     dtype=st.sampled_from(list(TOLERANCE)),
     window=windows,
 )
+
+
+def test_the_driver_is_asked_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter([80, 90, 120])
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=next(asked)))
+    monkeypatch.setattr(attend.triton.runtime, "driver", SimpleNamespace(active=active))
+    devices = [torch.device("cuda", index) for index in (97, 98, 99)]
+    assert [attend.is_hopper(device) for device in devices] == [False, True, False]
+    assert [attend.is_hopper(device) for device in devices] == [False, True, False]
 
 
 def check(shape: Shape, found: torch.Tensor, rows: list[tuple[Vectors, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -109,6 +110,7 @@ class FakeEvent:
     """Passed when the test says so, 3 ms after the one before it."""
 
     streams: list[FakeStream]
+    current: list[torch.device]
     fails: bool = False
     passed: bool = False
 
@@ -117,6 +119,7 @@ class FakeEvent:
         self.streams.append(stream)
 
     def query(self) -> bool:
+        assert self.current, "the thread has named no card"
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.passed
@@ -128,23 +131,38 @@ class FakeEvent:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The cards that `torch.cuda.device` names at the moment, in the place of really naming them."""
+    named: list[torch.device] = []
+
+    @contextmanager
+    def name(device: torch.device) -> Iterator[None]:
+        named.append(device)
+        yield
+        named.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", name)
+    return named
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch, current: list[torch.device]) -> list[FakeEvent]:
     """CUDA's streams and events faked; all events made, in order."""
     made: list[FakeEvent] = []
 
     def event(enable_timing: bool) -> FakeEvent:
         assert enable_timing
-        made.append(FakeEvent([]))
+        made.append(FakeEvent([], current))
         return made[-1]
 
     @contextmanager
-    def current(stream: FakeStream) -> Iterator[None]:
+    def stream(stream: FakeStream) -> Iterator[None]:
         stream.queued.append("copies from here")
         yield
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     return made
 
 
@@ -182,14 +200,17 @@ class FakeCudart:
     """Registers memory, or refuses."""
 
     status: int
+    current: list[torch.device]
     registered: dict[int, int] = field(default_factory=dict)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert self.current == [OnCard.device]
         if not self.status:
             self.registered[address] = size
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.current == [OnCard.device]
         del self.registered[address]
         return 0
 
@@ -197,14 +218,16 @@ class FakeCudart:
 class OnCard:
     """A pool that says it is on a card."""
 
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 1)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.empty((2, 8))
 
 
-def test_memory_of_a_cards_tier_is_page_locked_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = FakeCudart(status=0)
+def test_memory_of_a_cards_tier_is_page_locked_and_let_go(
+    monkeypatch: pytest.MonkeyPatch, current: list[torch.device]
+) -> None:
+    cudart = FakeCudart(0, current)
     monkeypatch.setattr(copies, "_cudart", lambda: cudart)
     pool: Any = OnCard()
     host = HostPool(pool, 3)
@@ -212,9 +235,28 @@ def test_memory_of_a_cards_tier_is_page_locked_and_let_go(monkeypatch: pytest.Mo
     host.close()
     host.close()
     assert cudart.registered == {}
-    monkeypatch.setattr(copies, "_cudart", lambda: FakeCudart(status=2))
+    monkeypatch.setattr(copies, "_cudart", lambda: FakeCudart(2, current))
     with pytest.raises(HostMemoryError, match=r"3 blocks of 64 bytes \(192 bytes\) cannot be page-locked .*ulimit -l"):
         HostPool(pool, 3)
+    assert current == []
+
+
+def test_memory_that_nobody_closed_is_let_go_with_its_last_user(
+    monkeypatch: pytest.MonkeyPatch, current: list[torch.device]
+) -> None:
+    """Registered memory that was freed would fail the next registration at its address. A copy engine outlives the
+    pool's object where its owner keeps the engine alone."""
+    cudart = FakeCudart(0, current)
+    monkeypatch.setattr(copies, "_cudart", lambda: cudart)
+    pool: Any = OnCard()
+    host = HostPool(pool, 3)
+    memory = copies._Memory(torch.empty((2, 8, 8)), host)
+    del host
+    gc.collect()
+    assert len(cudart.registered) == 1
+    del memory
+    gc.collect()
+    assert cudart.registered == {}
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -79,8 +80,9 @@ def test_a_replay_is_the_step(count: int, start: int) -> None:
     assert padded[count:, 1].eq(-1).all(), "rows of padding write nowhere and have no blocks"
 
 
-def test_capturing_runs_each_size_once_before() -> None:
-    """Kernels compile at their first launch, which no graph may hold; while capturing, no row writes anything."""
+def test_capturing_runs_each_size_once_before_and_once_as_a_graph() -> None:
+    """Kernels compile at their first launch, which no graph may hold, and a graph's first replay uploads it; all the
+    while no row writes anything."""
     calls: list[tuple[int, int, bool]] = []
 
     def watched(step: StepTensors) -> Tensor:
@@ -92,8 +94,9 @@ def test_capturing_runs_each_size_once_before() -> None:
 
     device = CpuDevice()
     Graphs(device, watched, 2, WIDTHS).capture(1 << 20)
-    assert calls == [call for size in ((2, 4), (1, 4), (2, 16), (1, 16)) for call in [(*size, True)] * 2]
-    assert device.synchronized == 4
+    assert calls == [call for size in ((2, 4), (1, 4), (2, 16), (1, 16)) for call in [(*size, True)] * 3]
+    assert [graph.replays for graph in device.graphs] == [1] * 4
+    assert device.synchronized == 8
 
 
 def test_what_is_not_captured_is_not_found() -> None:
@@ -119,10 +122,31 @@ def test_capturing_stops_at_its_share_of_memory() -> None:
     assert graphs.find(8, 16) is None
 
 
-def test_capturing_ends_where_memory_does() -> None:
+def fail_in_the_wake(error: Exception) -> None:
+    """As torch ends a capture in which `error` was raised."""
+    try:
+        raise error
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("fail", [raise_it, fail_in_the_wake])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_capturing_ends_where_memory_does(error: Exception, fail: Callable[[Exception], None]) -> None:
     def failing(step: StepTensors) -> Tensor:
         if len(step.tokens) == 2:
-            raise torch.OutOfMemoryError
+            fail(error)
         return forward(step)
 
     said: list[str] = []
@@ -130,6 +154,14 @@ def test_capturing_ends_where_memory_does() -> None:
     graphs.capture(1 << 20, said.append)
     assert graphs.captured == 2
     assert said == ["no memory for more CUDA graphs: 2 of 8 are captured"]
+
+
+def test_any_other_error_is_none_of_memory() -> None:
+    def failing(step: StepTensors) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        Graphs(CpuDevice(), failing, 8, WIDTHS).capture(1 << 20)
 
 
 def test_the_inputs_are_as_large_as_planned() -> None:

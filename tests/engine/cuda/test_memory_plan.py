@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda import start
+from engine.backend.cuda.backend import CudaBackend
 from engine.backend.cuda.graphs import decode_shapes, inputs_bytes
 from engine.backend.cuda.memory import GRAPH_BYTES, CudaStartError, DeviceMemory, Want, kv_pool_blocks, weight_bytes
 from engine.backend.cuda.start import Starter
 from engine.backend.cuda.trial import largest_step, warm_up_steps
 from engine.model.checkpoint import make_checkpoint
 from engine.model.config import ModelConfig
-from engine.sched.plan import SequenceChunk, StepPlan
+from engine.sched.plan import SequenceChunk, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
 from tests.engine.cuda.devices import CpuDevice, interpreted
@@ -116,8 +117,9 @@ def test_the_pool_gets_its_share_of_what_is_left(checkpoint: Path, caplog: pytes
     request = Request(1, [1, 2, 3], 5, SamplingParams(temperature=0))
     first = backend.step(StepPlan((SequenceChunk(request, 0, [1, 2, 3], (0,), True, False),))).sampled[1].token
     request.output_tokens.append(first)
+    before = [graph.replays for graph in device.graphs]
     backend.step(StepPlan((SequenceChunk(request, 3, (first,), (0,), True, True),)))
-    assert [graph.replays for graph in device.graphs] == [0, 1]
+    assert [graph.replays - n for graph, n in zip(device.graphs, before, strict=True)] == [0, 1]
 
 
 @interpreted
@@ -198,6 +200,35 @@ def test_the_pool_that_the_allocator_refuses(checkpoint: Path, monkeypatch: pyte
 @interpreted
 def test_too_little_left_behind_the_pool_is_explained_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "warm_up_steps", out_of_memory)
+    with pytest.raises(CudaStartError, match=r"KV pool of \d+ blocks: lower --kv-memory-share \(0.9\)"):
+        brought_up(starter(settings(checkpoint)))
+
+
+@interpreted
+def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that the pool holds. Capturing has emptied torch's cache, which no request is to fill again."""
+    started, ran = starter(settings(checkpoint, kv_pool_tokens=32)), []
+    step = CudaBackend.step
+
+    def watched(self: CudaBackend, plan: StepPlan) -> StepResult:
+        ran.append((self.pool.data.shape[0], sum(len(chunk.tokens) for chunk in plan.chunks), len(device.graphs)))
+        return step(self, plan)
+
+    device = started.device
+    assert isinstance(device, CpuDevice)
+    monkeypatch.setattr(CudaBackend, "step", watched)
+    brought_up(started)
+    assert ran[-1] == (2, 8, 2)
+    assert [graphs for blocks, _, graphs in ran if blocks == 2] == [0] * (len(ran) - 3) + [2]
+
+
+@interpreted
+def test_memory_that_capturing_has_taken_shows_at_the_start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    steps = iter((largest_step, refused))
+    monkeypatch.setattr(start, "largest_step", lambda *bounds: next(steps)(*bounds))
     with pytest.raises(CudaStartError, match=r"KV pool of \d+ blocks: lower --kv-memory-share \(0.9\)"):
         brought_up(starter(settings(checkpoint)))
 

@@ -15,7 +15,7 @@ from engine.backend.sim import SimBackend
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
-from engine.loop import EngineLoop, RequestRefused, StepFailed, TokenStream
+from engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, RequestRefused, StepFailed, TokenStream
 from engine.metrics import EngineMetrics
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
@@ -163,6 +163,48 @@ async def test_a_failed_step_fails_its_requests_and_the_loop_goes_on() -> None:
         async with bench.loop.submit([request(2)]) as stream:
             assert len([output async for output in stream]) == 4
     assert bench.failures() == 1
+
+
+async def fail_once(bench: Bench, request_id: int) -> None:
+    async with bench.loop.submit([request(request_id)]) as stream:
+        with pytest.raises(StepFailed, match="the step that computed this request failed: device lost"):
+            await anext(stream)
+
+
+async def test_after_many_failed_steps_in_a_row_the_loop_ends() -> None:
+    """As after an error that a card does not recover from; the last request still hears of its own step."""
+    lost = RuntimeError("device lost")
+    bench = Bench(Script(*[lost] * 99))
+    async with running(bench) as task:
+        for i in range(MAX_FAILURES_IN_A_ROW):
+            assert bench.loop.is_alive
+            await fail_once(bench, i)
+        await asyncio.wait([task])
+        assert not bench.loop.is_alive
+        error = task.exception()
+        assert str(error) == "8 steps in a row have failed"
+        assert error is not None
+        assert error.__cause__ is lost
+        with pytest.raises(StepFailed, match="stopped"):
+            async with bench.loop.submit([request(99)]):
+                pass
+    assert bench.failures() == MAX_FAILURES_IN_A_ROW
+    assert bench.cache.pool.available == BLOCKS
+
+
+async def test_a_step_between_failed_ones_keeps_the_loop() -> None:
+    almost = [RuntimeError("device lost")] * (MAX_FAILURES_IN_A_ROW - 1)
+    bench = Bench(Script(*almost, None, *almost))
+    async with running(bench):
+        for i in range(len(almost)):
+            await fail_once(bench, i)
+        async with bench.loop.submit([request(100, max_tokens=1)]) as stream:
+            assert len(await _read_all(stream)) == 1
+        for i in range(len(almost)):
+            await fail_once(bench, 200 + i)
+        async with bench.loop.submit([request(300)]) as stream:
+            assert len(await _read_all(stream)) == 4
+    assert bench.failures() == 2 * len(almost)
 
 
 async def test_an_answer_without_a_token_that_is_due_is_a_failed_step() -> None:

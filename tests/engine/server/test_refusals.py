@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.engine.server.conftest import MODEL, Engine
+from engine.app import LoadedModel
+from tests.engine.server.conftest import MODEL, Engine, Start
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGE = {"role": "user", "content": "hi"}
@@ -199,3 +201,22 @@ async def test_unknown_routes_and_methods_have_the_error_shape(engine: Engine) -
         async with engine.http.request(method, engine.url + path) as response:
             assert response.status == status
             assert path in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [(TEXT, {"prompt": "hi"}, "prompt"), (TEXT, {"prompt": ["h", "hi"]}, "prompt"), (CHAT, messages(), "messages")],
+)
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(
+    start: Start, loaded: LoadedModel, path: str, fields: dict[str, Any], param: str
+) -> None:
+    """A tokenizer may have more tokens than the model embeds; a card's step would fail, for others in it too."""
+    ids = loaded.text.tokenizer.encode("hi", add_special_tokens=True).ids
+    async with start() as engine:
+        service = engine.service
+        engine.state.service = replace(service, model=replace(service.model, vocab_size=max(ids)))
+        status, body = await engine.ask(path, **fields)
+        assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, "invalid_value")
+        assert f"{param}: token id " in body["error"]["message"]
+        assert f"is out of range; the model has {max(ids)} tokens" in body["error"]["message"]
+        assert engine.service.scheduler.stats().failed_steps == 0

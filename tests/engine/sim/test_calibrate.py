@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ from engine.backend.calibration.shapes import Limits, Shape, drawn, grid, step_p
 from engine.backend.profile_file import load_profile
 from engine.backend.profiles import PROFILES, SimProfile
 from engine.backend.torch_backend import TorchBackend
-from engine.calibrate import CalibrateSettings, run
+from engine.calibrate import CalibrateSettings, _write, run
 from engine.contract.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import load_decoder
@@ -179,3 +182,16 @@ def test_what_cannot_be_measured_is_refused_in_a_line(
 def test_settings_are_refused_by_name(flags: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         CalibrateSettings.load(flags, prog="warmroute-engine calibrate", environ={})
+
+
+def test_a_cards_pool_is_written_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's stream does not wait for the one that writes."""
+    done: list[object] = []
+    pool: Any = SimpleNamespace(zero_=lambda: done.append("zeros"), is_cuda=True, device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    _write(pool)
+    assert done == ["zeros", pool.device]
+    filled = torch.ones(3)
+    _write(filled)
+    assert not filled.any()
+    assert len(done) == 2, "the CPU needs no waiting"

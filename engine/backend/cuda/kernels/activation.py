@@ -14,7 +14,9 @@ _WARPS = 4
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """gate_up [T, 2 I]: gates, then ups -> out [T, I]. silu(gate) is rounded to the tensors' type, as torch does."""
     rows, columns = out.shape
-    _silu_mul[(rows, triton.cdiv(columns, _TILE))](gate_up, out, COLUMNS=columns, TILE=_TILE, num_warps=_WARPS)
+    _silu_mul[(rows, triton.cdiv(columns, _TILE))](
+        gate_up, out, COLUMNS=columns, TILE=_TILE, num_warps=_WARPS, enable_fp_fusion=False
+    )
 
 
 @triton.jit

@@ -8,6 +8,7 @@ and the compiler may add none, so the masked and the plain variant round alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -36,9 +37,11 @@ INTERPRETED = Launch(rows=128, tile=64, warps=4, stages=1)
 """On a CPU, in Triton's interpreter, time goes by the program: few and large ones. Warps and stages mean nothing."""
 
 
-def is_hopper() -> bool:
-    """Whether settings for sm_90 apply: on it and the data-centre cards after it. Cards of compute capability 12 have
-    as little shared memory as those of 8.6, and like them no wgmma."""
+@cache
+def is_hopper(_device: torch.device) -> bool:
+    """Whether settings for sm_90 apply on the current device, whose tensors are on `_device`: on Hopper and the
+    data-centre cards after it. Cards of compute capability 12 have as little shared memory as those of 8.6, and like
+    them no wgmma. The driver is asked once per device: every launch wants to know."""
     return bool(90 <= triton.runtime.driver.active.get_current_target().arch < 120)
 
 

@@ -34,7 +34,7 @@ def part_count(tokens: int) -> int:
     return min(MAX_PARTS, -(-tokens // PART_TOKENS))
 
 
-def launch_for(dim: int, dtype: torch.dtype, group: int) -> Launch:
+def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -> Launch:
     """Settings for heads of `dim`, `group` of which share a KV head; fixed, as `prefill.launch_for` says.
 
     Reading keys is all the work, so what counts is bytes in flight, not the width of the products: enough to cover the
@@ -43,7 +43,7 @@ def launch_for(dim: int, dtype: torch.dtype, group: int) -> Launch:
     rows = max(DOT_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Launch(rows=rows, tile=16, warps=4, stages=1)
-    return Launch(rows=rows, tile=64 if dim <= 128 else 32, warps=4, stages=5 if is_hopper() else 3)
+    return Launch(rows=rows, tile=64 if dim <= 128 else 32, warps=4, stages=5 if is_hopper(device) else 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def paged_decode(
     """
     batch, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
-    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, heads // kv_heads)
+    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, heads // kv_heads, q.device)
     tokens = tensors.tables.shape[1] * page
     if window is not None:
         tokens = min(tokens, window)

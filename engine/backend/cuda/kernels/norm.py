@@ -38,6 +38,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         TILE=tile,
         ADDS=residual is not None,
         num_warps=min(max(tile // _ELEMENTS_PER_WARP, 1), _MOST_WARPS),
+        enable_fp_fusion=False,
     )
 
 

@@ -27,14 +27,14 @@ def query_tile(heads: int, kv_heads: int) -> int:
     return ROWS // group
 
 
-def launch_for(dim: int, dtype: torch.dtype) -> Launch:
+def launch_for(dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """Settings for heads of `dim`. They are fixed: tuning at run time would choose by timing, and other tiles of keys
     give other bits."""
     wide = dim > 128
     if dtype == torch.float32:
         # No tensor cores for it: every thread holds its operands in registers, which more rows would not fit.
         return Launch(rows=16, tile=32 if wide else 16, warps=4, stages=1)
-    if is_hopper():
+    if is_hopper(device):
         # A product of 64 rows and 128 keys is as wide as wgmma needs to wait for tensor cores, not for shared memory.
         # Sums of 256 dimensions leave registers for 32 keys.
         return Launch(rows=ROWS, tile=32 if wide else 128, warps=8, stages=3)
@@ -60,7 +60,7 @@ def paged_prefill(
     """
     _, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
-    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype)
+    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, q.device)
     _prefill[(tensors.tiles.shape[0] * (ROWS // launch.rows), kv_heads)](
         q,
         q.stride(0),

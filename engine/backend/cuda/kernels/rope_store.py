@@ -54,6 +54,7 @@ def rope_store(
         DIM_TILE=dim_tile,
         NORMS=qk_norm is not None,
         num_warps=_WARPS,
+        enable_fp_fusion=False,
     )
 
 
