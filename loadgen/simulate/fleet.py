@@ -193,13 +193,14 @@ class Simulation:
 
     def _send(self, flight: _Flight, pod: str) -> None:
         flight.pod = pod
+        flight.request = None
         flight.tried.append(pod)
         self.timeline.after(self._spec.network_s, partial(self._reach, flight))
 
     def _reach(self, flight: _Flight) -> None:
         pod = self.pods.get(flight.pod)
         if pod is None:
-            self.timeline.after(self._spec.refuse_s, partial(self._lost, flight))
+            self.timeline.after(self._spec.refuse_s, partial(self._lost, flight, len(flight.tried)))
             return
         offered = flight.offered
         flight.request = Request(
@@ -211,8 +212,12 @@ class Simulation:
             flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
             self._finish(flight, "too long")
 
-    def _lost(self, flight: _Flight) -> None:
-        """The pod is gone: another one where nothing was heard yet, else the request has failed."""
+    def _lost(self, flight: _Flight, attempt: int) -> None:
+        """The pod is gone: another one where nothing was heard yet, else the request has failed. Unless the end of the
+        answer was on its way already.
+        """
+        if flight.offered.number not in self._flights or len(flight.tried) != attempt:
+            return
         flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
         if flight.first_token_s is None and len(flight.tried) < MAX_ATTEMPTS:
             self._route(flight)
@@ -291,7 +296,7 @@ class Simulation:
             return
         pod.die()
         for flight in [flight for flight in self._flights.values() if flight.pod == name and flight.request]:
-            self.timeline.after(self._spec.network_s, partial(self._lost, flight))
+            self.timeline.after(self._spec.network_s, partial(self._lost, flight, len(flight.tried)))
 
     def _discover(self) -> None:
         for router in self._routers:

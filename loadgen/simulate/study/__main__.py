@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -68,63 +68,62 @@ def main(argv: Sequence[str]) -> int:
         if not settings.cases or case.name in settings.cases
     ]
     path = Path(settings.out) / FILE
+    table: dict[str, dict[str, list[Cell]]] = {}
+    knees: dict[str, float] = {}
+    shown: list[Case] = []
     try:
         old, knees = load(path) if settings.merge else ({}, {} if settings.find_knees else dict(KNEES))
-        new, knees = play(cases, settings, knees, screen)
+        for new in play(cases, settings, knees, screen):
+            table = {
+                case.name: {**old.get(case.name, {}), **new.get(case.name, {})}
+                for case in known
+                if case.name in old or case.name in new
+            }
+            shown = [case for case in known if case.name in table]
+            save(table, knees, list(check(table, shown)), path)
     except KeyboardInterrupt:
-        screen.print("stopped; nothing was written")
+        screen.print(f"stopped; {path} has the seeds that were complete" if shown else "stopped; nothing was written")
         return EXIT_INTERRUPTED
     except (OSError, ValueError) as error:
-        screen.print(f"--merge: {error}", markup=False)
+        screen.print(f"--out, --merge: {error}", markup=False)
         return 2
-    names = [case.name for case in known if case.name in old or case.name in new]
-    table = {name: {**old.get(name, {}), **new.get(name, {})} for name in names}
-    shown = [case for case in known if case.name in table]
-    return report(table, knees, list(check(table, shown)), shown, path)
+    return report(table, list(check(table, shown)), shown, path)
 
 
 def play(
-    cases: Sequence[Case], settings: StudySettings, known_knees: Mapping[str, float], screen: Console
-) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
-    """Every cell, the knees first."""
-    workers = settings.processes or os.cpu_count() or 1
-    knees = dict(known_knees)
+    cases: Sequence[Case], settings: StudySettings, knees: dict[str, float], screen: Console
+) -> Iterator[dict[str, dict[str, list[Cell]]]]:
+    """All cells so far, after each seed. Adds to `knees` those that are missing, first of all."""
     owners = {case.knee_of: case for case in cases if case.knee_of and case.knee_of not in knees}
-    todo = [(case, arm, seed) for case in cases for arm in settings.arms for seed in range(1, settings.seeds + 1)]
-    cells: dict[tuple[str, str, int], Cell] = {}
-    with ProcessPoolExecutor(workers) as pool, Progress(console=screen) as bar:
+    todo = [(case, arm) for case in cases for arm in settings.arms]
+    table: dict[str, dict[str, list[Cell]]] = {}
+    with ProcessPoolExecutor(settings.processes or os.cpu_count()) as pool, Progress(console=screen) as bar:
         try:
             finding = bar.add_task("knees", total=len(owners))
             found = {pool.submit(find_knee, case): name for name, case in owners.items()}
             for future in as_completed(found):
                 knees[found[future]] = future.result()
                 bar.advance(finding)
-            playing = bar.add_task("runs", total=len(todo))
-            runs = {
-                pool.submit(run_cell, case, arm, seed, knees.get(case.knee_of, 1.0)): (case.name, arm, seed)
-                for case, arm, seed in todo
-            }
-            for run in as_completed(runs):
-                cells[runs[run]] = run.result()
-                bar.advance(playing)
+            playing = bar.add_task("runs", total=len(todo) * settings.seeds)
+            for seed in range(1, settings.seeds + 1):
+                runs = [pool.submit(run_cell, case, arm, seed, knees.get(case.knee_of, 1.0)) for case, arm in todo]
+                for _ in as_completed(runs):
+                    bar.advance(playing)
+                for (case, arm), run in zip(todo, runs, strict=True):
+                    table.setdefault(case.name, {}).setdefault(arm, []).append(run.result())
+                yield table
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    table: dict[str, dict[str, list[Cell]]] = {}
-    for case, arm, seed in todo:
-        table.setdefault(case.name, {}).setdefault(arm, []).append(cells[case.name, arm, seed])
-    return table, knees
 
 
 def report(
     table: dict[str, dict[str, list[Cell]]],
-    knees: dict[str, float],
     bounds: Sequence[Bound],
     cases: Sequence[Case],
     path: Path,
 ) -> int:
-    """Write and print; 1 where a bound is missed."""
-    save(table, knees, bounds, path)
+    """Write the Markdown, and print; 1 where a bound is missed."""
     text = "\n".join(markdown(table, cases))
     path.with_suffix(".md").write_text(text + "\n")
     lines = list(bound_lines(bounds))

@@ -55,7 +55,7 @@ async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, grap
     found = await answers(cuda_backend(model, device, graphs=graphs), prompts())
     agree(found, expected)
     assert any(logprob is not None for _, logprob in found[4])
-    assert (sum(graph.replays for graph in device.graphs) > 5) == bool(graphs)
+    assert (sum(graph.replays - 1 for graph in device.graphs) > 5) == bool(graphs), "the first is of the capturing"
 
 
 @plain
@@ -214,8 +214,9 @@ def test_a_step_writes_only_its_own_slots_padding_rows_none(model: Decoder) -> N
     requests = [Request(i, tokens(4, i), 5, GREEDY) for i in (1, 2, 3)]
     backend.step(StepPlan(tuple(prefill(request, [i]) for i, request in enumerate(requests))))
     written = backend.pool.data.isfinite().all(-1).all(-1)
+    before = [graph.replays for graph in device.graphs]
     backend.step(StepPlan(tuple(decode(request, 5, [i, 10 + i], 0) for i, request in enumerate(requests))))
-    assert [graph.replays for graph in device.graphs if graph.replays] == [1]
+    assert sum(graph.replays for graph in device.graphs) == sum(before) + 1
     for block in (10, 11, 12):
         written[block, :, :, 0] = True
     assert torch.equal(backend.pool.data.isfinite().all(-1).all(-1), written)

@@ -14,7 +14,9 @@ from engine.app import listening
 from engine.config import EngineSettings
 from engine.contract import headers
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
+from engine.loop import MAX_FAILURES_IN_A_ROW
 from engine.metrics import EngineMetrics
+from engine.sched.plan import StepPlan, StepResult
 from engine.server.service import ServerState
 from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
 from tests.redis_server import RedisServer
@@ -200,6 +202,34 @@ async def test_health_fails_when_the_step_loop_has_died(engine: Engine, monkeypa
         assert (response.status, await response.json()) == (503, {"status": "failed"})
     status, body = await engine.ask(CHAT, messages=LONG)
     assert (status, body["error"]["type"]) == (503, "service_unavailable_error")
+
+
+async def test_health_fails_after_steps_that_all_failed(start: Start) -> None:
+    """As on a card that has fallen off the bus: a pod that answers only errors is to be restarted."""
+
+    class Lost:
+        max_in_flight = 1
+
+        async def run(self, plan: StepPlan) -> StepResult:
+            raise RuntimeError("device lost")
+
+        async def close(self) -> None:
+            """Nothing to free."""
+
+    async with start(backend=Lost()) as engine:
+
+        async def health() -> int:
+            async with engine.http.get(engine.url + "/health") as response:
+                return response.status
+
+        for _ in range(MAX_FAILURES_IN_A_ROW):
+            assert await health() == 200
+            status, body = await engine.ask(CHAT, messages=LONG)
+            assert (status, body["error"]["type"]) == (500, "server_error")
+        await wait_until(lambda: not engine.service.loop.is_alive)
+        assert await health() == 503
+        status, body = await engine.ask(CHAT, messages=LONG)
+        assert (status, body["error"]["type"]) == (503, "service_unavailable_error")
 
 
 async def test_the_port_answers_before_the_model_is_loaded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,17 @@ def test_a_dead_pod_that_is_still_listed_is_left_after_one_refusal_each():
     assert record.first_token_s is not None
     assert record.first_token_s > 0.5 + spec.refuse_s
     assert router.ends == [(0, "pod-0", False), (0, "pod-1", True)]
+
+
+@pytest.mark.parametrize("arm", ARM_NAMES)
+def test_an_answer_that_had_left_a_dying_pod_arrives(arm: str):
+    """Its pod dies while the last token is on the network."""
+    scenario = Scenario(fleet(2), Listed((one(0, 0.5, Piece("a", 300)),)), TRACE, 1, 1)
+    records: list[RequestRecord] = []
+    play(scenario, arm, records.append)
+    dying = fleet(2, die(records[0].pod, records[0].finished_s - scenario.fleet.network_s / 2))
+    play(replace(scenario, fleet=dying), arm, records.append)
+    assert records[1] == records[0]
 
 
 def test_a_request_gives_up_after_three_pods():
