@@ -129,9 +129,8 @@ class PredictedTtft:
         """
         # One number for a pod's speed: seconds of a step of _UNIT_TOKENS prefill tokens.
         units_s = [pod.cost.base_s + _UNIT_TOKENS * pod.cost.token_s for pod in pods]
-        known = sorted([i for i, pod in enumerate(pods) if not pod.cost_is_prior], key=units_s.__getitem__)
-        if not known:
-            return [pod.cost for pod in pods]
+        known = [i for i, pod in enumerate(pods) if not pod.cost_is_prior] or range(len(pods))
+        known = sorted(known, key=units_s.__getitem__)
         middle = known[len(known) // 2]
         median, median_s = pods[middle].cost, units_s[middle]
         low_s, high_s = median_s / (1 + self._same_speed), median_s * (1 + self._same_speed)

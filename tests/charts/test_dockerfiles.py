@@ -190,6 +190,8 @@ class StandIns:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell cannot trap what was ignored when it began, and pytest may have been started so.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def calls(self) -> list[str]:

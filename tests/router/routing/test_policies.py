@@ -194,6 +194,18 @@ def test_noise_in_learnt_speeds_sends_new_prefixes_to_no_favourite() -> None:
     assert min(counts.values()) >= 15
 
 
+def test_a_fleet_of_which_little_is_known_counts_as_equally_fast() -> None:
+    """After a few answers each: fits that lean on the prior, some more than others."""
+    pods = [
+        replace(pod, cost=replace(COST, token_s=COST.token_s * factor), cost_is_prior=True)
+        for pod, factor in zip(idle(8), (4.5, 1.0, 3.0, 2.0, 4.5, 1.2, 2.5, 4.5), strict=True)
+    ]
+    policy = make_policy("predicted_ttft")
+    requests = [RequestInfo((PrefixKey(i * 2**50 + 7),), 2000, NOW_S + i) for i in range(160)]
+    counts = Counter(policy.choose(request, pods).pod for request in requests)
+    assert min(counts.values()) >= 15
+
+
 def test_a_pod_of_half_the_speed_is_told_apart() -> None:
     slow, *fast = idle(3)
     pods = [replace(slow, cost=replace(COST, token_s=2 * COST.token_s, base_s=2 * COST.base_s)), *fast]
