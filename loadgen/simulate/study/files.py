@@ -84,7 +84,7 @@ def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
         "| case | round_robin | best peer | its mean | its p99 | predicted_ttft | p99 | mean / peer's "
         "| without queueing | omniscient | hit rate | prefix_hash | affinity_groups | its max / mean load |"
     )
-    yield "|---|---|" + "--:|" * 12
+    yield "|---|--:|---|" + "--:|" * 11
     for case in cases:
         arms = table.get(case.name, {})
         peers = {name: arms[name] for name in PEERS if name in arms}
