@@ -215,7 +215,8 @@ def test_a_cluster_is_given_back_when_tests_fail(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_cluster_is_given_back_when_the_run_is_stopped(tmp_path: Path, number: signal.Signals):
-    stands = StandIns(tmp_path, "sleep 60")
+    # exec: a shell blocks signals while it forks, so a child made then would miss the one sent to the group.
+    stands = StandIns(tmp_path, "exec sleep 60")
     with stands.start() as run:
         give_up_at = time.monotonic() + 20
         while "tests" not in stands.calls():
