@@ -11,8 +11,9 @@ from (seed, n). No generator has state, so neither batch, nor order, nor preempt
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -92,42 +93,53 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Edits:
-    """Penalties of all rows as coordinates, so that each is applied to the batch in one operation."""
+class LogitEdits:
+    """Changes of logits of one kind as coordinates, none twice: so each kind is one operation for the whole batch."""
 
-    rows: list[int]
-    tokens: list[int]
-    values: list[float]
+    rows: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
     def extend(self, row: int, tokens: Sequence[int], values: Sequence[float]) -> None:
+        """Change these tokens' logits of a row."""
         self.rows += [row] * len(tokens)
         self.tokens += tokens
         self.values += values
 
     def at(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Where, as an index into `logits`, and what."""
         device = logits.device
         index = (torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device))
         return index, torch.tensor(self.values, dtype=logits.dtype, device=device)
 
 
-def _adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Bias and penalties; `logits` itself where no request has any. Ids outside the vocabulary are left out."""
-    vocab = logits.shape[1]
-    bias, repetition, subtract = _Edits([], [], []), _Edits([], [], []), _Edits([], [], [])
-    for row, request in enumerate(requests):
+def logit_edits(
+    requests: Sequence[Request], outputs: Sequence[Sequence[int]], vocab_size: int
+) -> tuple[LogitEdits, LogitEdits, LogitEdits]:
+    """Bias to add; repetition penalties to scale by; frequency and presence penalties to subtract.
+
+    Row i is for requests[i], which has given outputs[i]. Biased ids outside the vocabulary are left out.
+    """
+    bias, repetition, subtract = LogitEdits(), LogitEdits(), LogitEdits()
+    for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         p = request.sampling
         if p.logit_bias:
-            inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab}
+            inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab_size}
             bias.extend(row, list(inside), list(inside.values()))
         if p.repetition_penalty != 1:
-            seen = list({*request.prompt_tokens, *request.output_tokens})
+            seen = list({*request.prompt_tokens, *output})
             repetition.extend(row, seen, [p.repetition_penalty] * len(seen))
         if p.presence_penalty or p.frequency_penalty:
-            counts: dict[int, int] = {}
-            for token in request.output_tokens:
-                counts[token] = counts.get(token, 0) + 1
+            counts = Counter(output)
             costs = [p.presence_penalty + p.frequency_penalty * count for count in counts.values()]
             subtract.extend(row, list(counts), costs)
+    return bias, repetition, subtract
+
+
+def _adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Bias and penalties; `logits` itself where no request has any."""
+    outputs = [request.output_tokens for request in requests]
+    bias, repetition, subtract = logit_edits(requests, outputs, logits.shape[1])
     if not (bias.rows or repetition.rows or subtract.rows):
         return logits
     logits = logits.clone()

@@ -43,14 +43,8 @@ class BlockPool:
         self._references[block] = 1
         return block, was_idle
 
-    def add_reference(self, block: int) -> None:
-        """One more user of an idle or used block."""
-        if self._references[block] == 0:
-            del self._idle[block]
-        self._references[block] += 1
-
     def add_references(self, blocks: Iterable[int]) -> None:
-        """`add_reference` of each."""
+        """One more user of each of these idle or used blocks."""
         references, idle = self._references, self._idle
         for block in blocks:
             if references[block] == 0:
@@ -58,7 +52,7 @@ class BlockPool:
             references[block] += 1
 
     def drop_references(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
-        """`drop_reference` of each, in this order."""
+        """One user less of each, in this order; the last one leaves a block idle (`keep`) or free."""
         references, idle, free = self._references, self._idle, self._free
         for block, is_kept in zip(blocks, keep, strict=True):
             left = references[block] = references[block] - 1
@@ -67,15 +61,6 @@ class BlockPool:
                     idle[block] = None
                 else:
                     free.append(block)
-
-    def drop_reference(self, block: int, *, keep: bool) -> None:
-        """One user less; the last one leaves the block idle (`keep`) or free."""
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            if keep:
-                self._idle[block] = None
-            else:
-                self._free.append(block)
 
     def free_idle(self) -> int:
         """Make every idle block free; returns how many."""

@@ -100,7 +100,7 @@ class PrefixCache:
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
         blocks = sequence.blocks
-        missing = -(-tokens // self.block_size) - len(blocks)
+        missing = self.blocks_for(tokens) - len(blocks)
         if missing <= 0:
             return True
         if missing > self.pool.available:
@@ -216,7 +216,7 @@ class PrefixCache:
         elif node.parent is not parent or node.content != content:
             return None
         else:
-            self.pool.add_reference(node.block)
+            self.pool.add_references((node.block,))
         return node
 
     def _attach_keys(self, sequence: CachedSequence, node: Node, index: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.latency import prefill_s
+from router.routing.latency import decode_s, prefill_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork
 from router.routing.types import Decision, PodView, RequestInfo
@@ -104,11 +104,9 @@ class PredictedTtft:
     ) -> int:
         """Of the pods hardly worse than the best, with no shorter match, the one with least recent work."""
         best = lowest(request, pods, scores)
-        tie_s = _TIE_SHARE * costs[best].own_s
-        limit = scores[best] + tie_s
-        if self._shared < _SHARED:
-            limit = scores[best] + _UNSHARED_TIE_SHARE * costs[best].own_s
-        least_match, most_own_s = pods[best].matched_tokens, costs[best].own_s + tie_s  # no pod of half the speed
+        own_s, least_match = costs[best].own_s, pods[best].matched_tokens
+        limit = scores[best] + (_TIE_SHARE if self._shared >= _SHARED else _UNSHARED_TIE_SHARE) * own_s
+        most_own_s = own_s + _TIE_SHARE * own_s  # no pod of half the speed
         equals = [
             i
             for i, score in enumerate(scores)
@@ -129,8 +127,8 @@ class PredictedTtft:
         """
         # One number for a pod's speed: seconds of a step of _UNIT_TOKENS prefill tokens.
         units_s = [pod.cost.base_s + _UNIT_TOKENS * pod.cost.token_s for pod in pods]
-        known = [i for i, pod in enumerate(pods) if not pod.cost_is_prior] or range(len(pods))
-        known = sorted(known, key=units_s.__getitem__)
+        known = [i for i, pod in enumerate(pods) if not pod.cost_is_prior] or list(range(len(pods)))
+        known.sort(key=units_s.__getitem__)
         middle = known[len(known) // 2]
         median, median_s = pods[middle].cost, units_s[middle]
         low_s, high_s = median_s / (1 + self._same_speed), median_s * (1 + self._same_speed)
@@ -154,18 +152,15 @@ class PredictedTtft:
         ]
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
-        stall_weight = self._stall_weight
         costs, scores = [], []
         for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
-            decoding = pod.decoding
-            # `decode_s` and `prefill_s`, written out.
-            step_s = cost.base_s + cost.sequence_s * decoding + cost.context_s * pod.context_tokens
+            step_s = decode_s(cost, pod.decoding, pod.context_tokens)
             if pod.in_flight and wait_s < step_s / 2:
                 wait_s = step_s / 2  # a pod with anything in flight is within a step, on average halfway
-            uncached = prompt - pod.matched_tokens or 1
-            own_s = uncached * (cost.token_s + cost.attention_s * (prompt - uncached / 2))
-            externality_s = own_s if own_s < mean_wait_s else mean_wait_s
-            stall = stall_weight * decoding
+            uncached = max(1, prompt - pod.matched_tokens)
+            own_s = prefill_s(cost, uncached, prompt)
+            externality_s = min(own_s, mean_wait_s)
+            stall = self._stall_weight * pod.decoding
             stall_s = stall * own_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:

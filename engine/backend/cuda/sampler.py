@@ -11,7 +11,6 @@ reference's may choose a neighbour.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend.cuda.packing import Array
-from engine.backend.sampler import uniform
+from engine.backend.sampler import LogitEdits, logit_edits, uniform
 from engine.sched.plan import SampledToken, SequenceChunk
 
 NARROW = 256
@@ -68,7 +67,7 @@ class HostSampling:
                 np.array([p.top_p if p.top_p < 1 else np.inf for p in asked], dtype=np.float32),
                 np.array(narrow, dtype=np.int64),
                 np.array(wide, dtype=np.int64),
-                *(array for edit in edits for array in edit.arrays()),
+                *(array for edit in edits for array in _arrays(edit)),
                 np.array(reported, dtype=np.int64),
             ),
             rows=len(chunks),
@@ -179,45 +178,17 @@ def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(scaled.shape[1] - 1)
 
 
-class _Edits:
-    """Changes of logits: rows, tokens, values."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self._tokens: list[int] = []
-        self._values: list[float] = []
-
-    def extend(self, row: int, tokens: Sequence[int], values: Sequence[float]) -> None:
-        self.rows += [row] * len(tokens)
-        self._tokens += tokens
-        self._values += values
-
-    def arrays(self) -> tuple[Array, Array, Array]:
-        return (
-            np.array(self.rows, dtype=np.int64),
-            np.array(self._tokens, dtype=np.int64),
-            np.array(self._values, dtype=np.float32),
-        )
+def _edits(chunks: Sequence[SequenceChunk], vocab_size: int) -> tuple[LogitEdits, LogitEdits, LogitEdits]:
+    """See `logit_edits`. A request that reads its output is never planned ahead of it, so all of it is known."""
+    requests = [chunk.request for chunk in chunks]
+    outputs = [c.request.output_tokens[: c.output_index] if c.request.sampling.reads_output else () for c in chunks]
+    return logit_edits(requests, outputs, vocab_size)
 
 
-def _edits(chunks: Sequence[SequenceChunk], vocab_size: int) -> tuple[_Edits, _Edits, _Edits]:
-    """Bias; repetition penalty; frequency and presence penalty. Ids outside the vocabulary are left out.
-
-    A request that reads its output is never planned ahead of it, so all of it is known.
-    """
-    bias, repetition, subtract = _Edits(), _Edits(), _Edits()
-    for row, chunk in enumerate(chunks):
-        request, p = chunk.request, chunk.request.sampling
-        inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab_size}
-        bias.extend(row, list(inside), list(inside.values()))
-        if not p.reads_output:
-            continue
-        output = request.output_tokens[: chunk.output_index]
-        if p.repetition_penalty != 1:
-            seen = list({*request.prompt_tokens, *output})
-            repetition.extend(row, seen, [p.repetition_penalty] * len(seen))
-        if p.presence_penalty or p.frequency_penalty:
-            counts = Counter(output)
-            costs = [p.presence_penalty + p.frequency_penalty * count for count in counts.values()]
-            subtract.extend(row, list(counts), costs)
-    return bias, repetition, subtract
+def _arrays(edits: LogitEdits) -> tuple[Array, Array, Array]:
+    """Rows, tokens, values."""
+    return (
+        np.array(edits.rows, dtype=np.int64),
+        np.array(edits.tokens, dtype=np.int64),
+        np.array(edits.values, dtype=np.float32),
+    )

@@ -13,16 +13,18 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import make_router
 from loadgen.simulate.fleet import FleetSpec, Simulation
+from loadgen.simulate.omniscient import exact_cost
 from loadgen.simulate.study.cases import PODS, PROFILE, Case
 from loadgen.workloads.base import Workload
+from router.routing.latency import prefill_s
 
 WARM_REQUESTS = 500
 """Requests served before the comparison with the omniscient arm begins."""
 STRIDE = 256
-_PROFILE = find_profile(PROFILE)
 KNEE_RUN_S = 60.0
 MAX_RATE = 10_000.0
 """Sessions per second that no fleet of the table serves."""
+_PROFILE = find_profile(PROFILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def summary(records: list[RequestRecord]) -> Cell:
 def _unqueued_ms(record: RequestRecord) -> float:
     assert record.first_token_s is not None
     uncached = max(1, record.prompt_tokens - record.cached_tokens)
-    prefill_ms = uncached * (_PROFILE.c1_ms + _PROFILE.c2_ms * (record.prompt_tokens - uncached / 2))
+    prefill_ms = 1e3 * prefill_s(exact_cost(_PROFILE, 1.0), uncached, record.prompt_tokens)
     steps = max(1, record.output_tokens - 1)
     step_ms = max(_PROFILE.w0_ms, 1e3 * (record.finished_s - record.first_token_s) / steps)
     # A short prefill hides behind the weights' read: the part of a step's floor that no decode token fills.

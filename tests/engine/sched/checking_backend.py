@@ -6,7 +6,7 @@ position or chain gives another answer than `oracle`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -65,20 +65,22 @@ class CheckingBackend:
         self.slots[block] = [None] * self.size
 
     def _poison_with(self, cache: PrefixCache) -> None:
-        pool, take, drop = cache.pool, cache.pool.take, cache.pool.drop_reference
+        pool, take, drop = cache.pool, cache.pool.take, cache.pool.drop_references
 
         def poisoning_take() -> tuple[int, bool]:
             block, was_idle = take()
             self.poison(block)
             return block, was_idle
 
-        def poisoning_drop(block: int, *, keep: bool) -> None:
-            drop(block, keep=keep)
-            if pool.references(block) == 0 and not keep:
-                self.poison(block)
+        def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool]) -> None:
+            dropped = list(zip(blocks, keep, strict=True))
+            drop([block for block, _ in dropped], [is_kept for _, is_kept in dropped])
+            for block, is_kept in dropped:
+                if pool.references(block) == 0 and not is_kept:
+                    self.poison(block)
 
         pool.take = poisoning_take  # type: ignore[method-assign]
-        pool.drop_reference = poisoning_drop  # type: ignore[method-assign]
+        pool.drop_references = poisoning_drop  # type: ignore[method-assign]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Check the plan, write, read, choose."""
