@@ -12,7 +12,7 @@ from engine.cache.sequence import CachedSequence
 from engine.contract.load import StepCost
 from loadgen.simulate.pod import Report, SimPod
 from loadgen.simulate.routing import Offered, Scrape
-from router.routing.latency import prefill_s
+from router.routing.latency import further_steps, prefill_s
 from router.routing.policies import PolicyOptions, make_policy
 from router.routing.types import PodId, PodView, RequestInfo
 
@@ -95,8 +95,9 @@ class Omniscient:
         tokens = sum(left for left, _ in work) - sum(count for count, _ in running)
         busy_s = sum(prefill_s(cost, left, known) for left, known in work)
         busy_s -= sum(prefill_s(cost, count, end) for count, end in running)
-        # The request shares a step with what waits, as far as the step's tokens go.
-        steps = (tokens + prompt_tokens - hits * pod.spec.block_size) // pod.spec.max_step_tokens
+        # The request shares a step with what waits, as far as the step's tokens go; its own steps are the policy's.
+        uncached = prompt_tokens - hits * pod.spec.block_size
+        steps = further_steps(tokens + uncached) - further_steps(uncached)
         step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
         return PodView(
             PodId(pod.spec.name),

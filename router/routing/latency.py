@@ -12,6 +12,10 @@ OBSERVATION_S = 60.0
 ENOUGH_OBSERVATIONS = 10
 """A fit to fewer leans on the prior: a pod that has just joined would look slow and, left alone, stay so."""
 
+STEP_TOKENS = 2048
+"""Prefill tokens of one step; engines do not report it. The default of the bundled engine, and long that of vLLM's
+`max_num_batched_tokens`; where steps are larger, decoding counts for too much beside very long prompts."""
+
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
 _PRIOR_WEIGHT = 0.1
@@ -31,6 +35,14 @@ def prefill_s(cost: StepCost, uncached_tokens: float, prompt_tokens: float) -> f
 def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
     """Seconds of one step apart from its prefill: its fixed part and its decoding sequences."""
     return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
+
+
+def further_steps(uncached_tokens: float) -> float:
+    """Steps that a prefill takes beyond its first, each with all the decoding of its pod in it.
+
+    Not rounded: what is left of a prefill shares its last step with the next.
+    """
+    return uncached_tokens / STEP_TOKENS - 1 if uncached_tokens > STEP_TOKENS else 0.0
 
 
 class PodSpeed:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import PodSpeed, decode_s, prefill_s
+from router.routing.latency import PodSpeed, decode_s, further_steps, prefill_s
 from router.routing.types import PodId, PodView
 
 FRESH_S = 3.0
@@ -26,7 +26,7 @@ class _Sent:
     context_tokens: int
     """Expected mean length of its context while it decodes."""
     work_s: float
-    """Prefill time it brings."""
+    """Time it takes: its prefill, and what decodes beside it in its steps beyond the first."""
     sent_s: float
     due_s: float
     """When its prefill should end."""
@@ -98,7 +98,7 @@ class PodState:
     ) -> None:
         """A request goes to the pod. Pass `streams=False` where the first byte of the answer is not its first token."""
         self.finished(request_id, now_s=now_s)
-        work_s = prefill_s(self.cost, uncached_tokens, prompt_tokens)
+        work_s = self._work_s(uncached_tokens, prompt_tokens)
         if not self._pending or not self._next_step_counted:
             self._next_step_counted = bool(self._pending)
             self._free_at_s = max(self._free_at_s, now_s) + self._step_s()
@@ -132,7 +132,7 @@ class PodState:
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
         self._next_step_counted = False
         for waiting in self._pending.values():
-            waiting.work_s = prefill_s(self.cost, waiting.uncached_tokens, waiting.prompt_tokens)
+            waiting.work_s = self._work_s(waiting.uncached_tokens, waiting.prompt_tokens)
             self._free_at_s += waiting.work_s
             waiting.due_s = self._free_at_s
 
@@ -233,12 +233,18 @@ class PodState:
             self.cost, len(self._decoding) + self._others.decoding, self._context_tokens + self._others.context_tokens
         )
 
+    def _work_s(self, uncached_tokens: int, prompt_tokens: int) -> float:
+        """See `_Sent.work_s`."""
+        work_s = prefill_s(self.cost, uncached_tokens, prompt_tokens)
+        further = further_steps(uncached_tokens)
+        return work_s + further * self._step_s() if further else work_s
+
     def _reprice(self, now_s: float) -> None:
         """Look at the waiting requests in the light of new constants."""
         before_s = after_s = 0.0
         for request in self._pending.values():
             before_s += request.work_s
-            request.work_s = prefill_s(self.cost, request.uncached_tokens, request.prompt_tokens)
+            request.work_s = self._work_s(request.uncached_tokens, request.prompt_tokens)
             after_s += request.work_s
         if before_s > 0:
             ratio = after_s / before_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,10 +52,10 @@ def test_a_first_token_says_what_is_left() -> None:
 def test_a_withdrawn_request_frees_its_place_in_the_queue() -> None:
     state = reporting()
     send(state, "a", 1000, 1.0)
-    send(state, "b", 5000, 1.0)
+    send(state, "b", 2000, 1.0)
     before_s = view(state, 1.0).prefill_free_at_s
     state.finished("b", now_s=1.0)
-    assert view(state, 1.0).prefill_free_at_s == pytest.approx(before_s - 0.5)
+    assert view(state, 1.0).prefill_free_at_s == pytest.approx(before_s - 0.2)
     assert view(state, 1.0).in_flight_uncached_tokens == 1000
 
 
@@ -107,7 +109,17 @@ def test_a_report_of_less_is_believed() -> None:
     state = reporting()
     send(state, "a", 10_000, 1.0)
     state.report(LoadReport(waiting=1, uncached_tokens=1000, cost=COST), now_s=1.5)
-    assert view(state, 1.5).prefill_free_at_s == pytest.approx(1.6)
+    assert view(state, 1.5).prefill_free_at_s == pytest.approx(1.6, abs=0.01)
+
+
+def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
+    """2,048 tokens a step: five steps of 5 ms and of a decode that reads 2,050 tokens at 10 us."""
+    state = PodState()
+    state.report(LoadReport(cost=replace(COST, context_s=1e-5)), now_s=0.0)
+    send(state, "a", 2000, 1.0)
+    state.first_token("a", now_s=2.0)
+    send(state, "b", 5 * 2048, 2.0)
+    assert view(state, 2.0).prefill_free_at_s == pytest.approx(2.0 + 5 * 2048e-4 + 5 * (0.005 + 2050e-5))
 
 
 def test_kv_use_is_taken_from_the_report() -> None:

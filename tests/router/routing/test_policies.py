@@ -263,3 +263,41 @@ def test_pods_take_turns_where_traffic_shares_nothing() -> None:
         if number >= 80:
             counts[pods[decision.pod].pod_id] += 1
     assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def long_prompt_among_short(pods: Sequence[PodView], *, short: int = 300) -> PodId:
+    """Where a prompt of 100,000 tokens goes once `short` of 4,000 have been seen."""
+    policy = make_policy("predicted_ttft")
+    for i in range(short):
+        key = PrefixKey(i + 1)
+        policy.choose(RequestInfo((key,), 4000, NOW_S + 0.01 * i), [replace(pod, prefill_free_at_s=0) for pod in pods])
+    return pods[policy.choose(RequestInfo((PrefixKey(9),), 100_000, NOW_S), pods).pod].pod_id
+
+
+def test_a_long_prompt_waits_for_no_long_queue() -> None:
+    """Its own prefill takes 7 s, so that of two pods 2 s apart either might pass for equal."""
+    free = PodView(PodId("free"), prefill_free_at_s=NOW_S, cost=COST)
+    busy = PodView(PodId("busy"), in_flight=1, in_flight_uncached_tokens=50_000, prefill_free_at_s=NOW_S + 2, cost=COST)
+    assert {long_prompt_among_short([free, busy], short=300 + i) for i in range(2)} == {free.pod_id}
+
+
+def test_a_long_prompt_does_not_queue_behind_another_to_spare_what_decodes_elsewhere() -> None:
+    """Those decode for a second or two; it waits five and prefills seven."""
+    decoding = PodView(
+        PodId("decoding"), in_flight=12, decoding=12, context_tokens=12_000, prefill_free_at_s=NOW_S, cost=COST
+    )
+    busy = PodView(PodId("busy"), in_flight=1, in_flight_uncached_tokens=80_000, prefill_free_at_s=NOW_S + 5, cost=COST)
+    assert long_prompt_among_short([decoding, busy]) == decoding.pod_id
+
+
+def test_a_long_prompt_avoids_what_decodes_in_each_of_its_steps() -> None:
+    """49 steps with 20 ms of decoding in each are worse than half a second of waiting."""
+    decoding = PodView(
+        PodId("decoding"), in_flight=10, decoding=10, context_tokens=280_000, prefill_free_at_s=NOW_S, cost=COST
+    )
+    busy = PodView(PodId("busy"), in_flight=1, prefill_free_at_s=NOW_S + 0.5, cost=COST)
+    options = PolicyOptions(stall_weight=0.0)
+    policy = make_policy("predicted_ttft", options)
+    assert policy.choose(RequestInfo((), 100_000, NOW_S), [decoding, busy], explain=True).scores[1].score < (
+        policy.choose(RequestInfo((), 100_000, NOW_S), [decoding, busy], explain=True).scores[0].score
+    )
