@@ -18,8 +18,10 @@ _ELSEWHERE = 1e9
 """Tokens; above any load."""
 _SLACK = 4
 """Requests beyond the bound that are no imbalance yet: so many come together by chance."""
-_EVEN = 1.1
-"""Requests of the last minutes that a pod may have, relative to the mean, to be sent what it holds."""
+_EVEN = 1.08
+"""Requests of the last minutes that a pod may have had, relative to the mean, to be sent further ones ..."""
+_EVEN_AT_HOME = 1.25
+"""... and to be sent what it holds: new conversations, not old ones, make up for what those bring."""
 _RECENT_HALF_LIFE_S = 60.0
 _FIRST_REQUESTS = 100
 """Shares of fewer requests are chance: no groups before."""
@@ -42,9 +44,10 @@ class AffinityGroups:
     """Least loaded within the group of the deepest popular prefix of the request that has one.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring, k following its
-    share and changing only when that is `hysteresis` pods away. What recurs below the popular keys (a conversation, a
-    system prompt that one pod can serve) stays on the pod that holds it while that is within `bound` times the mean
-    load: for a group of one pod, the one where the prefix already is serves best.
+    share and changing only when that is `hysteresis` pods away. Pods are whole and shares are not: what a group's pods
+    have had too much of goes to others. What recurs below the popular keys (a conversation, a system prompt that one
+    pod can serve) stays on the pod that holds it while that is within `bound` times the mean load: for a group of one
+    pod, the one where the prefix already is serves best.
     """
 
     name = "affinity_groups"
@@ -67,15 +70,19 @@ class AffinityGroups:
         that hold what recurs before them."""
         groups = self._current(pods, request.now_s)
         group, depth = self._group(groups, request)
-        members = [i for i, pod in enumerate(pods) if pod.pod_id in group] or list(range(len(pods)))
+        recent = self._recent_requests(pods, request.now_s)
+        even = _within(_EVEN, recent, pods)
         scores = [load(pod) + _ELSEWHERE for pod in pods]
-        for i in members:
+        for i in [i for i in even if pods[i].pod_id in group] or _nearest(even, pods):
             scores[i] = load(pods[i])
-        for i in self._homes(request, depth, pods, members):
-            scores[i] -= _ELSEWHERE
+        for i in self._homes(request, depth, _within(_EVEN_AT_HOME, recent, pods), pods):
+            scores[i] = load(pods[i]) - _ELSEWHERE
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
+        for pod, count in zip(pods, recent, strict=True):
+            if pod.pod_id not in self._groups.pods:
+                self._recent.add(pod.pod_id, count, request.now_s)
         self._groups = groups
         self._seen += 1
         self._recent.add(pods[chosen].pod_id, 1.0, request.now_s)
@@ -91,16 +98,23 @@ class AffinityGroups:
             group = groups.owned.get(key, group)
         return group, len(request.keys)
 
-    def _homes(self, request: RequestInfo, depth: int, pods: Sequence[PodView], members: Sequence[int]) -> list[int]:
-        """The members with the longest match beyond the popular keys, of those not past the bound."""
+    def _recent_requests(self, pods: Sequence[PodView], now_s: float) -> list[float]:
+        """Requests of the last minutes; a pod that has just joined counts as served like the others, else it would get
+        every new prefix until it had caught up."""
+        there = [pod for pod in pods if pod.pod_id in self._groups.pods]
+        sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
+        share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0
+        return [sent.get(pod.pod_id, share * pod.weight) for pod in pods]
+
+    def _homes(self, request: RequestInfo, depth: int, even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
+        """Of the pods `even`, those with the longest match beyond the popular keys, unless too busy; in the group or
+        not, as groups change while a conversation lasts."""
         beyond = (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
-        holders = [i for i in members if pods[i].matched_tokens >= beyond - 1]
+        holders = [i for i in even if pods[i].matched_tokens >= beyond - 1]
         if not holders:
             return []
-        limit = bound_per_weight([pods[i] for i in members], self._bound)
-        recent = {i: self._recent.tokens(pods[i].pod_id, request.now_s) / pods[i].weight for i in members}
-        even = _EVEN * sum(recent.values()) / len(members) + _SLACK
-        free = [i for i in holders if recent[i] <= even and pods[i].in_flight <= limit * pods[i].weight + _SLACK]
+        limit = bound_per_weight(pods, self._bound)
+        free = [i for i in holders if pods[i].in_flight <= limit * pods[i].weight + _SLACK]
         longest = max([pods[i].matched_tokens for i in free], default=0)
         return [i for i in free if pods[i].matched_tokens == longest]
 
@@ -142,6 +156,18 @@ class AffinityGroups:
         for pod_id in group:
             worth[pod_id] += each
         return tuple(group)
+
+
+def _within(bound: float, recent: Sequence[float], pods: Sequence[PodView]) -> list[int]:
+    """The pods with no more than `bound` times their share of the recent requests."""
+    limit = bound * sum(recent) / sum([pod.weight for pod in pods])
+    return [i for i, pod in enumerate(pods) if recent[i] <= limit * pod.weight + _SLACK]
+
+
+def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
+    """Where a group's requests go when all of its pods have had too many: those that hold most of the prefix."""
+    longest = max([pods[i].matched_tokens for i in even])
+    return [i for i in even if pods[i].matched_tokens == longest]
 
 
 def _work_s(request: RequestInfo, pods: Sequence[PodView], chosen: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,10 @@ from engine.backend.profiles import find_profile
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import make_router
+from loadgen.simulate.faults import FaultKind
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.omniscient import exact_cost
-from loadgen.simulate.study.cases import PODS, PROFILE, Case
+from loadgen.simulate.study.cases import PROFILE, Case
 from loadgen.workloads.base import Workload
 from router.routing.latency import prefill_s
 
@@ -43,7 +45,7 @@ class Cell:
     hit_rate: float
     """Cached / prompt tokens."""
     max_over_mean_load: float
-    """Largest / mean over the pods of their requests."""
+    """Largest over the pods of their requests / an even share of those that came while they lived."""
     completed: int
     failed: int
 
@@ -61,17 +63,16 @@ def measure(
     sessions = min(requests, workload.length or requests)
     simulation = Simulation(fleet, workload, arrivals, sessions=sessions, seed=seed, on_record=records.append)
     simulation.run([make_router(arm, simulation, 1000 * seed + i, STRIDE) for i in range(gateways)])
-    return summary(records)
+    return summary(records, fleet)
 
 
-def summary(records: list[RequestRecord]) -> Cell:
+def summary(records: list[RequestRecord], fleet: FleetSpec) -> Cell:
     """The numbers of a run."""
     records = sorted(records, key=lambda record: record.intended_s)
     done = [record for record in records if record.failure is None]
     ttft = np.array([1e3 * (r.first_token_s - r.intended_s) for r in done if r.first_token_s is not None])
     warm = [r.first_token_s - r.intended_s for r in records[WARM_REQUESTS:] if r.failure is None and r.first_token_s]
     prompt = sum(record.prompt_tokens for record in done)
-    requests = Counter(record.pod for record in done)
     return Cell(
         mean_ttft_ms=float(ttft.mean()) if len(ttft) else math.nan,
         p99_ttft_ms=float(np.percentile(ttft, 99)) if len(ttft) else math.nan,
@@ -79,10 +80,22 @@ def summary(records: list[RequestRecord]) -> Cell:
         unqueued_ttft_ms=float(np.mean([_unqueued_ms(record) for record in done])) if done else math.nan,
         mean_e2e_ms=1e3 * float(np.mean([r.finished_s - r.intended_s for r in done])) if done else math.nan,
         hit_rate=sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
-        max_over_mean_load=max(requests.values(), default=0) * PODS / max(1, len(done)),
+        max_over_mean_load=_imbalance(done, fleet),
         completed=len(done),
         failed=len(records) - len(done),
     )
+
+
+def _imbalance(done: Sequence[RequestRecord], fleet: FleetSpec) -> float:
+    """See `Cell.max_over_mean_load`. Of the faults only deaths change how many pods share a request."""
+    died_s = {fault.pod: fault.at_s for fault in fleet.faults if fault.kind is FaultKind.DIE}
+    shares = dict.fromkeys((pod.name for pod in fleet.pods), 0.0)
+    for record in done:
+        alive = [name for name in shares if record.intended_s < died_s.get(name, math.inf)]
+        for name in alive:
+            shares[name] += 1 / len(alive)
+    served = Counter(record.pod for record in done)
+    return max((served[name] / share for name, share in shares.items() if share), default=0.0)
 
 
 def _unqueued_ms(record: RequestRecord) -> float:

@@ -101,6 +101,12 @@ def test_a_dying_pod_is_in_the_middle_of_the_run():
     assert cell.completed + cell.failed == 60
 
 
+def test_a_dead_pod_makes_no_even_load_uneven():
+    """The seven that live on serve 1.086 of the mean over all eight."""
+    case = Case("even", "", lambda seed: Diverse("x", seed, 100, 100, 1), 800, 1.0, dying_pod=True)
+    assert run_cell(case, "round_robin", 1, 40.0).max_over_mean_load == pytest.approx(1.0, abs=0.03)
+
+
 def test_a_window_of_a_trace_begins_at_zero(tmp_path: Path):
     lines = [{"timestamp": 500 * i, "input_length": 600, "output_length": 5, "hash_ids": [0, i]} for i in range(1600)]
     (tmp_path / "synthetic_trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -166,3 +166,61 @@ def test_a_group_without_a_pod_left_gives_way() -> None:
     first = policy.choose(request, PODS).pod
     others = [pod for i, pod in enumerate(PODS) if i != first]
     assert others[policy.choose(request, others).pod].pod_id != PODS[first].pod_id
+
+
+def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: float, turns: int = 6) -> list[PodId]:
+    """Pods of 1,000 sessions' requests in order; a session's turn finds what its last one left."""
+    rng, chosen, at_s = random.Random(3), list[PodId](), 0.0
+    held: dict[int, PodId] = {}
+    sessions = deque(range(1000))
+    active: deque[tuple[int, int]] = deque()
+    while sessions or active:
+        while sessions and len(active) < 40:
+            active.append((sessions.popleft(), 1))
+        session, turn = active.popleft()
+        name = 1 if session % 100 < 100 * popular_share else 2 + session
+        chain = (*keys(name), *(PrefixKey(10**9 + 100 * session + i) for i in range(4 * turn)))
+        tokens = 250 * len(chain)
+        views = [
+            replace(
+                pod, in_flight=rng.randrange(3), matched_tokens=tokens - 1000 if held.get(session) == pod.pod_id else 0
+            )
+            for pod in pods
+        ]
+        held[session] = pods[policy.choose(RequestInfo(chain, tokens, at_s), views).pod].pod_id
+        chosen.append(held[session])
+        at_s += 0.02
+        if turn < turns:
+            active.append((session, turn + 1))
+    return chosen
+
+
+def test_a_group_that_does_not_come_out_in_whole_pods_burdens_none_of_them() -> None:
+    """30 % of the load is 2.4 pods: two would have 1.2 times their share each."""
+    served = Counter(conversations(groups_policy(), PODS, 0.3))
+    assert max(served.values()) <= 1.15 * served.total() / len(PODS)
+
+
+def test_conversations_stay_where_they_are_while_groups_change() -> None:
+    """The popular prompt's share falls from one half to a fifth, and its group with it."""
+    policy = groups_policy()
+    drive(policy, 0.5, 0.0, count=300)
+    owned = policy._groups.owned[keys(1)[-1]]
+    chain = (*keys(1), *(PrefixKey(10**9 + i) for i in range(4)))
+    home = max(pod.pod_id for pod in PODS if pod.pod_id in owned)
+    drive(policy, 0.2, 31.0, count=600)
+    outside = next(pod.pod_id for pod in PODS if pod.pod_id not in policy._groups.owned.get(keys(1)[-1], ()))
+    for holder in (home, outside):
+        views = [replace(pod, matched_tokens=1900 if pod.pod_id == holder else 0) for pod in PODS]
+        assert PODS[policy.choose(RequestInfo(chain, 2000, 95.0), views).pod].pod_id == holder
+
+
+def test_a_pod_that_joins_is_not_flooded_until_it_has_caught_up() -> None:
+    policy = groups_policy()
+    before, joined = PODS[:2], PODS[:3]
+    for i in range(400):
+        policy.choose(RequestInfo(keys(100 + i), 1000, i * 0.05), before)
+    taken = Counter(
+        joined[policy.choose(RequestInfo(keys(1000 + i), 1000, 20 + i * 0.05), joined).pod].pod_id for i in range(90)
+    )
+    assert taken[PODS[2].pod_id] <= 45
