@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from loadgen.simulate.peers.base import History, Peer
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.routing import Offered, Scrape
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64
@@ -57,21 +58,42 @@ class SglangCacheAware(Peer):
 
 
 class SmgLeastLoad(Peer):
-    """Least (queued + in-flight tokens) / throughput + 0.15 k / (1 - k), k the KV use; polled every 10 s."""
+    """Least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k), k the KV use; polled every 10 s.
+
+    Waiting requests count as 1,024 tokens each and the throughput as 2,000 tokens/s, the published stand-ins for
+    gauges that an engine lacks. Before the first poll: the fewest requests in flight.
+    """
 
     name = "smg_least_load"
     scrape_s = POLL_S
 
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._since_poll: Counter[str] = Counter()
+        """Pod -> prompt tokens."""
+
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
         """See `Peer`."""
-        tokens = dict.fromkeys(pods, 0)
-        for sent in self.sent.values():
-            if sent.pod in tokens:
-                tokens[sent.pod] += sent.prompt_tokens
-        scores = {}
+        scores = {pod: self._wait_s(pod) for pod in pods if pod in self.scrapes}
+        if not scores:
+            return self.fewest(pods, self.in_flight)
+        least_s = min(scores.values())
         for pod in pods:
-            scrape = self.scrape_of(pod)
-            kv = min(scrape.kv_usage, 0.99)
-            queued = scrape.waiting * MEAN_PREFILL_TOKENS
-            scores[pod] = (queued + tokens[pod]) / THROUGHPUT_TOKENS_PER_S + KV_WEIGHT * kv / (1 - kv)
+            if pod not in scores:
+                scores[pod] = least_s + self.in_flight[pod] * MEAN_PREFILL_TOKENS / THROUGHPUT_TOKENS_PER_S
         return self.fewest(pods, scores)
+
+    def routed(self, request: Offered, pod: str, now_s: float) -> None:
+        """See `Peer`."""
+        self._since_poll[pod] += len(request.tokens)
+
+    def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
+        """See `Router`."""
+        super().scraped(pod, scrape, now_s)
+        self._since_poll[pod] = 0
+
+    def _wait_s(self, pod: str) -> float:
+        scrape = self.scrapes[pod]
+        kv = min(scrape.kv_usage, 0.999)
+        tokens = scrape.waiting * MEAN_PREFILL_TOKENS + self._since_poll[pod]
+        return tokens / THROUGHPUT_TOKENS_PER_S + KV_WEIGHT * kv / (1 - kv)

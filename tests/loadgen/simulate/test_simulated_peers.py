@@ -82,16 +82,32 @@ def test_sglang_drops_affinity_only_where_both_thresholds_are_passed():
 
 def test_smg_adds_queue_tokens_and_kv_pressure():
     peer = fresh(SmgLeastLoad)
+    for pod, waiting in ((A, 0), (B, 1)):
+        peer.scraped(pod, Scrape(0, waiting, 0.0), 0.0)
     busy(peer, A, 1, tokens=1000)
-    peer.scraped(B, Scrape(0, 1, 0.0), 0.0)
     assert peer.choose(offered(1, tokens=500), [], 1.0) == A, "1,000 tokens against one waiting request of 1,024"
     assert peer.choose(offered(2, tokens=1), [], 1.0) == B, "1,500 against 1,024"
     full = fresh(SmgLeastLoad)
-    full.scraped(A, Scrape(0, 0, 0.9), 0.0)  # 0.15 x 9 = 1.35 s, 2,700 tokens' worth
+    for pod, kv in ((A, 0.9), (B, 0.0)):
+        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 9 = 1.35 s, 2,700 tokens' worth
     busy(full, B, 1, tokens=2600)
     assert full.choose(offered(1, tokens=1), [], 1.0) == B
     busy(full, B, 1, first=2000, tokens=200)
     assert full.choose(offered(2, tokens=1), [], 1.0) == A
+
+
+def test_smg_counts_what_it_sent_until_the_next_poll_alone():
+    peer = fresh(SmgLeastLoad)
+    assert {peer.choose(offered(n, tokens=5000), [], 0.0) for n in range(2)} == {A, B}, (
+        "fewest requests before any poll"
+    )
+    peer.scraped(A, Scrape(1, 0, 0.0), 1.0)
+    peer.scraped(B, Scrape(0, 0, 0.1), 1.0)
+    assert peer.choose(offered(2, tokens=10), [], 1.0) == A, "its request is in the poll, and none waits"
+    late = fresh(SmgLeastLoad)
+    late.scraped(A, Scrape(0, 9, 0.0), 0.0)
+    busy(late, B, 1)
+    assert late.choose(offered(2, tokens=1), [], 0.0) == A, "a pod without a report is the best one and its requests"
 
 
 def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end():
@@ -109,6 +125,26 @@ def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end():
     peer.ended(first, B, 0.3, completed=True)
     peer.first_token(offered(3), B, 0, 0.3)
     assert peer.choose(offered(5, [80]), [], 0.4) == B, "A: 16 + 32, B: 16"
+
+
+def test_dynamo_counts_a_block_that_requests_share_once():
+    peer = fresh(DynamoKv)
+    shared = [offered(n, [1, 2, 3, 4]) for n in range(3)]
+    for request in shared:
+        assert peer.choose(request, [B], 0.0) == A
+        peer.first_token(request, A, 0, 0.0)
+    busy(peer, B, 1)
+    fifth = offered(9, [80, 81, 82, 83, 84])
+    assert peer.choose(fifth, [A], 0.0) == B
+    peer.first_token(fifth, B, 0, 0.0)
+    # A holds 16 blocks, not 48; B 24, its first request's one key among them
+    assert peer.choose(offered(10, [90]), [], 0.1) == A
+    peer.ended(offered(10, [90]), A, 0.2, completed=True)
+    peer.ended(shared[0], A, 0.2, completed=True)
+    peer.ended(shared[1], A, 0.2, completed=True)
+    peer.reported(B, held(1, 2, 3, 4), 0.2)
+    peer.reported(A, held(1, 2, 3, 4), 0.2)
+    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and none of its own against 24 and 16"
 
 
 def test_dynamo_knows_nothing_of_its_own_choices_before_events():
