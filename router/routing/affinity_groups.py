@@ -82,7 +82,8 @@ class AffinityGroups:
             return decide(self.name, pods, chosen, scores)
         for pod, count in zip(pods, recent, strict=True):
             if pod.pod_id not in self._groups.pods:
-                self._recent.add(pod.pod_id, count, request.now_s)
+                known = self._recent.tokens(pod.pod_id, request.now_s)
+                self._recent.add(pod.pod_id, count - known, request.now_s)
         self._groups = groups
         self._seen += 1
         self._recent.add(pods[chosen].pod_id, 1.0, request.now_s)
@@ -99,8 +100,8 @@ class AffinityGroups:
         return group, len(request.keys)
 
     def _recent_requests(self, pods: Sequence[PodView], now_s: float) -> list[float]:
-        """Requests of the last minutes; a pod that has just joined counts as served like the others, else it would get
-        every new prefix until it had caught up."""
+        """Requests of the last minutes. A pod that has just joined, or come back, counts as served like the others:
+        else it would get every new prefix until it had caught up."""
         there = [pod for pod in pods if pod.pod_id in self._groups.pods]
         sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
         share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0

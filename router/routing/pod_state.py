@@ -31,6 +31,9 @@ class _Sent:
     due_s: float
     """When its prefill should end."""
     streams: bool
+    was_alone: bool
+    """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
+    requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
 
 
 class PodState:
@@ -45,7 +48,6 @@ class PodState:
         "_context_tokens",
         "_decoding",
         "_free_at_s",
-        "_moved_s",
         "_next_step_counted",
         "_others",
         "_others_until_s",
@@ -66,8 +68,6 @@ class PodState:
         self._free_at_s = 0.0
         self._prefilled: deque[tuple[float, int]] = deque()
         """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
-        self._moved_s = 0.0
-        """When the pod's queue was last seen to move: its latest first token."""
         self._next_step_counted = False
         """Whether what waits includes requests for the step after the running one, which they share."""
         self._speed = PodSpeed()
@@ -112,21 +112,22 @@ class PodState:
             now_s,
             self._free_at_s,
             streams,
+            not self._pending,
         )
 
     def first_token(self, request_id: str, *, now_s: float, cached_tokens: int | None = None) -> None:
         """The first token came; `cached_tokens` as the pod counted them. Ignored for a request not waited for."""
-        request = self._pending.pop(request_id, None)
+        request = self._pending.get(request_id)
         if request is None:
             return
-        self._start_decoding(request_id, request)
-        if not request.streams:
+        if not request.streams:  # the whole answer is there: its prefill is done, only not known since when
+            self._withdraw(request_id, request, now_s)
             return
+        del self._pending[request_id]
+        self._start_decoding(request_id, request)
         uncached = request.uncached_tokens if cached_tokens is None else request.prompt_tokens - cached_tokens
-        if self._others_until_s <= request.sent_s:  # else the time is partly others'
-            service_s = now_s - max(request.sent_s, self._moved_s)
-            self._speed.observe(max(0, uncached), service_s, now_s)
-        self._moved_s = now_s
+        if request.was_alone and self._others_until_s <= request.sent_s:  # else the time is partly others'
+            self._speed.observe(max(0, uncached), now_s - request.sent_s, now_s)
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)

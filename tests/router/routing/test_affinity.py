@@ -224,3 +224,16 @@ def test_a_pod_that_joins_is_not_flooded_until_it_has_caught_up() -> None:
         joined[policy.choose(RequestInfo(keys(1000 + i), 1000, 20 + i * 0.05), joined).pod].pod_id for i in range(90)
     )
     assert taken[PODS[2].pod_id] <= 45
+
+
+def test_a_pod_that_comes_back_takes_its_share_at_once() -> None:
+    policy = groups_policy()
+    pods, without = PODS[:4], PODS[:3]
+    for i in range(400):
+        policy.choose(RequestInfo(keys(100 + i), 1000, i * 0.05), pods)
+    for i in range(20):
+        policy.choose(RequestInfo(keys(600 + i), 1000, 20 + i * 0.05), without)
+    taken = Counter(
+        pods[policy.choose(RequestInfo(keys(700 + i), 1000, 21 + i * 0.05), pods).pod].pod_id for i in range(100)
+    )
+    assert 10 <= taken[PODS[3].pod_id] <= 50

@@ -79,6 +79,36 @@ def test_an_answer_that_does_not_stream_is_not_waited_for() -> None:
     assert view(state, 9.0).context_tokens == 0
 
 
+def test_answers_that_do_not_stream_leave_no_queue_behind() -> None:
+    """Their first token comes with their end, often long before a guess of the prefill's time has run out."""
+    state, now_s = PodState(), 0.0
+    for i in range(100):
+        send(state, f"{i}", 8000, now_s, streams=False)
+        now_s += 0.2
+        state.first_token(f"{i}", now_s=now_s)
+        state.finished(f"{i}", now_s=now_s)
+    assert view(state, now_s).in_flight == 0
+    assert view(state, now_s).prefill_free_at_s <= now_s + PRIOR.base_s
+
+
+def test_a_pod_that_prefills_several_at_a_time_looks_no_faster_for_being_busy() -> None:
+    """Each first token comes half a second after its request, however many wait."""
+    busy, idle = PodState(), PodState()
+    for i in range(400):
+        at_s = i * 0.05
+        if i >= 10:
+            busy.first_token(f"{i - 10}", now_s=at_s)
+            busy.finished(f"{i - 10}", now_s=at_s)
+        send(busy, f"{i}", 500 + i % 7, at_s)
+        if i % 20 == 0:
+            send(idle, f"{i}", 500 + i % 7, at_s)
+        elif i % 20 == 10:
+            idle.first_token(f"{i - 10}", now_s=at_s)
+            idle.finished(f"{i - 10}", now_s=at_s)
+    of_busy, of_idle = (state.cost.base_s + 500 * state.cost.token_s for state in (busy, idle))
+    assert of_busy == pytest.approx(of_idle, rel=0.5)
+
+
 def test_reports_add_what_other_gateways_sent_until_they_are_stale() -> None:
     state = reporting()
     send(state, "mine", 1000, 1.0)
