@@ -28,7 +28,7 @@ from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
 from loadgen.output.settings import OutputSettings
 from loadgen.workloads.base import Workload
-from loadgen.workloads.catalog import WorkloadSettings, build_workload
+from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
 from loadgen.workloads.kinds import KINDS
 
 PROG = "warmroute-loadgen compare"
@@ -108,7 +108,7 @@ def make_plan(settings: CompareSettings) -> tuple[Plan, Workload]:
         check_times(arrivals, workload)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    parts = _parts(settings, workload)
+    parts = distinct_rounds(settings, workload, settings.sessions)
     arms = settings.arms()
     plan = Plan(
         arms=arms,
@@ -165,13 +165,6 @@ def _kept(experiment: Experiment) -> str:
     if not whole:
         return "no round was complete, so there is no report"
     return "1 whole round is reported" if whole == 1 else f"{whole} whole rounds are reported"
-
-
-def _parts(settings: CompareSettings, workload: Workload) -> int | None:
-    """Rounds of different sessions that a data set has; None: as many as are wanted."""
-    if not KINDS[settings.workload].reads_file or workload.length is None:
-        return None
-    return max(1, workload.length // (settings.sessions or workload.length))
 
 
 def _rounds(settings: CompareSettings, workload: Workload, parts: int | None) -> Callable[[int], Round]:

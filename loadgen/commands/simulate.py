@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_INTERRUPTED
-from loadgen.commands.finish import report
+from loadgen.commands.finish import check_writable, report
 from loadgen.commands.one_arm import timed_by
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
@@ -25,7 +25,8 @@ from loadgen.simulate.build import PROFILE_NAMES, emulated_pods
 from loadgen.simulate.fleet import FleetSpec
 from loadgen.simulate.scenario import Scenario
 from loadgen.workloads.base import Workload
-from loadgen.workloads.catalog import WorkloadSettings, build_workload
+from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
+from loadgen.workloads.wrappers import Window
 
 PROG = "warmroute-loadgen simulate"
 DEFAULT_ARMS = ("round_robin", "least_loaded", "prefix_hash", "cache_aware", "affinity_groups", "predicted_ttft")
@@ -65,7 +66,11 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         1.0, ge=0, description="milliseconds between gateway and pod, one way, tokenizing included"
     )
     sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions of a run at most; in a sweep, at least")
-    seeds: list[int] = Field([], description="a run of every arm for each, comma-separated; none: --seed alone")
+    seeds: list[int] = Field(
+        [],
+        description="a run of every arm for each, comma-separated; of a data set each plays the next --sessions, as far"
+        " as it has them; none: --seed alone",
+    )
     die: list[str] = Field([], description="pods that die, and when, in seconds of the run: pod-3@20,pod-4@30")
     join: list[str] = Field([], description="pods that come in addition, and when: pod-9@30")
     slow: list[str] = Field([], description="pods whose speed changes, when, and to what share: pod-2@10=0.5")
@@ -121,6 +126,8 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             if wrong := [name for name in SWEEP_ONLY if name in given]:
                 raise ValueError(f"{_dashed(wrong[0])} needs --sweep rate")
             return
+        if self.baseline:
+            raise ValueError("--baseline does not go with --sweep rate: each arm has a curve of its own")
         if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
             raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
         if self.rates and "start_rate" in given:
@@ -143,11 +150,29 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         """The arm the others are measured against."""
         return self.baseline or ("round_robin" if "round_robin" in self.arms else self.arms[0])
 
-    def scenario(self, seed: int) -> Scenario:
-        """One run's traffic and fleet. Raises ConfigError for a workload that cannot be played so."""
-        workload = build_workload(self.model_copy(update={"seed": seed}))
-        if workload.length == 0:
-            raise ConfigError(f"--workload {workload.name} holds no session")
+    def chosen_seeds(self) -> list[int]:
+        """One of each round that is asked for."""
+        return self.seeds or [self.seed]
+
+    def scenarios(self) -> list[Scenario]:
+        """The rounds: one for each seed, but of a data set no more than it has different sessions for.
+
+        Raises ConfigError for a workload that cannot be played so.
+        """
+        made: list[Scenario] = []
+        for number, seed in enumerate(self.chosen_seeds()):
+            workload = build_workload(self.model_copy(update={"seed": seed}))
+            if workload.length == 0:
+                raise ConfigError(f"--workload {workload.name} holds no session")
+            parts = distinct_rounds(self, workload, self.sessions)
+            if parts is not None and number:
+                if number >= parts:
+                    break
+                workload = Window(workload, number * self.sessions, self.sessions)
+            made.append(self._scenario(workload, seed))
+        return made
+
+    def _scenario(self, workload: Workload, seed: int) -> Scenario:
         arrivals = self._arrivals_for(workload)
         try:
             check_times(arrivals, workload)
@@ -174,7 +199,8 @@ def run(argv: Sequence[str]) -> int:
     """The exit status; exits with 2 on bad flags."""
     settings = load_or_exit(SimulateSettings, joined(argv, LISTS), PROG)
     try:
-        scenarios = [settings.scenario(seed) for seed in settings.seeds or [settings.seed]]
+        scenarios = settings.scenarios()
+        check_writable(settings.out, "--out")
     except ConfigError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
@@ -187,7 +213,8 @@ def run(argv: Sequence[str]) -> int:
                 )
                 result = simulate_sweep(scenarios[0], settings.arms, sweep, shown, progress)
             else:
-                result = simulate_arms(scenarios, settings.arms, baseline, shown, progress)
+                asked = len(settings.chosen_seeds())
+                result = simulate_arms(scenarios, settings.arms, baseline, shown, progress, asked)
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from loadgen.experiment.cautions import cautions
+from loadgen.experiment.cautions import cautions, unplayed
 from loadgen.experiment.contrasts import Contrasts, contrasts
 from loadgen.experiment.pairs import pair
-from loadgen.experiment.verdict import verdict
+from loadgen.experiment.verdict import able_arms, verdict
 from loadgen.load.arrivals import mean_turns
 from loadgen.load.progress import Progress
 from loadgen.measure.definitions import DEFINITIONS
@@ -32,8 +32,9 @@ def simulate_arms(
     baseline: str,
     configuration: Mapping[str, Any],
     progress: Progress,
+    asked: int,
 ) -> Result:
-    """Every arm on every scenario (of which each is a round, differing in the seed), and what that says."""
+    """Every arm on every scenario, and what that says. Each is a round with a seed of its own; `asked` were wanted."""
     rounds: list[dict[str, SimulatedRun]] = []
     order: list[str] = []
     for scenario in scenarios:
@@ -42,7 +43,8 @@ def simulate_arms(
     pods = scenarios[0].pods()
     made = tuple(_arm(arm, [runs[arm] for runs in rounds], pods) for arm in arms)
     pairs = pair(rounds) if len(arms) > 1 else None
-    found = contrasts(pairs, arms, baseline, scenarios[0].seed) if pairs is not None else Contrasts(())
+    able = able_arms(made, baseline)
+    found = contrasts(pairs, arms, baseline, scenarios[0].seed, able=able) if pairs is not None else Contrasts(())
     return Result(
         command="simulate",
         created=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -57,7 +59,7 @@ def simulate_arms(
         arms=made,
         contrasts=found.found,
         verdict=verdict(made, found, baseline),
-        cautions=cautions(made, found, baseline, len(rounds)),
+        cautions=(*cautions(made, found, baseline, len(rounds)), *unplayed(len(rounds), asked)),
         definitions={**DEFINITIONS, **METHOD},
     )
 

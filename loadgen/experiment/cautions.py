@@ -11,6 +11,7 @@ from loadgen.result.model import Arm, Summary
 
 MANY_DUPLICATES = 0.01
 """Of the prompts: more of them sent whole a second time are worth a word."""
+_MORE_SESSIONS = "Fewer --sessions make more rounds, unless --reuse-prompts sends one pool in all of them."
 
 
 def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: int) -> tuple[str, ...]:
@@ -27,6 +28,26 @@ def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: i
         _few_rounds(rounds) if len(arms) > 1 else "",
     ]
     return tuple(line for line in lines if line)
+
+
+def repeated(distinct: int | None, rounds: int) -> tuple[str, ...]:
+    """Where `rounds` were played and a data set has sessions for fewer."""
+    if distinct is None or rounds <= distinct:
+        return ()
+    return (
+        f"The data set has sessions for {distinct} of {rounds} rounds, which the others repeat: the intervals say"
+        f" little about other sessions. {_MORE_SESSIONS}",
+    )
+
+
+def unplayed(played: int, asked: int) -> tuple[str, ...]:
+    """Where --seeds asks for more rounds than a data set has sessions for."""
+    if played >= asked:
+        return ()
+    return (
+        f"The data set has sessions for {played} of the {asked} rounds that --seeds asks for. No other was played: the"
+        f" same sessions again would narrow the intervals and tell nothing. {_MORE_SESSIONS}",
+    )
 
 
 def _incomplete(arms: Sequence[Arm]) -> str:

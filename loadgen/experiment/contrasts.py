@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +28,10 @@ class Contrasts:
     found: tuple[Contrast, ...]
     missing: tuple[str, ...] = ()
     """A sentence for each set of metrics that cannot be compared, with the arms that this holds for."""
+    best: str = ""
+    """The fastest of the able arms that are better than the baseline; empty: none is."""
     ties: tuple[str, ...] = ()
-    """Arms that are better than the baseline too and cannot be told from the best."""
+    """Able arms that are better than the baseline too and cannot be told from the best."""
 
     def of(self, arm: str, metric: str = DECIDES) -> Contrast | None:
         """One arm in one metric."""
@@ -83,16 +85,17 @@ def joint_confidence(arms: int) -> float:
 
 
 def contrasts(
-    pairs: Pairs, arms: Sequence[str], baseline: str, seed: int, *, has_objectives: bool = False
+    pairs: Pairs, arms: Sequence[str], baseline: str, seed: int, *, able: Collection[str], has_objectives: bool = False
 ) -> Contrasts:
-    """Every other arm against the baseline, arm by arm."""
+    """Every other arm against the baseline, arm by arm. Only one of `able` can be the best, or a tie with it."""
     contraster = Contraster(pairs, len(arms), seed)
     others = [arm for arm in arms if arm != baseline]
     metrics = compared(has_objectives)
     by_metric = {metric.name: contraster.contrasts(metric, baseline, others) for metric in metrics}
     found = [c for arm in others for metric in metrics if (c := by_metric[metric.name].get(arm))]
     absent = {arm: [metric for metric in metrics if arm not in by_metric[metric.name]] for arm in others}
-    return Contrasts(tuple(found), _missing(absent, baseline), _ties(contraster, found))
+    best, ties = _leaders(contraster, [c for c in found if c.arm in able])
+    return Contrasts(tuple(found), _missing(absent, baseline), best, ties)
 
 
 def _missing(absent: Mapping[str, Sequence[Metric]], baseline: str) -> tuple[str, ...]:
@@ -108,13 +111,14 @@ def _missing(absent: Mapping[str, Sequence[Metric]], baseline: str) -> tuple[str
     )
 
 
-def _ties(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, ...]:
+def _leaders(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, tuple[str, ...]]:
+    """The best arm, and its ties."""
     better = [c for c in found if c.metric == DECIDES and c.judgement == "better"]
     if not better:
-        return ()
+        return "", ()
     best = min(better, key=lambda c: c.ratio.value)
     against = contraster.contrasts(compared(False)[0], best.arm, [c.arm for c in better if c is not best])
-    return tuple(arm for arm, c in against.items() if c.judgement == "not distinguishable")
+    return best.arm, tuple(arm for arm, c in against.items() if c.judgement == "not distinguishable")
 
 
 def relative_half_width(contrast: Contrast | None) -> float:

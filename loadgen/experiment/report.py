@@ -7,12 +7,12 @@ from datetime import datetime
 
 import numpy as np
 
-from loadgen.experiment.cautions import cautions
+from loadgen.experiment.cautions import cautions, repeated
 from loadgen.experiment.contrasts import CONFIDENCE, DECIDES, SMALL_EFFECT, Contrasts, contrasts, joint_confidence
 from loadgen.experiment.pairs import pair
-from loadgen.experiment.plan import Block, Plan
+from loadgen.experiment.plan import Block
 from loadgen.experiment.run import Experiment
-from loadgen.experiment.verdict import verdict
+from loadgen.experiment.verdict import able_arms, verdict
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise, summarise_runs
 from loadgen.result.model import Arm, Result, Summary
@@ -33,7 +33,14 @@ def result_of(
     pairs = pair([{name: b.run for name, b in blocks.items()} for blocks in experiment.rounds], plan.objectives_ms)
     names = [arm.name for arm in arms]
     found = (
-        contrasts(pairs, names, plan.baseline, plan.seed, has_objectives=bool(plan.objectives_ms))
+        contrasts(
+            pairs,
+            names,
+            plan.baseline,
+            plan.seed,
+            able=able_arms(arms, plan.baseline),
+            has_objectives=bool(plan.objectives_ms),
+        )
         if pairs is not None
         else Contrasts(())
     )
@@ -60,7 +67,7 @@ def result_of(
         verdict=verdict(arms, found, plan.baseline),
         cautions=(
             *cautions(arms, found, plan.baseline, rounds),
-            *_repeated(plan, rounds),
+            *repeated(plan.distinct_rounds, rounds),
             *_unread(experiment.problems),
         ),
         definitions={**DEFINITIONS, **_method(len(arms))},
@@ -72,15 +79,6 @@ def _unread(problems: Sequence[str]) -> tuple[str, ...]:
         return ()
     more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
     return (f"The pods' counters confirm no hit rate: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}.",)
-
-
-def _repeated(plan: Plan, rounds: int) -> tuple[str, ...]:
-    if plan.distinct_rounds is None or rounds <= plan.distinct_rounds:
-        return ()
-    return (
-        f"The data set has sessions for {plan.distinct_rounds} of {rounds} rounds, which the others repeat: the"
-        " intervals say little about other sessions. Fewer --sessions make more rounds.",
-    )
 
 
 def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: Experiment) -> Arm:

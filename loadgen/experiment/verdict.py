@@ -21,10 +21,8 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
     if len(arms) == 1:
         return (*invalid, f"{baseline} ran alone: there is nothing to compare it with.")
     found = [c for arm in arms if (c := contrasts.of(arm.name)) is not None]
-    able = [c for c in found if c.judgement == "better" and not _fails_more(by_name[c.arm], base)]
     lines = []
-    if able:
-        best = min(able, key=lambda c: c.ratio.value)
+    if best := contrasts.of(contrasts.best):
         lines.append(_headline(best, contrasts.ties, by_name, base))
         found = [c for c in found if c is not best]
     else:
@@ -37,6 +35,12 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
         if name != baseline and name not in judged
     ]
     return (*invalid, *lines)
+
+
+def able_arms(arms: Sequence[Arm], baseline: str) -> frozenset[str]:
+    """Arms that may win: those that do not fail notably more of their requests than the baseline."""
+    base = next(arm.summary for arm in arms if arm.name == baseline)
+    return frozenset(arm.name for arm in arms if not _fails_more(arm.summary, base))
 
 
 def speedup(contrast: Contrast) -> tuple[float, str]:
@@ -98,6 +102,11 @@ def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summa
         )
     if best_rate < 0.1:
         return f" here. Hardly anything was reused: {best_rate:.0%} of prompt tokens at best{_of(attainable)}."
+    if base_rate >= 0.9 * best_rate and attainable is not None and base_rate < 0.9 * attainable:
+        return (
+            f" here. No arm reused more than {best_rate:.0%} of the prompt tokens{_of(attainable)}: the caches are too"
+            " small for what is shared, or no arm sends what is alike to the same pods."
+        )
     if base_rate >= 0.9 * best_rate:
         return (
             f" here. It already found {base_rate:.0%} of the prompt tokens cached, the best arm {best_rate:.0%}: each"

@@ -270,6 +270,7 @@ class Simulation:
             failure=failure,
             prompt_bytes=TOKEN_BYTES * len(flight.offered.tokens),
             prefix_keys=flight.offered.keys,
+            after=session.turns[flight.turn].after,
         )
 
     # -- pods -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag
 from loadgen.workloads.rag import RagOrder
 from loadgen.workloads.wrappers import Recycled, Sized, with_pressure
 
-__all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload"]
+__all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload", "distinct_rounds"]
 
 
 def _flag(name: str, text: str, **limits: Any) -> Any:
@@ -160,6 +160,15 @@ def build_workload(settings: WorkloadSettings) -> Workload:
         workload = Recycled(workload, pool)
     built: Workload = workload
     return built
+
+
+def distinct_rounds(settings: WorkloadSettings, workload: Workload, sessions: int) -> int | None:
+    """Rounds of `sessions` (0: all) that a data set has before they repeat; None: each seed makes other sessions."""
+    if not KINDS[settings.workload].reads_file:
+        return None
+    if workload.length is None:  # one pool of --reuse-prompts, whatever the seed
+        return 1
+    return max(1, workload.length // (sessions or workload.length))
 
 
 def _dashed(name: str) -> str:

@@ -1,4 +1,6 @@
-"""Workloads made of another one: a pool of prompts sent again and again, a working set sized by cache capacity."""
+"""Workloads made of another one: a pool of prompts sent again and again, a working set sized by cache capacity, some
+consecutive sessions.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,39 @@ class Recycled:
     def about(self) -> Mapping[str, str]:
         """What the workload says, and the pool."""
         return {**self.workload.about(), "reused prompts": f"a pool of {self.pool:,} sessions, sent again and again"}
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some consecutive sessions of a workload, numbered from 0; times that they bring begin at 0 too."""
+
+    workload: Workload
+    first: int
+    count: int
+    speed: float = 1.0
+    """The workload's own times pass so many times as fast."""
+
+    @property
+    def name(self) -> str:
+        """That of the workload."""
+        return self.workload.name
+
+    @property
+    def length(self) -> int | None:
+        """Sessions of the window."""
+        return self.count
+
+    def session(self, number: int) -> Session:
+        """Session `first + number` of the workload, its time from the window's start."""
+        whole = self.workload.session(self.first + checked(number, self.count))
+        if whole.start_s is None:
+            return replace(whole, number=number)
+        begun_s = self.workload.session(self.first).start_s or 0.0
+        return replace(whole, number=number, start_s=(whole.start_s - begun_s) / self.speed)
+
+    def about(self) -> Mapping[str, str]:
+        """What the workload says, and which part of it."""
+        return {**self.workload.about(), "window": f"{self.count} sessions from number {self.first}"}
 
 
 @dataclass(frozen=True, slots=True)

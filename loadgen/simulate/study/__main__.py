@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.contract.settings import Settings, load_or_exit
 from engine.contract.signals import EXIT_INTERRUPTED
 from loadgen.simulate.arms import ARM_NAMES, TRIAL_NAMES
 from loadgen.simulate.study.bounds import Bound, check
-from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case, trace_cases
+from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case, knee_owners, trace_cases
 from loadgen.simulate.study.files import bound_lines, load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
 
@@ -38,7 +38,9 @@ class StudySettings(Settings):
     sessions: int = Field(0, ge=0, description="sessions of each run, for a quick look; 0: as many as the case has")
     find_knees: bool = Field(False, description="measure the knees first (an hour) instead of taking the recorded ones")
     merge: bool = Field(
-        False, description="keep the knees of an earlier policies.json, and its numbers of arms and cases not run now"
+        False,
+        description="keep the knees of an earlier policies.json of the same --sessions, and its numbers of arms and"
+        " cases not run now; without it, no file that has other cases, arms or seeds is written over",
     )
     processes: int = Field(0, ge=0, le=256, description="runs at the same time; 0: as many as there are cores")
 
@@ -55,32 +57,30 @@ def main(argv: Sequence[str]) -> int:
     """The exit status."""
     settings = load_or_exit(StudySettings, argv, "python -m loadgen.simulate.study")
     screen = Console(stderr=True)
-    known = [*SYNTHETIC, *(trace_cases(Path(settings.traces)) if settings.traces else ())]
+    known = [
+        replace(case, requests=settings.sessions or case.requests)
+        for case in (*SYNTHETIC, *(trace_cases(Path(settings.traces)) if settings.traces else ()))
+    ]
     unknown = set(settings.cases) - {case.name for case in known}
     if unknown:
         screen.print(f"--cases: {', '.join(sorted(unknown))} unknown; known are {', '.join(c.name for c in known)}")
         return 2
     if not settings.traces:
         screen.print("without --traces the cases of the Mooncake traces are left out", highlight=False)
-    cases = [
-        replace(case, requests=settings.sessions or case.requests)
-        for case in known
-        if not settings.cases or case.name in settings.cases
-    ]
+    cases = [case for case in known if not settings.cases or case.name in settings.cases]
     path = Path(settings.out) / FILE
     table: dict[str, dict[str, list[Cell]]] = {}
     knees: dict[str, float] = {}
     shown: list[Case] = []
     try:
-        old, knees = load(path) if settings.merge else ({}, {} if settings.find_knees else dict(KNEES))
-        for new in play(cases, settings, knees, screen):
-            table = {
-                case.name: {**old.get(case.name, {}), **new.get(case.name, {})}
-                for case in known
-                if case.name in old or case.name in new
-            }
+        old, knees = earlier(settings, cases, path)
+        owners = knee_owners({case.knee_of for case in cases} - knees.keys() - {""}, known)
+        for new in play(cases, owners, settings, knees, screen):
+            # Known cases first, in their order; then those of an earlier run with --traces.
+            names = dict.fromkeys([*(case.name for case in known), *old])
+            table = {name: {**old.get(name, {}), **new.get(name, {})} for name in names if name in old or name in new}
             shown = [case for case in known if case.name in table]
-            save(table, knees, list(check(table, shown)), path)
+            save(table, knees, settings.sessions, list(check(table, shown)), path)
     except KeyboardInterrupt:
         screen.print(f"stopped; {path} has the seeds that were complete" if shown else "stopped; nothing was written")
         return EXIT_INTERRUPTED
@@ -90,11 +90,51 @@ def main(argv: Sequence[str]) -> int:
     return report(table, list(check(table, shown)), shown, path)
 
 
+def earlier(
+    settings: StudySettings, cases: Sequence[Case], path: Path
+) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
+    """Cells and knees that this run begins with. Raises OSError, and ValueError where it would lose cells of an earlier
+    one, or mix them with cells of another size.
+    """
+    fresh = {} if settings.find_knees else dict(KNEES)
+    if not settings.merge and not path.exists():
+        return {}, fresh
+    old, knees, sessions = load(path)
+    if sessions != settings.sessions:
+        raise ValueError(
+            f"{path} holds runs of {_counted(sessions)}, --sessions {settings.sessions} asks for"
+            f" {_counted(settings.sessions)}: give the same --sessions, or another --out"
+        )
+    if settings.merge:
+        return old, knees
+    played = {case.name for case in cases}
+    lost = [
+        f"{arm} on {name}"
+        for name, arms in old.items()
+        for arm, cells in arms.items()
+        if name not in played or arm not in settings.arms or len(cells) > settings.seeds
+    ]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ValueError(
+            f"{path} holds runs that this one does not repeat, as of {', '.join(lost[:3])}{more}: --merge keeps them,"
+            " another --out leaves the file alone"
+        )
+    return {}, fresh
+
+
+def _counted(sessions: int) -> str:
+    return f"{sessions} sessions" if sessions else "as many sessions as each case has"
+
+
 def play(
-    cases: Sequence[Case], settings: StudySettings, knees: dict[str, float], screen: Console
+    cases: Sequence[Case],
+    owners: Mapping[str, Case],
+    settings: StudySettings,
+    knees: dict[str, float],
+    screen: Console,
 ) -> Iterator[dict[str, dict[str, list[Cell]]]]:
-    """All cells so far, after each seed. Adds to `knees` those that are missing, first of all."""
-    owners = {case.knee_of: case for case in cases if case.knee_of and case.knee_of not in knees}
+    """All cells so far, after each seed. First of all, measures the knees of `owners` and adds them to `knees`."""
     todo = [(case, arm) for case in cases for arm in settings.arms]
     table: dict[str, dict[str, list[Cell]]] = {}
     with ProcessPoolExecutor(settings.processes or os.cpu_count()) as pool, Progress(console=screen) as bar:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from loadgen.simulate.arms import PEERS
@@ -42,6 +42,15 @@ def mean(cells: Sequence[Cell], field: str) -> float:
     return statistics.fmean(getattr(cell, field) for cell in cells)
 
 
+def same_seeds(arms: Mapping[str, Sequence[Cell]], names: Iterable[str]) -> dict[str, Sequence[Cell]]:
+    """Those of `names` that there are, each with the first seeds, as many as all of them have: what is asked differs
+    from seed to seed.
+    """
+    there = {name: arms[name] for name in names if name in arms}
+    seeds = min(map(len, there.values()), default=0)
+    return {name: cells[:seeds] for name, cells in there.items()}
+
+
 def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
     """Every bound for which there are numbers."""
     ratios = []
@@ -49,11 +58,15 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
         arms = table.get(case.name, {})
         if OURS not in arms:
             continue
+        peers = same_seeds(arms, (OURS, *PEERS))
+        ours = peers.pop(OURS)
         if case.name in NOTHING_SHARED:
             yield from _nothing_shared(case, arms)
-        elif peers := {name: arms[name] for name in PEERS if name in arms}:
-            yield from _against_peers(case, arms, peers)
-            ratios.append(mean(arms[OURS], "mean_ttft_ms") / best(peers, "mean_ttft_ms")[1])
+        elif peers:
+            yield from _against_peers(case, ours, peers)
+            ratios.append(mean(ours, "mean_ttft_ms") / best(peers, "mean_ttft_ms")[1])
+        if peers:
+            yield _failures(case, ours, peers)
         if case.gateways == 1 and "omniscient" in arms:
             yield _against_floor(case, arms)
         yield from _groups(case, arms)
@@ -66,29 +79,37 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
         )
 
 
-def _against_peers(case: Case, arms: Mapping[str, Sequence[Cell]], peers: Mapping[str, Sequence[Cell]]) -> list[Bound]:
+def _against_peers(case: Case, ours: Sequence[Cell], peers: Mapping[str, Sequence[Cell]]) -> list[Bound]:
     bounds = []
     for field, slack in (("mean_ttft_ms", 1.0), ("p99_ttft_ms", P99_SLACK)):
         peer, theirs = best(peers, field)
-        ours = mean(arms[OURS], field)
+        value = mean(ours, field)
         label = "mean" if field.startswith("mean") else "p99"
-        detail = f"{ours:,.1f} ms; best peer {peer} {theirs:,.1f} ms"
-        bounds.append(Bound(f"{case.name}: {label} TTFT / best peer's", ours / theirs, slack, detail))
+        detail = f"{value:,.1f} ms; best peer {peer} {theirs:,.1f} ms"
+        bounds.append(Bound(f"{case.name}: {label} TTFT / best peer's", value / theirs, slack, detail))
     return bounds
 
 
+def _failures(case: Case, ours: Sequence[Cell], peers: Mapping[str, Sequence[Cell]]) -> Bound:
+    """Latencies are of completed requests: an arm could win by failing the others."""
+    failed = {name: sum(cell.failed for cell in cells) for name, cells in peers.items()}
+    peer = min(failed, key=failed.__getitem__)
+    detail = f"the fewest of a peer: {peer}; over {len(ours)} seeds"
+    return Bound(f"{case.name}: failed requests", sum(cell.failed for cell in ours), failed[peer], detail)
+
+
 def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
-    baselines = {name: arms[name] for name in ("round_robin", "least_loaded") if name in arms}
+    baselines = same_seeds(arms, (OURS, "round_robin", "least_loaded"))
+    ours = mean(baselines.pop(OURS), "mean_ttft_ms")
     if baselines:
         name, theirs = best(baselines, "mean_ttft_ms")
-        ours = mean(arms[OURS], "mean_ttft_ms")
         detail = f"{ours:,.1f} ms; {name} {theirs:,.1f} ms"
         yield Bound(f"{case.name}: mean TTFT / best baseline's", ours / theirs, NOTHING_SHARED_SLACK, detail)
 
 
 def _against_floor(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Bound:
     field = "warm_mean_ttft_ms"
-    ours, floor = mean(arms[OURS], field), mean(arms["omniscient"], field)
+    ours, floor = (mean(cells, field) for cells in same_seeds(arms, (OURS, "omniscient")).values())
     detail = f"{ours:,.1f} ms; omniscient {floor:,.1f} ms, after the first 500 requests"
     return Bound(f"{case.name}: mean TTFT / omniscient's", ours / floor, FLOOR_SLACK, detail)
 
@@ -96,7 +117,8 @@ def _against_floor(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Bound:
 def _groups(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
     if "affinity_groups" not in arms or "prefix_hash" not in arms or case.name in NOTHING_SHARED:
         return
-    groups, hashed = (mean(arms[name], "hit_rate") for name in ("affinity_groups", "prefix_hash"))
+    both = same_seeds(arms, ("affinity_groups", "prefix_hash"))
+    groups, hashed = (mean(cells, "hit_rate") for cells in both.values())
     detail = f"{groups:.3f}; prefix_hash {hashed:.3f}"
     yield Bound(f"{case.name}: affinity_groups' lag in hit rate", hashed - groups, GROUP_HIT_SLACK, detail)
     load = mean(arms["affinity_groups"], "max_over_mean_load")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +14,12 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.fleet import FleetSpec
 from loadgen.simulate.pod import PodSpec
-from loadgen.workloads.base import Session, Workload
+from loadgen.workloads.base import Workload
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.published import GeneratedSharedPrefix
 from loadgen.workloads.single import Diverse
 from loadgen.workloads.traces import Trace, load_mooncake
+from loadgen.workloads.wrappers import Window
 
 PODS = 8
 PROFILE = "h100-8b"
@@ -49,6 +50,11 @@ class Case:
     slow_pod: bool = False
     dying_pod: bool = False
 
+    @property
+    def is_unhindered(self) -> bool:
+        """No pod is slow or dies, and one gateway knows of every request."""
+        return not self.slow_pod and not self.dying_pod and self.gateways == 1
+
     def arrivals(self, knee: float) -> ArrivalSpec:
         """When sessions begin, the knee being `knee` sessions per second."""
         if self.speed:
@@ -70,36 +76,6 @@ class Case:
         at_s = FAULT_AT * self.requests / (self.load * knee) if self.dying_pod else 0.0
         faults = (Fault(at_s, FaultKind.DIE, f"pod-{PODS // 2}"),) if self.dying_pod else ()
         return FleetSpec(pods, faults)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Some consecutive sessions of a trace, from time 0."""
-
-    trace: Workload
-    first: int
-    count: int
-    speed: float
-
-    @property
-    def name(self) -> str:
-        """The trace's."""
-        return self.trace.name
-
-    @property
-    def length(self) -> int | None:
-        """Sessions of the window."""
-        return self.count
-
-    def session(self, number: int) -> Session:
-        """Session `first + number`, its time from the window's start."""
-        start_s = self.trace.session(self.first).start_s or 0.0
-        whole = self.trace.session(self.first + number)
-        return Session(number, whole.group, whole.turns, ((whole.start_s or 0.0) - start_s) / self.speed)
-
-    def about(self) -> Mapping[str, str]:
-        """The trace's, and which part of it."""
-        return {**self.trace.about(), "window": f"{self.count} requests from number {self.first}"}
 
 
 def gsp(seed: int) -> Workload:
@@ -174,6 +150,11 @@ SYNTHETIC = (
     Case("zero_75", "nothing shared at 0.75 of the knee", zero_sharing, 2000, 0.75, knee_of="zero"),
 )
 NOTHING_SHARED = frozenset(("zero_60", "zero_75"))
+
+
+def knee_owners(wanted: Collection[str], known: Sequence[Case]) -> dict[str, Case]:
+    """The case that each of the `wanted` knees is measured on: the first with a fleet that nothing hinders."""
+    return {case.knee_of: case for case in reversed(known) if case.knee_of in wanted and case.is_unhindered}
 
 
 def trace_cases(folder: Path) -> tuple[Case, ...]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from loadgen.simulate.arms import ARM_NAMES, PEERS, TRIAL_NAMES
-from loadgen.simulate.study.bounds import OURS, Bound, Table, best, mean
+from loadgen.simulate.study.bounds import OURS, Bound, Table, best, mean, same_seeds
 from loadgen.simulate.study.cases import Case
 from loadgen.simulate.study.run import Cell
 
@@ -18,8 +18,8 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 """Two-sided 95 % quantile of Student's t by number of seeds."""
 
 
-def save(table: Table, knees: Mapping[str, float], bounds: Sequence[Bound], path: Path) -> None:
-    """Write everything: `cases.<case>.<arm>.<number>` is a list over the seeds."""
+def save(table: Table, knees: Mapping[str, float], sessions: int, bounds: Sequence[Bound], path: Path) -> None:
+    """Write everything: `<case>.<arm>.<number>` is a list over the seeds. `sessions` of each run; 0: the case's own."""
     found = {
         case: {
             arm: {field.name: [getattr(cell, field.name) for cell in cells] for field in fields(Cell)}
@@ -28,19 +28,19 @@ def save(table: Table, knees: Mapping[str, float], bounds: Sequence[Bound], path
         for case, arms in table.items()
     }
     checked = [{**asdict(bound), "kept": bound.kept} for bound in bounds]
-    # Cases stand at the top, as `<case>.<arm>.<number>`.
-    whole = {**found, "knees_sessions_per_s": dict(knees), "bounds": checked}
+    whole = {**found, "knees_sessions_per_s": dict(knees), "sessions": sessions, "bounds": checked}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(whole, indent=1) + "\n")
     os.replace(draft, path)
 
 
-def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]]:
-    """What `save` wrote: the cells and the knees. Raises OSError, and ValueError where it wrote something else."""
-    whole = json.loads(path.read_text())
+def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float], int]:
+    """What `save` wrote: cells, knees, sessions. Raises OSError, and ValueError where it wrote something else."""
     try:
+        whole = json.loads(path.read_text())
         knees = {str(name): float(rate) for name, rate in whole.pop("knees_sessions_per_s").items()}
+        sessions = int(whole.pop("sessions", 0))  # files from before it was kept are whole tables
         whole.pop("bounds")
         table = {
             case: {
@@ -51,7 +51,7 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no policy table: {type(error).__name__} {error}") from None
-    return table, knees
+    return table, knees, sessions
 
 
 def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
@@ -75,6 +75,10 @@ def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
             cells = [_cell(table[case.name].get(arm), field, digits) for case in rows]
             yield f"| {arm} | " + " | ".join(cells) + " |"
         yield ""
+    seeds = {f"{arm} on {case.name}": len(table[case.name][arm]) for case in rows for arm in table[case.name]}
+    most = max(seeds.values(), default=0)
+    if fewer := [f"{what} {count}" for what, count in seeds.items() if count < most]:
+        yield f"Seeds: {most}, but {', '.join(fewer)}. Arms are compared over the seeds that all of them have.\n"
 
 
 def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
@@ -87,11 +91,11 @@ def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
     yield "|---|--:|---|" + "--:|" * 11
     for case in cases:
         arms = table.get(case.name, {})
-        peers = {name: arms[name] for name in PEERS if name in arms}
-        if OURS not in arms or not peers:
+        peers = same_seeds(arms, (OURS, *PEERS))
+        ours = peers.pop(OURS, ())
+        if not ours or not peers:
             continue
         peer, theirs = best(peers, "mean_ttft_ms")
-        ours = arms[OURS]
         numbers = [
             _cell(arms.get("round_robin"), "mean_ttft_ms", 0),
             peer,

@@ -141,6 +141,21 @@ def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path):
     assert (everything.sessions, everything.distinct_rounds) == (None, 1)
 
 
+def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path):
+    path = tmp_path / "custom.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
+    flags = [
+        "--policies=round_robin,predicted_ttft", "--workload=custom", f"--dataset-path={path}", "--reuse-prompts=3",
+        "--sessions=4", "--session-rate=200", "--settle-s=0", "--warmup-requests=1", "--formats=json",
+    ]  # fmt: skip
+    with in_thread(ArmGateway()) as gateway:
+        run([f"--url={gateway.url}", *flags, "--rounds=2", f"--out={tmp_path / 'out'}"])
+    result = read_result(tmp_path / "out" / "result.json")
+    assert any(line.startswith("The data set has sessions for 1 of 2 rounds") for line in result.cautions)
+    settings = CompareSettings.model_validate({"url": "http://g", "reuse_prompts": 3})
+    assert make_plan(settings)[0].distinct_rounds is None, "a generated pool is another one in each round"
+
+
 def test_generated_rounds_have_seeds_of_their_own():
     plan, workload = make_plan(CompareSettings.model_validate({"url": "http://g", "seed": 5}))
     assert plan.round(0).workload.session(0) == workload.session(0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from loadgen.experiment.contrasts import Contrasts, contrasts
 from loadgen.experiment.pairs import Pairs, Side, pair
+from loadgen.experiment.verdict import able_arms
 from loadgen.measure.summary import summarise_runs
 from loadgen.result.model import Arm
 from tests.loadgen.measure.builders import MadeRun, failed, made_run, request
@@ -69,7 +70,8 @@ def found_in(rounds: Rounds, objectives_ms: Mapping[str, float] | None = None, s
     pairs = pair(rounds, objectives_ms)
     assert pairs is not None
     names = list(rounds[0])
-    return contrasts(pairs, names, names[0], seed, has_objectives=bool(objectives_ms))
+    able = able_arms(arms_in(rounds), names[0])
+    return contrasts(pairs, names, names[0], seed, able=able, has_objectives=bool(objectives_ms))
 
 
 def arms_in(rounds: Rounds) -> list[Arm]:

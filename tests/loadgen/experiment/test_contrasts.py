@@ -203,7 +203,7 @@ def test_nothing_in_common():
 
 def test_arms_that_cannot_be_told_from_the_best_are_ties():
     found = found_in(rounds_of({BASE: 1.0, "fast": 0.25, "same": 0.2501, "slow": 0.7}, noise=0.05))
-    assert found.ties == ("same",) or found.ties == ("fast",)
+    assert {found.best, *found.ties} == {"fast", "same"}
 
 
 @settings(max_examples=30, deadline=None)

@@ -60,6 +60,27 @@ def test_prompts_that_share_nothing_are_the_reason():
     assert "share too little: even one infinite cache would hold 0% of their tokens" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("cached_tokens", "said_of_it"),
+    [
+        ((30, 31), "No arm reused more than 31% of the prompt tokens, where one infinite cache would hold 91%"),
+        ((85, 88), "It already found 85% of the prompt tokens cached, the best arm 88%"),
+    ],
+)
+def test_caches_that_miss_most_of_what_is_shared_are_not_called_sufficient(
+    cached_tokens: tuple[int, int], said_of_it: str
+):
+    """Ten equal prompts: all but the first find the whole of it in one infinite cache."""
+    keys = tuple(range(1, 11))
+    runs = [
+        made_run([request(i, prompt_bytes=2560, prefix_keys=keys, cached_tokens=cached) for i in range(10)])
+        for cached in cached_tokens
+    ]
+    lines, _ = said([dict(zip((BASE, "arm"), runs, strict=True))])
+    assert lines[0].startswith("No arm was distinguishably faster than round_robin here.")
+    assert said_of_it in lines[0]
+
+
 def test_a_server_without_usage_gets_no_reason():
     silent = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
@@ -73,6 +94,22 @@ def test_a_faster_arm_that_fails_more_does_not_win():
     assert lines[1].startswith("arm: answers sooner than round_robin but fails more (")
     assert any("Means are of requests that both arms completed" in line for line in warned)
     assert any("arm: no comparison with round_robin in ttft_p90_ms, ttft_p99_ms: so many" in line for line in warned)
+
+
+def test_an_arm_that_fails_more_hides_no_tie_of_the_winner():
+    arms = {BASE: 1.0, "broken": 0.1, "fast": 0.5, "same": 0.5001}
+    lines, _ = said(rounds_of(arms, failing={"broken": 0.2}, noise=0.02))
+    leader = lines[0].split(" leads: ")[0]
+    tied = ({"fast", "same"} - {leader}).pop()
+    assert lines[0].endswith(f" {tied} cannot be told from it.")
+
+
+def test_an_arm_that_fails_more_is_no_tie_of_the_winner():
+    arms = {BASE: 1.0, "fast": 0.5, "broken": 0.5001}
+    lines, _ = said(rounds_of(arms, failing={"broken": 0.2}, noise=0.02))
+    assert lines[0].startswith("fast won: ")
+    assert "cannot be told" not in lines[0]
+    assert lines[1].startswith("broken: answers sooner than round_robin but fails more (")
 
 
 def test_an_invalid_run_says_so_first():

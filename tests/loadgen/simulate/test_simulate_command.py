@@ -82,6 +82,79 @@ def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
     assert summary.cached_tokens == 3 * 1024, "two blocks of 512 tokens"
 
 
+def recorded(folder: Path, kind: str, requests: int) -> tuple[str, ...]:
+    """A data set or trace in which each prompt is longer than the one before, and the flags that play it."""
+    path = folder / f"{kind}.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"timestamp": 500 * n, "input_length": 1200 + n, "output_length": 4, "hash_ids": [1, 2 + n % 2]}
+        if kind == "mooncake"
+        else {"prompt": "word " * (800 + 8 * n), "output_tokens": 4}
+        for n in range(requests)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--pods", "2", "--arms", "round_robin,predicted_ttft", "--formats", "json")
+    return ("--workload", kind, "--dataset-path", str(path), *flags)
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "custom"])
+def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind: str):
+    flags = recorded(tmp_path, kind, 12)
+    result = simulate(tmp_path / "out", *flags, "--sessions", "4", "--seeds", "1,2,3")
+    whole = simulate(tmp_path / "whole", *flags, "--sessions", "12")
+    for arm, alone in zip(result.arms, whole.arms, strict=True):
+        tokens = [block.prompt_tokens for block in arm.blocks]
+        assert tokens == sorted(set(tokens)), "longer from part to part"
+        assert sum(tokens) == alone.summary.prompt_tokens, "and together all of it"
+        if kind == "mooncake":
+            assert all(block.duration_s < 3 for block in arm.blocks), "each from time 0"
+    assert not [line for line in result.cautions if "--seeds" in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "played"),
+    [
+        ("mooncake", ("--sessions", "12"), 1),
+        ("mooncake", ("--sessions", "5"), 2),
+        ("custom", ("--sessions", "12"), 1),
+        ("custom", ("--sessions", "4", "--reuse-prompts", "3"), 1),
+    ],
+)
+def test_seeds_without_sessions_of_their_own_are_left_out_and_named(
+    tmp_path: Path, kind: str, flags: tuple[str, ...], played: int
+):
+    flags = (*recorded(tmp_path, kind, 12), *flags)
+    result = simulate(tmp_path / "out", *flags, "--seeds", "1,2,3,4")
+    fewer = simulate(tmp_path / "fewer", *flags, "--seeds", ",".join("1234"[:played]))
+    assert len(result.arms[0].blocks) == played
+    assert result.contrasts == fewer.contrasts, "copies of a round make no interval narrower"
+    assert [line for line in result.cautions if line not in fewer.cautions] == [
+        f"The data set has sessions for {played} of the 4 rounds that --seeds asks for. No other was played: the same"
+        " sessions again would narrow the intervals and tell nothing. Fewer --sessions make more rounds, unless"
+        " --reuse-prompts sends one pool in all of them."
+    ]
+
+
+@pytest.mark.parametrize("workload", ["multi-turn", "branching"])
+def test_answers_that_follow_ups_find_cached_are_no_warm_start(tmp_path: Path, workload: str):
+    flags = ("--pods", "1", "--sessions", "8", "--request-rate", "4", "--workload", workload, "--formats", "json")
+    result = simulate(tmp_path, *flags, "--arms", "round_robin,predicted_ttft")
+    for arm in result.arms:
+        share = arm.summary.reuse.achieved_share
+        assert share is not None
+        assert 0.5 < share <= 1
+    assert not [line for line in result.cautions if "not empty" in line]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    assert run([*SMALL, "--out", str(tmp_path / "file" / "out")]) == 2
+    said = capsys.readouterr()
+    assert f"--out {tmp_path / 'file' / 'out'} cannot be written: Not a directory" in said.err
+    assert not said.out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -93,6 +166,7 @@ def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
         (["--slow", "pod-1@soon=0.5"], "must name a pod and seconds"),
         (["--rates", "3,4"], "--rates needs --sweep rate"),
         (["--sweep", "rate", "--seeds", "1,2"], "--seeds does not go with --sweep rate"),
+        (["--sweep", "rate", "--baseline", "round_robin"], "--baseline does not go with --sweep rate"),
         (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
         (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
         (["--profile", "missing.yaml"], "missing.yaml cannot be read"),

@@ -198,6 +198,9 @@ def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from():
     assert records[2].intended_s == pytest.approx(records[0].finished_s + 0.5), "a branch does not wait for the other"
     assert records[3].intended_s == pytest.approx(records[2].finished_s + 1.0)
     assert records[3].prompt_tokens == 100 + 20 + 100 + 8 + 100, "the branch's own history, answers included"
+    assert [records[step].after for step in range(4)] == [-1, 0, 0, 2], (
+        "what it could have found cached follows from it"
+    )
     assert records[2].cached_tokens == (100 + 20) // 16 * 16 - (0 if 120 % 16 else 16)
 
 

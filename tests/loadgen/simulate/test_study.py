@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.simulate.arms import ARM_NAMES, PEERS
 from loadgen.simulate.study.__main__ import main
-from loadgen.simulate.study.bounds import check
-from loadgen.simulate.study.cases import KNEES, NOTHING_SHARED, PODS, SYNTHETIC, Case, Window, gsp, trace_cases
+from loadgen.simulate.study.bounds import check, same_seeds
+from loadgen.simulate.study.cases import KNEES, NOTHING_SHARED, PODS, SYNTHETIC, Case, gsp, knee_owners, trace_cases
 from loadgen.simulate.study.files import load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
 from loadgen.workloads.single import Diverse
+from loadgen.workloads.wrappers import Window
 
 CELL = Cell(100.0, 200.0, 90.0, 40.0, 1000.0, 0.5, 1.1, 50, 0)
 CASE = Case("small", "", gsp, 60, load=0.5)
@@ -50,6 +53,34 @@ def test_each_bound_is_missed_by_its_own_number_alone():
     assert missed(uneven) == {"small: affinity_groups' max / mean load"}
 
 
+def test_what_is_won_by_failing_requests_misses_a_bound():
+    ours = {"mean_ttft_ms": 80.0, "failed": 3}
+    peers = {name: {"failed": 4} for name in PEERS}
+    assert not missed(table_of(predicted_ttft=ours, **peers))
+    fewest = sorted(PEERS)[-1]
+    assert missed(table_of(predicted_ttft=ours, **{**peers, fewest: {"failed": 2}})) == {"small: failed requests"}
+
+
+@pytest.mark.parametrize("name", ["gsp_90", "zero_60"])
+@pytest.mark.parametrize("short", ["predicted_ttft", "dynamo_kv", "omniscient", "round_robin", "prefix_hash"])
+def test_only_equal_seeds_are_compared(name: str, short: str):
+    """The second seed is harder for all arms alike, and one of them has not played it."""
+    case = next(case for case in SYNTHETIC if case.name == name)
+    numbers = ("mean_ttft_ms", "p99_ttft_ms", "warm_mean_ttft_ms", "hit_rate", "failed")
+    hard = replace(CELL, **dict.fromkeys(numbers, 900))
+    arms = {arm: [CELL] if arm == short else [CELL, hard] for arm in ARM_NAMES}
+    bounds = list(check({name: arms}, [case]))
+    assert len(bounds) >= 3
+    for bound in bounds:
+        if "/" in bound.name and "load" not in bound.name:
+            assert bound.value == 1.0, bound
+        elif "failed" in bound.name or "lag" in bound.name:
+            assert bound.value in (0, bound.limit), bound
+    text = "\n".join(markdown({name: arms}, [case]))
+    assert f"Seeds: 2, but {short} on {name} 1." in text
+    assert same_seeds(arms, (short, "power_of_two", "none")) == {short: [CELL], "power_of_two": [CELL]}
+
+
 def test_where_nothing_is_shared_the_baselines_count():
     case = next(case for case in SYNTHETIC if case.name in NOTHING_SHARED)
     arms = table_of(predicted_ttft={"mean_ttft_ms": 100.9}, **{name: {"mean_ttft_ms": 50.0} for name in PEERS})
@@ -61,8 +92,8 @@ def test_where_nothing_is_shared_the_baselines_count():
 def test_a_saved_table_reads_back(tmp_path: Path):
     table = table_of(round_robin={"hit_rate": 0.125})
     path = tmp_path / "sim" / "policies.json"
-    save(table, {"gsp": 12.5}, list(check(table, [CASE])), path)
-    assert load(path) == (table, {"gsp": 12.5})
+    save(table, {"gsp": 12.5}, 40, list(check(table, [CASE])), path)
+    assert load(path) == (table, {"gsp": 12.5}, 40)
     found = json.loads(path.read_text())
     assert found["small"]["round_robin"]["hit_rate"] == [0.125, 0.125]
     assert found["small"]["predicted_ttft"]["mean_ttft_ms"] == [100.0, 100.0]
@@ -118,7 +149,26 @@ def test_a_window_of_a_trace_begins_at_zero(tmp_path: Path):
     assert 3 * (fast.session(100).start_s or 0) == pytest.approx(first.session(100).start_s)
     assert cases[0].arrivals(1.0).kind is ArrivalKind.TRACE
     assert pickle.loads(pickle.dumps(cases[0])).workload(2).session(7) == first.session(7), "cells run in processes"
-    assert first.session(7).turns == first.trace.session(first.first + 7).turns
+    assert first.session(7).turns == first.workload.session(first.first + 7).turns
+
+
+def test_a_knee_is_measured_on_a_fleet_that_nothing_hinders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever is asked for: the load of all cases with that knee follows from it."""
+    owners = knee_owners(KNEES.keys(), SYNTHETIC)
+    assert {name: case.name for name, case in owners.items()} == {
+        "gsp": "gsp_60", "tenants": "tenants_60", "zipf": "zipf_60", "multi": "multi_60", "zero": "zero_60",
+    }  # fmt: skip
+    assert not knee_owners({"gsp"}, [case for case in SYNTHETIC if case.slow_pod or case.dying_pod])
+    measured: list[Mapping[str, Case]] = []
+
+    def played(cases: object, owners: Mapping[str, Case], *_: object) -> Iterator[dict[str, dict[str, list[Cell]]]]:
+        measured.append(owners)
+        return iter([{"dying_pod": {"round_robin": [CELL]}}])
+
+    monkeypatch.setattr("loadgen.simulate.study.__main__.play", played)
+    assert main(["--cases", "gsp_60,slow_pod,dying_pod", "--find-knees", "--out", str(tmp_path / "some")]) == 0
+    assert main(["--cases", "dying_pod", "--find-knees", "--out", str(tmp_path / "one")]) == 0
+    assert [{name: case.name for name, case in owners.items()} for owners in measured] == [{"gsp": "gsp_60"}] * 2
 
 
 def test_every_knee_is_recorded():
@@ -148,3 +198,78 @@ def test_a_table_from_the_shell_says_what_is_missed(tmp_path: Path, capsys: pyte
     }  # fmt: skip
     assert main([*flags, "--arms", "round_robin", "--out", str(tmp_path / "none"), "--merge"]) == 2
     assert main(["--cases", "no_such_case"]) == 2
+
+
+QUICK = ("--cases", "gsp_burst", "--arms", "round_robin", "--seeds", "1", "--sessions", "30", "--processes", "1")
+
+
+def write_table(
+    folder: Path,
+    *,
+    sessions: int | None,
+    case: str = "gsp_burst",
+    arms: tuple[str, ...] = ("round_robin",),
+    seeds: int = 1,
+) -> str:
+    """A file of an earlier run, and its content; without sessions, as it was written before they were kept."""
+    path = folder / "policies.json"
+    table = {case: {arm: [CELL] * seeds for arm in arms}}
+    save(table, dict(KNEES), sessions or 0, [], path)
+    if sessions is None:
+        whole = json.loads(path.read_text())
+        del whole["sessions"]
+        path.write_text(json.dumps(whole))
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("held", "flags", "words"),
+    [
+        ({"sessions": 30, "arms": ("round_robin", "dynamo_kv")}, (), ("dynamo_kv on gsp_burst", "--merge", "--out")),
+        ({"sessions": 30, "seeds": 2}, (), ("round_robin on gsp_burst", "--merge", "--out")),
+        ({"sessions": 30, "case": "gsp_60"}, (), ("round_robin on gsp_60", "--merge", "--out")),
+        ({"sessions": None}, (), ("as many sessions as each case has", "--sessions 30", "--out")),
+        ({"sessions": None}, ("--merge",), ("as many sessions as each case has", "--sessions 30", "--out")),
+        ({"sessions": 50}, ("--merge",), ("50 sessions", "--sessions 30", "--out")),
+    ],
+)
+def test_a_quick_look_leaves_a_larger_table_alone(
+    tmp_path: Path,
+    held: dict[str, Any],
+    flags: tuple[str, ...],
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+):
+    before = write_table(tmp_path, **held)
+    assert main([*QUICK, *flags, "--out", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert all(word in said for word in words), said
+    assert (tmp_path / "policies.json").read_text() == before
+
+
+def test_what_is_no_table_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "policies.json").write_text("notes")
+    assert main([*QUICK, "--out", str(tmp_path)]) == 2
+    assert "is no policy table" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "policies.json").read_text() == "notes"
+
+
+def test_a_run_repeats_its_own_table(tmp_path: Path):
+    for _ in range(2):
+        assert main([*QUICK, "--out", str(tmp_path)]) == 0
+    assert load(tmp_path / "policies.json")[2] == 30
+
+
+def test_a_file_from_before_sessions_were_kept_is_merged_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of as many sessions as a case has; also its cases that this run does not know, of traces that are not given."""
+    monkeypatch.setattr("loadgen.simulate.study.__main__.play", lambda *_: iter([{"gsp_60": {"dynamo_kv": [CELL]}}]))
+    write_table(tmp_path, sessions=None)
+    path = tmp_path / "policies.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "conversation_1x": whole["gsp_burst"]}))
+    assert main(["--cases", "gsp_60", "--arms", "dynamo_kv", "--merge", "--out", str(tmp_path)]) == 0
+    table, knees, sessions = load(path)
+    assert {(case, *arms) for case, arms in table.items()} == {
+        ("gsp_60", "dynamo_kv"), ("gsp_burst", "round_robin"), ("conversation_1x", "round_robin"),
+    }  # fmt: skip
+    assert (knees, sessions) == (dict(KNEES), 0)
