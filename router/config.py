@@ -124,6 +124,11 @@ class GatewaySettings(Settings):
     total_timeout_s: float = Field(900.0, gt=0, description="seconds for the whole request, retries included")
     retries: int = Field(RETRIES, ge=0, le=10, description="further pods to try while nothing was sent to the client")
     max_in_flight: int = Field(4096, ge=1, description="requests in flight; one more is answered 429")
+    max_in_flight_body_mib: int = Field(
+        128,
+        ge=1,
+        description="MiB of request bodies in flight; one that does not fit is answered 429; at least --max-body-bytes",
+    )
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest request body in bytes; more is answered 413")
     drain_delay_s: float = Field(
         0.0, ge=0, description="seconds that new requests are still taken after SIGTERM, while /ready answers 503"
@@ -178,6 +183,15 @@ class GatewaySettings(Settings):
         if not getattr(self, name):
             about = type(self).model_fields[name].description
             raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> Self:
+        if self.max_in_flight_body_mib * 2**20 < self.max_body_bytes:
+            raise ValueError(
+                f"--max-in-flight-body-mib {self.max_in_flight_body_mib} has no room for one body of --max-body-bytes "
+                f"{self.max_body_bytes}"
+            )
         return self
 
     @field_validator("redis_url")

@@ -2,6 +2,7 @@
 
     canonical(request) = tools as compact JSON (if any), then for each message: role, 0x1F, content parts, 0x1E
                          (/v1/completions: the prompt's UTF-8; token-id prompts: little-endian int32)
+    media part         = the hex digits of xxh3_128(the part as compact JSON), repeated to MEDIA_BYTES
     seed  = xxh3_64(model 0x1F adapter 0x1F salt)
     key_i = xxh3_64(canonical[i*stride:(i+1)*stride], seed=key_{i-1}), whole strides only, key_{-1} = seed
 
@@ -10,11 +11,12 @@ XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from engine.contract.errors import BadRequest
 from engine.contract.prefix_key import PrefixKey as PrefixKey
@@ -22,6 +24,11 @@ from engine.contract.prefix_key import PrefixKey as PrefixKey
 DEFAULT_STRIDE_BYTES = 256
 FIELD_SEPARATOR = b"\x1f"
 MESSAGE_END = b"\x1e"
+TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
+"""Types of content parts that hold text; every other part is media: an image, sound, video or a file."""
+MEDIA_BYTES = 4096
+"""Canonical bytes of a media part. Engines make about a thousand tokens of an image however many bytes it has: the
+place it takes among the keys is that of as many tokens of text."""
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
@@ -44,7 +51,7 @@ def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] |
     Fields of a message other than role and content (`tool_calls`, `name`, ...) follow the content as 0x1F and compact
     JSON, where present: a template may render them, so they are part of the prefix.
     """
-    out = [orjson.dumps(tools)] if tools else []
+    out = [compact_json(tools, "tools")] if tools else []
     for i, message in enumerate(messages):
         out += (*message_parts(message, i), MESSAGE_END)
     return b"".join(out)
@@ -62,12 +69,12 @@ def message_parts(message: Mapping[str, Any], position: int) -> list[bytes]:
     parts = [role.encode(), FIELD_SEPARATOR, *content_parts(message.get("content"), position)]
     rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
     if rest:
-        parts += (FIELD_SEPARATOR, orjson.dumps(rest))
+        parts += (FIELD_SEPARATOR, _fields(rest, f"messages[{position}]"))
     return parts
 
 
 def content_parts(content: object, position: int) -> list[bytes]:
-    """A message's content as bytes: text parts as UTF-8, any other part as compact JSON."""
+    """A message's content as bytes: text as UTF-8, other parts of text as compact JSON, media as MEDIA_BYTES."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -84,16 +91,55 @@ def content_parts(content: object, position: int) -> list[bytes]:
                 f"messages[{position}].content[{j}] must be an object with a 'type'",
                 param=f"messages[{position}].content[{j}]",
             )
-        text = part.get("text")
-        parts.append(text.encode() if part.get("type") == "text" and isinstance(text, str) else orjson.dumps(part))
+        parts.append(_part(part, f"messages[{position}].content[{j}]"))
     return parts
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many content parts of these messages, which have canonical bytes, are media."""
+    contents = [message.get("content") for message in messages]
+    return sum(_is_media(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def compact_json(value: object, param: str) -> bytes:
+    """`value`, parsed from the field `param`, as JSON without spaces. Raises BadRequest."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+        raise BadRequest(f"{param} cannot be written as JSON: {error}", param=param) from None
+
+
+def _part(part: Mapping[str, Any], param: str) -> bytes:
+    text = part.get("text")
+    if part.get("type") == "text" and isinstance(text, str):
+        return text.encode()
+    encoded = compact_json(part, param)
+    if not _is_media(part):
+        return encoded
+    digest = xxh3_128_hexdigest(encoded).encode()
+    return digest * (MEDIA_BYTES // len(digest))
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return not isinstance(kind, str) or kind not in TEXT_PARTS
+
+
+def _fields(fields: Mapping[str, Any], where: str) -> bytes:
+    """Fields of a message as compact JSON. Raises BadRequest naming the one at fault."""
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError:
+        for name, value in fields.items():
+            compact_json({name: value}, f"{where}.{name}")
+        raise
 
 
 def canonical_tokens(tokens: Sequence[int]) -> bytes:
     """Canonical bytes of a token-id prompt: little-endian int32. Raises BadRequest on anything but int32 ids."""
     try:
-        return b"".join([token.to_bytes(4, "little", signed=True) for token in tokens])
-    except (AttributeError, OverflowError):
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error:
         raise BadRequest(
             f"prompt must hold token ids, integers between {_INT32_MIN} and {_INT32_MAX}", param="prompt"
         ) from None

@@ -22,5 +22,5 @@ def resync_key(model: str, pod_id: str) -> str:
 
 
 def shares_key(model: str) -> str:
-    """Hash gateway id -> packed traffic counters, so that gateways agree on affinity groups."""
+    """Hash gateway id -> traffic counters and the time of their writing, so that gateways agree on affinity groups."""
     return f"warmroute:{{{model}}}:shares"

@@ -12,7 +12,10 @@ from typing import Any
 import orjson
 
 from engine.contract.errors import BadRequest
-from engine.contract.keys import canonical_chat, canonical_tokens
+from engine.contract.keys import canonical_chat, canonical_tokens, media_parts
+
+TOKEN_ID_BYTES = 4
+"""Canonical bytes of a token id."""
 
 
 class Endpoint(StrEnum):
@@ -29,8 +32,14 @@ class RequestHead:
     model: str | None
     stream: bool
     canonical: bytes
+    """Of several prompts in one request, the first one's: one pod gets them all, and has to be chosen by something."""
     adapter: str
     salt: str
+    prompts: int = 1
+    further_bytes: int = 0
+    """Canonical bytes of the other prompts."""
+    media_parts: int = 0
+    """Images and the like: MEDIA_BYTES each, of `canonical`."""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -55,8 +64,13 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
     salt = fields.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise BadRequest("cache_salt must be a string", param="cache_salt")
-    canonical = _chat_bytes(fields) if endpoint is Endpoint.CHAT else prompt_bytes(fields.get("prompt"))
-    return RequestHead(model=model, stream=bool(stream), canonical=canonical, adapter="", salt=salt or "")
+    if endpoint is Endpoint.CHAT:
+        canonical = _chat_bytes(fields)
+        return RequestHead(model, bool(stream), canonical, "", salt or "", media_parts=media_parts(fields["messages"]))
+    prompt = fields.get("prompt")
+    canonical, further = prompt_bytes(prompt), _further_prompts(prompt)
+    size = sum(_size(one) for one in further)
+    return RequestHead(model, bool(stream), canonical, "", salt or "", 1 + len(further), size)
 
 
 def _chat_bytes(fields: dict[str, Any]) -> bytes:
@@ -81,3 +95,15 @@ def prompt_bytes(prompt: object) -> bytes:
             return canonical_tokens(first)
         return canonical_tokens(prompt)
     raise BadRequest("prompt must be a string, a list of strings, or token ids", param="prompt")
+
+
+def _further_prompts(prompt: object) -> list[Any]:
+    """What follows the first of several prompts in one request."""
+    return prompt[1:] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else []
+
+
+def _size(prompt: object) -> int:
+    """How many canonical bytes a further prompt has. One that is none is for the engine to refuse."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    return TOKEN_ID_BYTES * len(prompt) if isinstance(prompt, list) else 0

@@ -174,8 +174,9 @@ def _from_body(body: Mapping[str, Any], at_s: float | None) -> Prompt | None:
     if isinstance(messages := body.get("messages"), list) and messages:
         tools = body.get("tools")
         tools = tools if isinstance(tools, list) and tools else None
+        canonical = canonical_chat(messages, tools)  # refuses what is nested too deeply to be written
         tools_bytes = len(orjson.dumps(tools)) if tools else 0
-        return Prompt(canonical_chat(messages, tools), True, tools_bytes, at_s)
+        return Prompt(canonical, True, tools_bytes, at_s)
     for name in ("prompt", "text"):
         value = body.get(name)
         if isinstance(value, str) and value:

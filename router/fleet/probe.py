@@ -101,12 +101,14 @@ def named_by_discovery(url: str, model: str) -> PodIdentity:
 
 
 def served_models(body: bytes) -> tuple[ServedModel, ...]:
-    """The models in an OpenAI model list. Raises ProbeFailed on anything else."""
+    """The models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
     try:
         answer: Any = orjson.loads(body)
-        models = tuple(ServedModel(entry["id"], orjson.dumps(entry)) for entry in answer["data"])
+        cards: dict[str, bytes] = {}
+        for entry in answer["data"]:
+            cards.setdefault(entry["id"], orjson.dumps(entry))
     except (orjson.JSONDecodeError, KeyError, TypeError):
         raise ProbeFailed("GET /v1/models answered something that is not an OpenAI model list") from None
-    if not models or not all(isinstance(model.name, str) and model.name for model in models):
+    if not cards or not all(isinstance(name, str) and name for name in cards):
         raise ProbeFailed("GET /v1/models lists no model")
-    return models
+    return tuple(ServedModel(name, card) for name, card in cards.items())

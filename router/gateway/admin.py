@@ -10,6 +10,8 @@ from aiohttp import web
 
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
+from router.gateway.admission import Admission
+from router.gateway.body import read_body
 from router.gateway.chooser import Chooser
 from router.gateway.errors import Forbidden
 from router.gateway.headers import UpstreamHeaders
@@ -18,6 +20,7 @@ from router.gateway.status import json_response
 from router.registry.index import PrefixIndex
 
 RESET_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 60.0
 
 
 class Admin:
@@ -28,6 +31,7 @@ class Admin:
         session: aiohttp.ClientSession,
         upstream: UpstreamHeaders,
         fleet: Fleet,
+        admission: Admission,
         reader: Reader,
         chooser: Chooser,
         index: PrefixIndex,
@@ -37,6 +41,7 @@ class Admin:
         self._session = session
         self._upstream = upstream
         self._fleet = fleet
+        self._admission = admission
         self._reader = reader
         self._chooser = chooser
         self._index = index
@@ -44,7 +49,10 @@ class Admin:
 
     async def explain(self, request: web.Request) -> web.Response:
         """Every pod's score for the request in the body, which is not sent anywhere. Raises ApiError."""
-        inbound = self._reader.read(None, await request.read(), request.headers)
+        deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        with self._admission.request() as admitted:
+            body = await read_body(request, admitted, deadline_s)
+            inbound = self._reader.read(None, body, request.headers)
         choice, pods, views = self._chooser.explain(inbound)
         scores = {score.pod_id: asdict(score) for score in choice.decision.scores}
         return json_response(

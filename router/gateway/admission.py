@@ -1,37 +1,85 @@
-"""How many requests are inside, how many may be, and when none is left."""
+"""How many requests are inside and how many bytes their bodies have, how many may be, and when none is left."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Self
 
 from engine.contract.errors import TooManyRequests
 from router.gateway.inbound import RETRY_AFTER_S
 
+MIB = 2**20
+
 
 class Admission:
-    """`with admission:` counts one request in and out. Raises TooManyRequests at the bound."""
+    """`with admission.request() as admitted:` counts one request in and out, and what `admitted` holds."""
 
-    def __init__(self, max_in_flight: int) -> None:
+    def __init__(self, max_in_flight: int, max_body_bytes: int) -> None:
+        """`max_body_bytes`: of all requests inside together."""
         self._max_in_flight = max_in_flight
+        self._max_body_bytes = max_body_bytes
         self._idle = asyncio.Event()
         self._idle.set()
         self.in_flight = 0
+        self.body_bytes = 0
         self.is_draining = False
         """Set on shutdown: readiness says no, requests that still arrive are served."""
 
-    def __enter__(self) -> None:
+    def request(self) -> Admitted:
+        """A request, inside while its block lasts."""
+        return Admitted(self)
+
+    def enter(self) -> None:
+        """One request more. Raises TooManyRequests at the bound."""
         if self.in_flight >= self._max_in_flight:
-            raise TooManyRequests(
-                f"{self._max_in_flight} requests are in flight already", code="overloaded", retry_after_s=RETRY_AFTER_S
-            )
+            raise _overloaded(f"{self._max_in_flight} requests are in flight already")
         self.in_flight += 1
         self._idle.clear()
 
-    def __exit__(self, *exc: object) -> None:
+    def reserve(self, body_bytes: int) -> None:
+        """So many bytes more. Raises TooManyRequests where they do not fit."""
+        if self.body_bytes + body_bytes > self._max_body_bytes:
+            taken, bound = self.body_bytes / MIB, self._max_body_bytes / MIB
+            raise _overloaded(
+                f"this body does not fit: those of the requests in flight take {taken:.1f} of {bound:g} MiB"
+            )
+        self.body_bytes += body_bytes
+
+    def leave(self, body_bytes: int) -> None:
+        """One request less, and the bytes it reserved."""
         self.in_flight -= 1
+        self.body_bytes -= body_bytes
         if not self.in_flight:
             self._idle.set()
 
     async def wait_idle(self) -> None:
         """Until no request is inside."""
         await self._idle.wait()
+
+
+class Admitted:
+    """One request, counted while its block lasts. Entering raises TooManyRequests at the bound."""
+
+    __slots__ = ("_admission", "_body_bytes")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._body_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._admission.enter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._admission.leave(self._body_bytes)
+
+    def hold(self, body_bytes: int) -> None:
+        """Count the body as at least so many bytes, until the block ends. Raises TooManyRequests at the bound."""
+        more = body_bytes - self._body_bytes
+        if more > 0:
+            self._admission.reserve(more)
+            self._body_bytes = body_bytes
+
+
+def _overloaded(text: str) -> TooManyRequests:
+    return TooManyRequests(text, code="overloaded", retry_after_s=RETRY_AFTER_S)

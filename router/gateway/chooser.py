@@ -121,13 +121,14 @@ class Chooser:
         """What the answer said of its tokens: ratios of the model, and whether the pod held what was believed."""
         estimate = self._estimates.of(inbound.model)
         if usage.completion_tokens:
-            estimate.saw_output(usage.completion_tokens)
+            estimate.saw_output(usage.completion_tokens / inbound.prompts)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE
             if low < usage.prompt_tokens / inbound.prompt_bytes < high:
                 estimate.saw_prompt(inbound.prompt_bytes, usage.prompt_tokens)
         if usage.cached_tokens is not None:
-            self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
+            if inbound.prompts == 1:  # else the counts are those of prompts whose keys are not known here
+                self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
             self._metrics.cached(
                 choice.policy,
                 prompt_tokens=usage.prompt_tokens or inbound.prompt_tokens,

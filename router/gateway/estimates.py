@@ -32,7 +32,7 @@ class ModelEstimate:
             self.prompt_bytes = MEMORY * self.prompt_bytes + canonical_bytes
             self.prompt_tokens = MEMORY * self.prompt_tokens + tokens
 
-    def saw_output(self, tokens: int) -> None:
+    def saw_output(self, tokens: float) -> None:
         """An answer ended after `tokens`."""
         self.output_tokens += OUTPUT_WEIGHT * (tokens - self.output_tokens)
 

@@ -9,8 +9,9 @@ from aiohttp import web
 from engine.contract.errors import ApiError
 from engine.contract.requests import Endpoint
 from router.gateway.admission import Admission
+from router.gateway.body import read_body
 from router.gateway.chooser import Chooser
-from router.gateway.errors import DeadlineExceeded, NoEngine, TooLarge, error_response
+from router.gateway.errors import NoEngine, error_response
 from router.gateway.exchange import CLIENT_GONE, Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Reader
@@ -47,8 +48,8 @@ class Generate:
         now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s)
         try:
-            with self._admission:
-                body = await self._body(request, exchange.deadline_s)
+            with self._admission.request() as admitted:
+                body = await read_body(request, admitted, exchange.deadline_s)
                 inbound = exchange.inbound = self._reader.read(Endpoint(request.path), body, request.headers)
                 response = await self._proxy.forward(request, exchange, inbound)
             exchange.status = exchange.status or response.status
@@ -63,18 +64,6 @@ class Generate:
             raise
         finally:
             self._record(request, exchange)
-
-    @staticmethod
-    async def _body(request: web.Request, deadline_s: float) -> bytes:
-        try:
-            if request.content.is_eof():  # here already, as small bodies are: nothing to wait for
-                return await request.read()
-            async with asyncio.timeout_at(deadline_s):
-                return await request.read()
-        except TimeoutError:
-            raise DeadlineExceeded("the request's body did not arrive in time") from None
-        except web.HTTPRequestEntityTooLarge as error:
-            raise TooLarge(f"the request body is larger than {request.client_max_size} bytes") from error
 
     def _record(self, request: web.Request, exchange: Exchange) -> None:
         choice, inbound, first_byte_s = exchange.choice, exchange.inbound, exchange.first_byte_s

@@ -28,8 +28,11 @@ _RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", headers.POD, headers.REQUEST_I
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
-    """The client's id for the request, or a new one."""
-    return incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS] or f"{random.getrandbits(128):032x}"
+    """The client's id for the request in printable ASCII, or a new one. Log lines and headers cannot hold any byte."""
+    given = incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS]
+    if not (given.isascii() and given.isprintable()):
+        given = "".join(char if char.isascii() and char.isprintable() else "?" for char in given)
+    return given or f"{random.getrandbits(128):032x}"
 
 
 class UpstreamHeaders:

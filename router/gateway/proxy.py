@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,6 +23,9 @@ from router.gateway.upstream import Opened, PodFailed, open_answer
 from router.gateway.usage import TAIL_BYTES, Tail, header_usage, usage_in
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
+
+WHOLE_ATTEMPT_SHARE = 0.5
+"""Of the request's time that is left, for an answer that is no stream while another pod may still be tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,10 @@ class Proxy:
                 if failure is None:
                     raise
                 break
-            result = await self._attempt(request, exchange, inbound, choice)
+            exchange.attempts += 1
+            excluded.add(choice.pod.pod_id)
+            until_s = self._attempt_deadline_s(exchange, inbound, excluded)
+            result = await self._attempt(request, exchange, inbound, choice, until_s)
             if isinstance(result, web.Response):
                 return await self._send_whole(request, exchange, result)
             if not isinstance(result, Failure):
@@ -83,7 +90,6 @@ class Proxy:
             answer = failure.answer or answer
             exchange.error = failure.error.message
             self._metrics.retried(failure.reason)
-            excluded.add(choice.pod.pod_id)
             if self._clock() >= exchange.deadline_s:
                 break
         if answer is not None:
@@ -91,31 +97,55 @@ class Proxy:
         assert failure is not None
         raise failure.error
 
+    def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound, tried: Collection[PodId]) -> float:
+        """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.
+
+        Of a whole answer nothing is seen while it is made, so a pod that hangs looks like one that is busy. It must not
+        take the time of all attempts; half of it leaves room for a long answer here and for one elsewhere.
+        """
+        now_s = self._clock()
+        if inbound.stream:
+            return min(exchange.deadline_s, now_s + self._limits.first_byte_s)
+        may_go_on = exchange.attempts <= self._limits.retries
+        if may_go_on and any(pod.pod_id not in tried for pod in self._fleet.pods(inbound.model)):
+            return now_s + WHOLE_ATTEMPT_SHARE * (exchange.deadline_s - now_s)
+        return exchange.deadline_s
+
     async def _attempt(
-        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice, until_s: float
     ) -> web.StreamResponse | Failure:
         """One attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index."""
         exchange.choice, exchange.sent_s = choice, self._clock()
-        exchange.attempts += 1
         opened: Opened | None = None
+        has_run = False
         try:
             with self._fleet.lease(
                 choice.pod,
                 prompt_tokens=inbound.prompt_tokens,
                 uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
                 output_tokens=inbound.output_tokens,
-                streams=inbound.stream,
+                streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
             ) as lease:
-                opened = await self._open(request, exchange, inbound, choice)
+                opened = await open_answer(
+                    self._session,
+                    choice.pod.targets[inbound.endpoint],
+                    inbound.body,
+                    self._upstream.of(request.headers, exchange.request_id),
+                    until_s,
+                )
                 if opened.is_retryable:
                     error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
                     return Failure("status", error, _whole_answer(opened, exchange, choice))
-                exchange.usage = header_usage(opened.response.headers)
                 exchange.first_byte_s = self._clock()
-                lease.first_token(exchange.usage.cached_tokens)
+                has_run = opened.has_run
+                if not has_run:
+                    return _whole_answer(opened, exchange, choice)
+                if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
+                    exchange.usage = header_usage(opened.response.headers)
+                    lease.first_token(exchange.usage.cached_tokens)
                 if opened.is_stream:
                     return await self._stream(request, exchange, choice, opened)
-                exchange.usage = exchange.usage.or_else(usage_in(opened.first[-TAIL_BYTES:]))
+                exchange.usage = usage_in(opened.first[-TAIL_BYTES:]).or_else(exchange.usage)
                 return _whole_answer(opened, exchange, choice)
         except PodFailed as failed:
             if failed.is_down:
@@ -123,21 +153,9 @@ class Proxy:
             return Failure(failed.reason, failed.error)
         finally:
             if opened is not None:
-                opened.response.close()
-            if exchange.first_byte_s is None:
+                opened.close()
+            if not has_run:
                 self._chooser.undo(inbound, choice)
-
-    async def _open(self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice) -> Opened:
-        deadline_s = exchange.deadline_s
-        if inbound.stream:  # any other answer may begin only when it is complete
-            deadline_s = min(deadline_s, self._clock() + self._limits.first_byte_s)
-        return await open_answer(
-            self._session,
-            choice.pod.targets[inbound.endpoint],
-            inbound.body,
-            self._upstream.of(request.headers, exchange.request_id),
-            deadline_s,
-        )
 
     async def _stream(
         self, request: web.Request, exchange: Exchange, choice: Choice, opened: Opened
@@ -171,7 +189,7 @@ class Proxy:
             exchange.error = f"client gone: {type(error).__name__}"
             exchange.status = CLIENT_GONE
         finally:
-            exchange.usage = exchange.usage.or_else(tail.usage())
+            exchange.usage = tail.usage().or_else(exchange.usage)
             if not is_ended and request.transport is not None:
                 request.transport.abort()  # so that nothing can end the stream as if it were whole
         return response

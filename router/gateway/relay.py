@@ -18,7 +18,8 @@ LAST_WORD_S = 1.0
 PIECE_BYTES = 2**16
 """So much of a whole answer the client has to take within the idle timeout."""
 REARM_SHARE = 0.25
-"""The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more."""
+"""The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more. It is
+set for as much longer, so that the last chunk before the next time still has the whole of it."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
@@ -62,8 +63,8 @@ class EventRelay:
                 while chunk:
                     now_s = clock()
                     if now_s >= rearm_at_s:
-                        limit.reschedule(min(now_s + self._idle_s, self._deadline_s))
                         rearm_at_s = now_s + REARM_SHARE * self._idle_s
+                        limit.reschedule(min(rearm_at_s + self._idle_s, self._deadline_s))
                     keep(chunk)
                     if self._held or not chunk.endswith(_EVENT_ENDS):
                         chunk = self._complete(chunk)

@@ -83,7 +83,7 @@ class Status:
         pods = [member.pod for member in self._fleet.members() if member.pod is not None]
         values = GaugeValues(
             in_flight=self._admission.in_flight,
-            pods_known=len(self._fleet.members()),
+            pods_known=len(pods),
             pods_admitted=len(self._fleet.admitted()),
             engine_in_flight={pod.pod_id: pod.in_flight for pod in pods},
             model_engines=self._fleet.engines_by_model(),

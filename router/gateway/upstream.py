@@ -20,6 +20,46 @@ LARGE_BODY_BYTES = 2**20
 """A larger request body is written in pieces, so that other requests get their turn in between."""
 
 
+class ConnectionWatch:
+    """Ends an answer's body when its connection ends.
+
+    A malformed chunk closes the connection, and aiohttp tells the connection alone: who reads the body would wait on.
+    """
+
+    __slots__ = ("_body", "_closed")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._body = response.content
+        self._closed: asyncio.Future[None] | None = None
+        connection = response.connection
+        if connection is None or connection.protocol is None:  # the body is here already
+            return
+        self._closed = connection.protocol.closed
+        if self._closed is None:
+            self._end()
+            return
+        self._closed.remove_done_callback(_take_note)
+        self._closed.add_done_callback(self._end)
+
+    def stop(self) -> None:
+        """The body is not read any more. The connection may go on to serve other requests."""
+        if self._closed is not None:
+            self._closed.remove_done_callback(self._end)
+            self._closed.add_done_callback(_take_note)
+            self._closed = None
+
+    def _end(self, closed: asyncio.Future[None] | None = None) -> None:
+        cause = None if closed is None or closed.cancelled() else closed.exception()
+        if not self._body.is_eof() and self._body.exception() is None:
+            self._body.set_exception(aiohttp.ClientPayloadError(str(cause or "it sent something that is not HTTP")))
+
+
+def _take_note(closed: asyncio.Future[None]) -> None:
+    """Look at how an idle connection ended, so that asyncio does not log it as something that nobody looked at."""
+    if not closed.cancelled():
+        closed.exception()
+
+
 @dataclass(slots=True)
 class Opened:
     """An answer that has begun. `first`: the first chunk of a stream, or the whole body of any other answer."""
@@ -27,11 +67,22 @@ class Opened:
     response: aiohttp.ClientResponse
     first: bytes
     is_stream: bool
+    watch: ConnectionWatch
 
     @property
     def is_retryable(self) -> bool:
         """Whether another pod may do better: the pod is full or broken."""
         return self.response.status == 429 or self.response.status >= 500
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the pod did what was asked; else it refused, mostly at once, and computed nothing."""
+        return self.response.status < 300
+
+    def close(self) -> None:
+        """Be done with the answer, read to its end or not."""
+        self.watch.stop()
+        self.response.close()
 
 
 class PodFailed(Exception):
@@ -52,19 +103,24 @@ async def open_answer(
 ) -> Opened:
     """Send the request and wait for the answer's first byte, or for all of it. Raises PodFailed.
 
-    The caller closes `response`. When this raises or is cancelled, the connection is closed already.
+    The caller closes it. When this raises or is cancelled, the connection is closed already.
     """
     response: aiohttp.ClientResponse | None = None
+    watch: ConnectionWatch | None = None
     try:
         async with asyncio.timeout_at(deadline_s):
             data = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
             response = await session.post(target, data=data, headers=headers, allow_redirects=False)
             is_stream = response.status == 200 and response.content_type == "text/event-stream"
+            watch = ConnectionWatch(response)
             first = await response.content.readany() if is_stream else await _whole(response)
-        opened, response = Opened(response, first, is_stream), None
+            if is_stream and not first:
+                error: ApiError = BadGateway(f"{target.authority} sent a stream without a byte")
+                raise PodFailed("disconnect", error, is_down=False)
+        opened, response = Opened(response, first, is_stream, watch), None
         return opened
     except aiohttp.ConnectionTimeoutError:
-        error: ApiError = DeadlineExceeded(f"{target.authority} did not accept a connection in time")
+        error = DeadlineExceeded(f"{target.authority} did not accept a connection in time")
         raise PodFailed("connect", error, is_down=True) from None
     except TimeoutError:
         error = DeadlineExceeded(f"{target.authority} gave no answer in time")
@@ -76,6 +132,8 @@ async def open_answer(
         raise PodFailed("disconnect", BadGateway(text), is_down=True) from None
     finally:
         if response is not None:
+            if watch is not None:
+                watch.stop()
             response.close()
 
 

@@ -28,6 +28,8 @@ _TIER_BITS = {Tier.GPU: 0b0001, Tier.HOST: 0b0011, Tier.DISK: 0b0101}
 _SPECULATIVE_SHIFT = 3
 _SWEEP_KEYS = 256
 _SETS_REMEMBERED = 4096
+_REQUEST_SHARE = 8
+_REQUEST_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class IndexStatistics:
 class PrefixIndex:
     """Prefix key -> pods. Not thread-safe; every call but `held` and `sweep` takes time in the keys given alone.
 
-    Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod.
+    Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod;
+    one request enters an eighth of it at most (64 keys where that is more), lest it push out all that is believed.
     """
 
     def __init__(self, speculative_limit: int = 32_768) -> None:
@@ -74,6 +77,7 @@ class PrefixIndex:
         """All bits of slots that are neither live nor free."""
         self._sweeper: Iterator[int] | None = None
         self._speculative_limit = speculative_limit
+        self._request_limit = max(_REQUEST_KEYS, speculative_limit // _REQUEST_SHARE)
         self._speculations: dict[PodId, Speculation] = {}
         self._reporters: set[PodId] = set()
         """Pods that may have reported keys; of the others nothing but speculation is known."""
@@ -191,12 +195,14 @@ class PrefixIndex:
     def speculate(self, pod: PodId, keys: Sequence[PrefixKey], now_s: float, ttl_s: float) -> None:
         """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys it reported are left alone.
 
+        Of very many keys the first are entered, a prefix of the request.
         Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
         """
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
         if speculation is None:
             speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+        keys = keys[: self._request_limit]
         if pod in self._reporters:
             shards, reported, believed = self._shards, 1 << slot, speculation.believed
             keys = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]

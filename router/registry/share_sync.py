@@ -1,13 +1,18 @@
 """Gateways agree on affinity groups: each writes its decayed traffic counters to Redis and merges the others'.
 
-One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...]]`. Without Redis
+One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time]`. Without Redis
 a gateway's groups follow its own traffic alone.
+
+The time is Redis's, in seconds: no other two clocks agree. A gateway that is gone leaves its last report behind, under
+an id that never comes back: whoever finds one that is FORGET_S old removes it. Gateways of the release before wrote no
+time: theirs count once they are seen to change, and go when they do not for FORGET_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SYNC_S = 1.0
 FORGET_S = 60
-"""A hash nobody has written for so long goes away."""
+"""A report, or a whole hash, that nobody has written for so long goes away."""
 
 
 class ShareSync:
@@ -33,7 +38,8 @@ class ShareSync:
         self._redis_url = redis_url
         self._gateway_id = gateway_id
         self._shares = shares
-        self._last_seen: dict[tuple[str, str], bytes] = {}
+        self._last_seen: dict[tuple[str, str], tuple[bytes, float]] = {}
+        """Model and gateway -> its last report, and since when it has been that one."""
 
     async def run(self) -> None:
         """Exchange every SYNC_S seconds until cancelled; no Redis failure ends it."""
@@ -49,41 +55,69 @@ class ShareSync:
                         log.debug("traffic shares of %s are not exchanged: %s", model, error)
 
     async def _exchange(self, redis: Redis, model: str, shares: TrafficShares) -> None:
-        now_s = asyncio.get_running_loop().time()
         key = shares_key(model)
+        seconds, microseconds = await redis.time()
+        redis_s = seconds + microseconds / 1e6
+        now_s = asyncio.get_running_loop().time()
         own = shares.export(now_s)
         async with redis.pipeline(transaction=False) as pipe:
             if own.total > 0:
-                pipe.hset(key, self._gateway_id, encode_report(own))
+                pipe.hset(key, self._gateway_id, encode_report(own, redis_s))
                 pipe.expire(key, FORGET_S)
             pipe.hgetall(key)
             *_, reports = await pipe.execute()
-        for gateway, data in reports.items():
-            name = gateway.decode(errors="replace")
-            if name == self._gateway_id or self._last_seen.get((model, name)) == data:
-                continue  # a gateway that is gone leaves its last report behind: counted once, it decays
-            self._last_seen[model, name] = data
-            report = decode_report(data)
-            if report is not None:
+        others = {gateway: data for gateway, data in reports.items() if gateway != self._gateway_id.encode()}
+        gone = [
+            gateway
+            for gateway, data in others.items()
+            if not self._read(model, gateway.decode(errors="replace"), data, shares, redis_s, now_s)
+        ]
+        if gone:
+            await redis.hdel(key, *gone)  # one that lives after all writes again within SYNC_S
+        names = {gateway.decode(errors="replace") for gateway in others.keys() - gone}
+        for seen in [seen for seen in self._last_seen if seen[0] == model and seen[1] not in names]:
+            del self._last_seen[seen]
+
+    def _read(self, model: str, name: str, data: bytes, shares: TrafficShares, redis_s: float, now_s: float) -> bool:
+        """Count another gateway's report if it is news. Whether that gateway may still be there."""
+        last = self._last_seen.get((model, name))
+        if last is not None and last[0] == data:
+            return now_s - last[1] <= FORGET_S
+        self._last_seen[model, name] = data, now_s
+        decoded = decode_report(data)
+        if decoded is None:
+            return True
+        report, written_s = decoded
+        if written_s is None:  # when is not known; but a gateway that is there writes another one within SYNC_S
+            if last is not None:
                 shares.merge(name, report, now_s)
-        for model_and_name in [pair for pair in self._last_seen if pair[0] == model]:
-            if model_and_name[1].encode() not in reports:
-                del self._last_seen[model_and_name]
+            return True
+        age_s = redis_s - written_s
+        if abs(age_s) > FORGET_S:  # or from the future, when Redis has come back with another clock
+            return False
+        shares.merge(name, report, now_s - max(0.0, age_s))
+        return True
 
 
-def encode_report(report: ShareReport) -> bytes:
-    """The report as JSON."""
-    return orjson.dumps([report.total, [[item.key, item.parent, item.weight] for item in report.keys]])
+def encode_report(report: ShareReport, written_s: float) -> bytes:
+    """The report as JSON, with the time of its writing."""
+    return orjson.dumps([report.total, [[item.key, item.parent, item.weight] for item in report.keys], written_s])
 
 
-def decode_report(data: bytes) -> ShareReport | None:
-    """The report in `data`, None where another version of the gateway wrote something else."""
+def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
+    """The report in `data` and when it was written (None: not said), None where it is no report known here."""
     try:
-        total, items = orjson.loads(data)
-        keys = tuple(KeyWeight(PrefixKey(int(key)), _key(parent), float(weight)) for key, parent, weight in items)
-        return ShareReport(keys, float(total))
+        total, items, *written = orjson.loads(data)
+        keys = tuple(KeyWeight(PrefixKey(int(key)), _key(parent), _finite(weight)) for key, parent, weight in items)
+        return ShareReport(keys, _finite(total)), _finite(written[0]) if written else None
     except (orjson.JSONDecodeError, TypeError, ValueError):
         return None
+
+
+def _finite(number: Any) -> float:
+    if not 0 <= (value := float(number)) < math.inf:
+        raise ValueError(f"{number!r} is no weight")
+    return value
 
 
 def _key(parent: Any) -> PrefixKey | None:

@@ -60,7 +60,13 @@ def test_the_checkpoint_maker_accepts_its_flags(any_helm: Helm, monkeypatch: pyt
 def test_settings_arrive_with_their_values(any_helm: Helm):
     objects = any_helm.render(
         {
-            "gateway.settings": {"policy": "cache_aware", "max_in_flight": 10, "load_bound": 1.5, "log_requests": True},
+            "gateway.settings": {
+                "policy": "cache_aware",
+                "max_in_flight": 10,
+                "max_in_flight_body_mib": 64,
+                "load_bound": 1.5,
+                "log_requests": True,
+            },
             "models.a": {
                 "source": "random://",
                 "device": "cpu",
@@ -71,11 +77,21 @@ def test_settings_arrive_with_their_values(any_helm: Helm):
     )
     gateway = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
     assert (gateway.policy, gateway.max_in_flight, gateway.load_bound) == ("cache_aware", 10, 1.5)
+    assert gateway.max_in_flight_body_mib == 64
     assert (gateway.log_requests, gateway.total_timeout_s, gateway.models) == (True, 77, ["a"])
     engine = load(container(named(objects, "Deployment", "rel-warmroute-engine-a")["spec"]["template"], "engine"))
     assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, False, 77)
     assert (engine.pod_id, engine.served_model_name) == ("from-elsewhere", "a")
     assert engine.redis_url == gateway.redis_url == "redis://:from-elsewhere@rel-warmroute-redis.ns:6379/0"
+
+
+@pytest.mark.parametrize("values", ALL_VALUES, ids=lambda path: path.stem)
+def test_the_gateways_memory_has_room_for_the_bodies_it_takes(values: Path, any_helm: Helm):
+    ones = [one for _, template in pod_templates(any_helm.render(values)) for one in containers(template)]
+    (one,) = [one for one in ones if one["name"] == "gateway"]
+    limit = one["resources"]["limits"]["memory"]
+    limit_mib = int(limit[:-2]) * {"Mi": 1, "Gi": 1024}[limit[-2:]]
+    assert 512 + 4 * load(one).max_in_flight_body_mib <= limit_mib
 
 
 def test_the_gateway_looks_for_the_pods_that_the_chart_makes(any_helm: Helm):

@@ -54,9 +54,15 @@ CASES: list[tuple[str, Endpoint, dict[str, Any], int]] = [
         256,
     ),
     (
-        "image part as JSON",
+        "image part as a digest",
         Endpoint.CHAT,
         _chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}, _text("q" * 300)]}),
+        256,
+    ),
+    (
+        "refusal part as JSON",
+        Endpoint.CHAT,
+        _chat({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, _text("q" * 300)]}),
         256,
     ),
     ("tools first", Endpoint.CHAT, _chat({"role": "user", "content": "Paris? " * 40}, tools=[TOOL]), 256),

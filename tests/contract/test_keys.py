@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.errors import BadRequest
-from engine.contract.keys import canonical_chat, key_seed, prefix_keys
+from engine.contract.keys import MEDIA_BYTES, canonical_chat, key_seed, media_parts, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, request_head
 from tests.contract.make_vectors import CASES, VECTORS
 
@@ -39,7 +39,12 @@ def canonical_by_the_book(endpoint: str, request: dict[str, Any]) -> bytes:
         for part in (
             [] if content is None else [{"type": "text", "text": content}] if isinstance(content, str) else content
         ):
-            out += part["text"].encode() if part["type"] == "text" else compact(part)
+            if part["type"] == "text":
+                out += part["text"].encode()
+            elif part["type"] in ("input_text", "output_text", "refusal", "thinking"):
+                out += compact(part)
+            else:
+                out += xxhash.xxh3_128(compact(part)).hexdigest().encode() * 128
         rest = {k: v for k, v in message.items() if k not in ("role", "content")}
         out += (b"\x1f" + compact(rest) if rest else b"") + b"\x1e"
     return out
@@ -109,6 +114,65 @@ def test_text_parts_equal_the_same_text_in_one_string():
     assert canonical_chat([{"role": "user", "content": parts}]) == canonical_chat(
         [{"role": "user", "content": "one two"}]
     )
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image("data:image/png;base64," + "A" * 2_000_000),
+        {"type": "input_audio", "input_audio": {"data": "A" * 50_000, "format": "wav"}},
+        {"type": "file", "file": {"file_id": "file-1"}},
+        {"image_url": {"url": "https://example.com/1.png"}},
+        {"type": ["image_url"]},
+    ],
+    ids=["image", "audio", "file", "no type", "strange type"],
+)
+def test_media_takes_the_same_room_however_large_it_is(part: dict[str, Any]):
+    def canonical(*parts: dict[str, Any]) -> bytes:
+        return canonical_chat([{"role": "user", "content": list(parts)}])
+
+    text = {"type": "text", "text": "What is this?"}
+    assert len(canonical(text, part)) - len(canonical(text)) == MEDIA_BYTES
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": [text, part, part]}]
+    assert (media_parts(messages), media_parts(messages[:1])) == (2, 0)
+
+
+def test_keys_tell_images_apart_from_where_they_differ():
+    def keys(url: str) -> tuple[int, ...]:
+        parts = [{"type": "text", "text": "x" * 1019}, image(url), {"type": "text", "text": "y" * 600}]
+        return prefix_keys(canonical_chat([{"role": "user", "content": parts}]), 7)
+
+    one, again, other = keys("A" * 10_000 + "B"), keys("A" * 10_000 + "B"), keys("A" * 10_000 + "C")
+    assert len(one) == (1024 + MEDIA_BYTES + 600) // 256
+    assert one == again
+    assert one[:4] == other[:4]
+    assert not set(one[4:]) & set(other[4:])
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": nested(300), "messages": [{"role": "user", "content": "x"}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n", "tool_calls": nested(300)}]}, "tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "file", "file": nested(300)}]}]}, "content[0]"),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused_by_name(fields: dict[str, Any], param: str):
+    parsed = parse_body(json.dumps(fields).encode())
+    with pytest.raises(BadRequest) as refused:
+        request_head(Endpoint.CHAT, parsed)
+    assert refused.value.param == (param if param == "tools" else f"messages[0].{param}")
 
 
 @pytest.mark.parametrize(

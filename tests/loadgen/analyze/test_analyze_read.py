@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
 from loadgen.analyze.place import place
 from loadgen.analyze.read import Prompt, Source, UnusableLog, prompt_of
@@ -64,6 +65,14 @@ def test_tools_come_first_and_are_told_apart():
 )
 def test_times_are_seconds_milliseconds_or_iso(given, at_s):
     assert prompt_of({"prompt": "a", **given}).at_s == at_s
+
+
+def test_tools_nested_too_deeply_are_refused_by_name():
+    tools: list[object] = []
+    for _ in range(300):
+        tools = [tools]
+    with pytest.raises(BadRequest, match="tools"):
+        prompt_of({**BODY, "tools": tools})
 
 
 def test_times_give_the_rate_and_how_long_prefixes_must_last(tmp_path):

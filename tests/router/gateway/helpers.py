@@ -181,10 +181,11 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Requests inside, as the gateway and each pod count them; 0 when every count is."""
+        """Requests inside and their bytes, as the gateway and each pod count them; 0 when every count is."""
         pods = [member.pod for member in self.app[FLEET].members() if member.pod]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
-        return self.app[ADMISSION].in_flight + sum(pod.in_flight for pod in pods) + decided
+        admission = self.app[ADMISSION]
+        return admission.in_flight + admission.body_bytes + sum(pod.in_flight for pod in pods) + decided
 
     async def post(self, fields: object, *, path: str = "/v1/completions", **sent: str) -> Answer:
         """A request with a JSON body, read to its end."""

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.sse import SseDecoder
@@ -80,6 +81,65 @@ async def test_a_whole_answer_is_retried_as_long_as_nothing_was_sent(bad: Script
     pods = [ScriptedEngine("a", bad), ScriptedEngine("b", answers(200, b'{"ok": 1}'))]
     async with running(*pods, eject_after=10) as gateway:
         assert [(await gateway.post(WHOLE)).body for _ in range(2)] == [b'{"ok": 1}'] * 2
+
+
+@pytest.mark.parametrize("status", [302, 400, 404, 422])
+@pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
+async def test_a_refusal_is_no_prefill(status: int, fields: dict[str, Any]) -> None:
+    """A pod that refuses at once has not computed 50,000 tokens in no time, and holds none of them."""
+    refused = {**fields, "prompt": "x" * 200_000}
+    engine = ScriptedEngine("a", answers(status))
+    async with running(engine, policy="predicted_ttft") as gateway:
+        (pod,) = gateway.app[FLEET].pods("m")
+        before = pod.state.cost
+        replies = [await gateway.post(refused) for _ in range(6)]
+        after = pod.state.cost
+        held = gateway.app[INDEX].match(prefix_keys(b"x" * 200_000, key_seed("m")), asyncio.get_running_loop().time())
+        await wait_quiet(gateway, engine)
+    assert {reply.status for reply in replies} == {status}
+    assert after == before
+    assert not held
+
+
+async def test_a_refusal_leaves_the_queue_behind_as_it_was() -> None:
+    async def play(request: web.Request) -> web.StreamResponse:
+        return await (stalls_after(begin=False) if b"slow" in await request.read() else answers(400))(request)
+
+    engine = ScriptedEngine("a", play)
+    async with running(engine) as gateway:
+        (pod,) = gateway.app[FLEET].pods("m")
+        slow = asyncio.create_task(gateway.post({**STREAM, "prompt": "slow" * 50_000}))
+        await eventually(lambda: engine.open == 1)
+        before = pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time())
+        await asyncio.sleep(0.5)
+        assert (await gateway.post(STREAM)).status == 400
+        after = pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time())
+        slow.cancel()
+    assert after.in_flight == before.in_flight == 1
+    assert after.prefill_free_at_s == pytest.approx(before.prefill_free_at_s, abs=0.1), "its prefill began anew"
+
+
+async def test_one_hung_pod_does_not_take_all_the_time_of_a_whole_answer() -> None:
+    hung, good = ScriptedEngine("a", stalls_after(begin=False)), ScriptedEngine("b", answers(200, b'{"ok": 1}'))
+    async with running(hung, good, total_timeout_s=2.0) as gateway:
+        replies = await asyncio.gather(*(gateway.post(WHOLE) for _ in range(2)))
+        await eventually(lambda: hung.open == 0, 0.5)  # the attempt given up does not go on there
+        text = (await gateway.get("/metrics")).body.decode()
+    assert [(reply.status, reply.pod) for reply in replies] == [(200, "b")] * 2
+    assert len(hung.received) == 1
+    assert 'warmroute_gateway_retries_total{reason="timeout"} 1.0' in text
+
+
+@pytest.mark.parametrize(("pods", "retries"), [(1, 2), (2, 0)], ids=["no other pod", "no retry"])
+async def test_a_whole_answer_that_nobody_else_can_give_may_take_all_the_time(pods: int, retries: int) -> None:
+    async def play(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(1.2)
+        return web.Response(body=b"{}")
+
+    engines = [ScriptedEngine(name, play) for name in "ab"[:pods]]
+    async with running(*engines, total_timeout_s=2.0, retries=retries) as gateway:
+        assert (await gateway.post(WHOLE)).status == 200
+    assert sum(len(engine.received) for engine in engines) == 1
 
 
 async def test_a_failed_pod_is_not_tried_twice_and_the_retries_are_bounded() -> None:

@@ -103,6 +103,32 @@ def test_whole_events_are_not_joined() -> None:
     assert sink.writes == [b"data: 1\n\n", b"data: 2\n\n"]
 
 
+class Paced(Source):
+    """Plays chunks with these pauses before each, then is silent."""
+
+    def __init__(self, pauses_s: list[float]) -> None:
+        super().__init__([b"data: x\n\n"] * len(pauses_s))
+        self._pauses_s = [*pauses_s, 1e6]
+
+    async def readany(self) -> bytes:
+        await asyncio.sleep(self._pauses_s.pop(0))
+        return await super().readany()
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("pauses_s", [[], [0.24], [0.24, 0.99], [0.99, 0.01, 0.23, 0.98], [0.5] * 9])
+async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None:
+    now_s = asyncio.get_running_loop().time
+    started_s = now_s()
+    source: Any = Paced(pauses_s)
+    sink: Any = Sink()
+    with pytest.raises(UpstreamBroke, match="silent"):
+        await EventRelay(source, sink, Tail(), idle_s=1.0, deadline_s=started_s + 60).copy(b"data: x\n\n")
+    assert sink.data == b"data: x\n\n" * (1 + len(pauses_s))
+    silent_s = now_s() - started_s - sum(pauses_s)
+    assert 1.0 - 1e-6 <= silent_s <= 1.25 + 1e-6
+
+
 @pytest.mark.parametrize(
     ("tail", "usage"),
     [

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from typing import Any, get_args
 
 import orjson
 import pytest
+from aiohttp import web
 from blockbuster import BlockBuster
 
 from engine.contract import headers
 from engine.contract.settings import ConfigError
-from router.app import CHOOSER, INDEX
+from router.app import CHOOSER, FLEET, INDEX
 from router.config import GatewaySettings, PolicyName
 from router.gateway.registry import NoRegistry
 from router.registry.reader import RegistryStatus
@@ -60,6 +62,47 @@ async def test_a_deeply_nested_or_surrogate_body_is_refused_not_crashed_on() -> 
             b'{"model":"m","prompt":' + b"9" * 5000 + b"}",
         ):
             assert (await gateway.post(body)).status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/route/explain"])
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", b"this is no gzip"),
+        ("gzip", gzip.compress(orjson.dumps(STREAM))[:-20]),
+        ("gzip", gzip.compress(b"{}")[:12] + b"\xff" * 40),
+        ("deflate", b"\xff" * 40),
+    ],
+    ids=["no gzip", "cut", "broken", "no deflate"],
+)
+async def test_a_body_that_is_not_compressed_as_it_says_is_a_400(
+    encoding: str, body: bytes, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine("a", GOOD)
+    async with running(engine) as gateway:
+        answer = await gateway.post(body, path=path, **{"Content-Encoding": encoding})
+        good = await gateway.post(gzip.compress(orjson.dumps(STREAM)), **{"Content-Encoding": "gzip"})
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert (good.status, len(engine.received)) == (200, 1)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("field", ["tools", "messages[0].tool_calls", "messages[0].content[0]"])
+async def test_what_can_be_read_but_not_written_is_a_400_that_names_the_field(field: str) -> None:
+    message: dict[str, Any] = {"role": "user", "content": "x"}
+    deep = json.loads("[" * 300 + "]" * 300)
+    fields: dict[str, Any] = {"model": "m", "messages": [message]}
+    match field.rpartition(".")[2]:
+        case "tools":
+            fields["tools"] = deep
+        case "tool_calls":
+            message["tool_calls"] = deep
+        case _:
+            message["content"] = [{"type": "file", "file": deep}]
+    async with running(ScriptedEngine("a", GOOD)) as gateway:
+        answer = await gateway.post(json.dumps(fields).encode(), path="/v1/chat/completions")
+    assert (answer.status, answer.json["error"]["param"]) == (400, field)
+    assert answer.json["error"]["type"] == "invalid_request_error"
 
 
 async def test_body_bound() -> None:
@@ -209,6 +252,23 @@ async def test_health_ready_and_metrics() -> None:
     assert "warmroute_gateway_pods_admitted 1.0" in text
 
 
+async def test_an_engine_that_never_said_who_it_is_is_no_known_pod() -> None:
+    class Silent(ScriptedEngine):
+        async def _models(self, request: web.Request) -> web.Response:
+            return web.Response(status=500)
+
+    async with running(ScriptedEngine("a", GOOD), Silent("b", GOOD), wait=1) as gateway:
+        text = (await gateway.get("/metrics")).body.decode()
+        known = (await gateway.get("/ready")).json["pods"]
+    assert "warmroute_gateway_pods_known 1.0" in text
+    assert known == {"known": 2, "admitted": 1}, "those that discovery found"
+
+
+async def test_a_model_that_a_pod_lists_twice_has_the_pod_once() -> None:
+    async with running(ScriptedEngine("a", GOOD, models=["m", "m"])) as gateway:
+        assert len(gateway.app[FLEET].pods("m")) == 1
+
+
 async def test_unreachable_redis_delays_readiness_only_and_is_visible(no_blocking_calls: BlockBuster) -> None:
     no_blocking_calls.deactivate()  # the Redis client reads its own version from disk, once
     engine = ScriptedEngine("a", GOOD)
@@ -268,6 +328,39 @@ async def test_one_json_line_per_request(caplog: pytest.LogCaptureFixture, monke
     assert (first["request_id"], first["pod"], first["status"], first["error"]) == ("r1", "a", 200, None)
     assert (second["request_id"], second["pod"], second["status"]) == ("r2", "", 400)
     assert "not valid JSON" in second["error"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "used"),
+    [
+        (b"a\xffb", "a?b"),
+        ("\N{SNOWMAN}".encode(), "?"),
+        (b"tab\tend", "tab?end"),
+        (b"x" * 500, "x" * 128),
+        (b"~ 1", "~ 1"),
+    ],
+)
+async def test_a_request_id_of_any_bytes_reaches_log_engine_and_client_in_ascii(
+    sent: bytes, used: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(REQUESTS)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    engine = ScriptedEngine("a", answers(200))
+    async with running(engine) as gateway:
+        reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+        body = orjson.dumps({"prompt": "x"})
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nX-Request-Id: %b\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % (sent, len(body)) + body)
+        async with asyncio.timeout(5):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await eventually(lambda: gateway.in_flight == 0)
+    (record,) = (json.loads(r.message) for r in caplog.records if r.name == REQUESTS)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert f"x-request-id: {used}\r\n" in answer.decode().lower()
+    assert record["request_id"] == engine.received[0].headers["X-Request-Id"] == used
 
 
 def test_the_policies_of_the_settings_are_the_policies_there_are() -> None:

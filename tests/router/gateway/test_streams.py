@@ -133,6 +133,17 @@ async def test_nodelay_is_set_on_both_sides() -> None:
         await answer.read()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_usage_in_the_body_wins_over_headers_sent_before_it(stream: bool) -> None:
+    counted = {headers.CACHED: "100", headers.PROMPT_TOKENS: "500"}
+    usage = usage_event(500, 7, 400)
+    script = streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], **counted)
+    async with running(ScriptedEngine("a", script)) as gateway:
+        await gateway.post({**PROMPT, "stream": stream})
+        text = (await gateway.get("/metrics")).body.decode()
+    assert 'warmroute_gateway_tokens_total{kind="cached",policy="round_robin"} 400.0' in text
+
+
 async def test_foreign_engine_is_named_by_its_address_and_corrected_by_its_usage() -> None:
     script = streams([event("a"), usage_event(500, 1, 0), b"data: [DONE]\n\n"])
     engine = ScriptedEngine(None, script)
