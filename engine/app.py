@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -47,7 +48,7 @@ T = TypeVar("T")
 CPU_KV_BYTES = 2**30
 """KV pool on the CPU unless the settings say more."""
 CLOSE_S = 1.0
-"""Seconds that connections get to close once the drain is over."""
+"""Seconds that connections get to close once the drain is over, and the backend once the end is forced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class LoadedModel:
     text: ModelText
     backend: Backend
     blocks: int
+
+
+class BackendStuck(Exception):
+    """The backend does not close: a step in it has not ended, and its thread cannot be made to."""
 
 
 class StartError(Exception):
@@ -76,7 +81,10 @@ def run(settings: EngineSettings) -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Open the port, load, serve, drain. Raises ModelError, TokenizerError, StartError where it cannot start."""
+    """Open the port, load, serve, drain. Raises ModelError, TokenizerError, StartError where it cannot start.
+
+    Ends the process where a step never ends.
+    """
     stop, force = asyncio.Event(), asyncio.Event()
     _on_signals(lambda: (force if stop.is_set() else stop).set())
     state, metrics = ServerState(), EngineMetrics(settings.model_name)
@@ -84,16 +92,21 @@ async def serve(settings: EngineSettings) -> None:
         loaded = await _unless(stop, _in_daemon_thread(lambda: load(settings)))
         if loaded is None:
             return
-        async with engine_tasks(settings, state, metrics, loaded, port) as stop_publishing:
-            gc.freeze()  # what start-up made lives on: a collection that walks it costs milliseconds in a step
-            print(f"listening on http://{_in_url(settings.host)}:{port}", flush=True)
-            await stop.wait()
-            log.info("draining: new requests are refused, running ones may take %g s", settings.drain_s)
-            state.is_draining = True
-            stop_publishing()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(settings.drain_s):
-                    await _unless(force, asyncio.ensure_future(state.wait_idle()))
+        try:
+            async with engine_tasks(settings, state, metrics, loaded, port, force) as stop_publishing:
+                gc.freeze()  # what start-up made lives on: a collection that walks it costs milliseconds in a step
+                print(f"listening on http://{_in_url(settings.host)}:{port}", flush=True)
+                await stop.wait()
+                log.info("draining: new requests are refused, running ones may take %g s", settings.drain_s)
+                state.is_draining = True
+                stop_publishing()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(settings.drain_s):
+                        await _unless(force, asyncio.ensure_future(state.wait_idle()))
+        except BackendStuck as error:
+            log.critical("ending without closing the backend: %s", error)
+            logging.shutdown()
+            os._exit(1)  # the interpreter, too, would wait for the step's thread
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -192,9 +205,17 @@ async def listening(settings: EngineSettings, state: ServerState, metrics: Engin
 
 @asynccontextmanager
 async def engine_tasks(
-    settings: EngineSettings, state: ServerState, metrics: EngineMetrics, loaded: LoadedModel, port: int
+    settings: EngineSettings,
+    state: ServerState,
+    metrics: EngineMetrics,
+    loaded: LoadedModel,
+    port: int,
+    force: asyncio.Event | None = None,
 ) -> AsyncIterator[Callable[[], object]]:
-    """Run the step loop and the publisher, with the service open to requests; yields what ends the publishing."""
+    """Run the step loop and the publisher, with the service open to requests; yields what ends the publishing.
+
+    Raises BackendStuck on the way out, where a step did not end before its deadline or does not once `force` is set.
+    """
     cache = PrefixCache(loaded.blocks, settings.block_size, enabled=settings.prefix_cache)
     scheduler = Scheduler(
         cache,
@@ -207,10 +228,16 @@ async def engine_tasks(
     pod_id = settings.pod_id or f"{socket.gethostname()}:{port}"
     epoch = time.time_ns()
     publisher = _publisher(settings, scheduler, pod_id, epoch)
-    loop = EngineLoop(scheduler, loaded.backend, on_changes=publisher.offer if publisher else _ignore, metrics=metrics)
+    loop = EngineLoop(
+        scheduler,
+        loaded.backend,
+        on_changes=publisher.offer if publisher else _ignore,
+        metrics=metrics,
+        step_deadline_s=settings.step_deadline_s,
+    )
     workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(loaded.backend.close)
+        stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
         stack.callback(workers.close)
         stepping = await stack.enter_async_context(_background(loop.run(), "step loop"))
         publishing = None
@@ -221,6 +248,21 @@ async def engine_tasks(
         registry = publisher.state if publisher is not None else RegistryState
         state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry)
         yield publishing.cancel if publishing is not None else lambda: None
+
+
+async def _close(backend: Backend, loop: EngineLoop, force: asyncio.Event) -> None:
+    closing = asyncio.ensure_future(backend.close())
+    forced = asyncio.ensure_future(force.wait())
+    try:
+        if not loop.is_stuck:
+            await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
+        _, open_ = await asyncio.wait([closing], timeout=CLOSE_S)
+    finally:
+        forced.cancel()
+    if open_:
+        closing.cancel()
+        raise BackendStuck("a step has not ended")
+    await closing
 
 
 def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoch: int) -> Publisher | None:

@@ -67,6 +67,9 @@ class EngineSettings(Settings):
         description="Timing of device sim: h100-8b, a100-8b, l4-8b, h100-70b-tp4, or a .yaml that calibrate wrote",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
+    step_deadline_s: float = Field(
+        300.0, gt=0, le=86_400, description="Seconds a step may take; beyond, the device is lost and /health says 503"
+    )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
     config: str | None = Field(None, description="YAML file with any of these settings")

@@ -28,6 +28,9 @@ IDLE_CHECK_S = 1.0
 MAX_FAILURES_IN_A_ROW = 8
 """As many failed steps with no other between them are taken for a device that will not compute again."""
 
+STEP_DEADLINE_S = 300.0
+"""A step that takes longer is taken for one that never ends."""
+
 
 class StepFailed(Exception):
     """The step that computed a request failed, or the one before it; the request is gone, others go on."""
@@ -35,6 +38,10 @@ class StepFailed(Exception):
 
 class RequestRefused(Exception):
     """A request that can never run on this engine; the text says why."""
+
+
+class _NeverEnds(RuntimeError):
+    """A step is beyond its deadline: the device is lost."""
 
 
 class TokenStream:
@@ -111,6 +118,7 @@ class EngineLoop:
         *,
         on_changes: Callable[[KeyChanges], None],
         metrics: EngineMetrics,
+        step_deadline_s: float = STEP_DEADLINE_S,
     ) -> None:
         self._scheduler = scheduler
         self._backend = backend
@@ -122,13 +130,20 @@ class EngineLoop:
         self._queued_s: dict[int, float] = {}
         """When each request that no step has taken up yet was queued."""
         self._failures_in_a_row = 0
+        self._step_deadline_s = step_deadline_s
         self._dead = False
+        self._stuck = False
         self._wake = asyncio.Event()
 
     @property
     def is_alive(self) -> bool:
         """False once `run` has ended, by cancellation or by a defect; requests submitted then fail at once."""
         return not self._dead
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether `run` has ended because a step did not: the backend cannot be closed then."""
+        return self._stuck
 
     @property
     def open_requests(self) -> int:
@@ -169,11 +184,16 @@ class EngineLoop:
         """Step until cancelled.
 
         A failed step costs the requests in it and in the one given to the backend behind it; a defect of the loop
-        itself ends it. So do `MAX_FAILURES_IN_A_ROW` failed steps: raises RuntimeError from the last one's error.
+        itself ends it. So do `MAX_FAILURES_IN_A_ROW` failed steps: raises RuntimeError from the last one's error. So
+        does a step that has not ended when its deadline is over, counted from when the one before it ended.
         """
         try:
             while True:
                 await self._turn()
+        except _NeverEnds as error:
+            self._metrics.step_failures.inc()
+            self._fail(list(self._streams), str(error))
+            raise
         finally:
             self._dead = True
             self._fail(list(self._streams), "the engine has stopped")
@@ -207,8 +227,11 @@ class EngineLoop:
         flight = self._flights.popleft()
         plan = flight.plan
         try:
-            result = await flight.result
+            async with self._deadline():
+                result = await flight.result
             outputs = self._scheduler.complete(result)
+        except _NeverEnds:
+            raise
         except Exception as error:
             log.exception("a step of %d chunks failed", len(plan.chunks))
             await self._give_up(f"the step that computed this request failed: {error}")
@@ -230,10 +253,23 @@ class EngineLoop:
 
     async def _give_up(self, reason: str) -> None:
         """The oldest step is lost, and with it those given to the backend after it, whose blocks it may still use."""
-        await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
+        async with self._deadline():
+            await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()
         self._metrics.step_failures.inc()
         self._fail(self._scheduler.fail_step(), reason)
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """For waiting for a step. Raises _NeverEnds."""
+        try:
+            async with asyncio.timeout(self._step_deadline_s) as timer:
+                yield
+        except TimeoutError:
+            if not timer.expired():
+                raise  # the backend's own
+            self._stuck = True
+            raise _NeverEnds(f"a step has not ended within {self._step_deadline_s:g} s") from None
 
     async def _drop_flights(self) -> None:
         calls = [asyncio.ensure_future(flight.result) for flight in self._flights]

@@ -32,7 +32,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
     params = [request.sampling for request in requests]
     adjusted = _adjust(logits, requests)
     tokens = _argmax(adjusted)
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+    drawn = [i for i, p in enumerate(params) if p.draws]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         uniforms = [uniform(params[i].seed, len(requests[i].output_tokens)) for i in drawn]
@@ -58,7 +58,7 @@ def uniform(seed: int, index: int) -> float:
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """logits [R, vocab] after bias and penalties -> what is drawn from: float32 [R, vocab], filtered and renormalised.
 
-    All temperatures are above 0.
+    All of them draw.
     """
     temperature = _column(logits, [p.temperature for p in params])
     # The largest logit becomes 0 first: dividing by a tiny temperature then gives -inf, never inf.

@@ -47,7 +47,7 @@ class PrefixCache:
         return -(-tokens // self.block_size)
 
     def open(self, prompt_tokens: Sequence[int], salt: str = "", key_spans: Sequence[Span] = ()) -> CachedSequence:
-        """A sequence without blocks. Its tokens are hashed here, once."""
+        """A sequence without blocks. Its tokens are hashed here, once. Changes nothing: any thread may call it."""
         sequence = CachedSequence(
             self.block_size, salt.encode(), anchors(key_spans, len(prompt_tokens), self.block_size)
         )

@@ -48,6 +48,12 @@ class CachedSequence:
     _tail: array[int] = field(default_factory=lambda: array("i"))
     """Known tokens behind the last full block, and for a moment those just added."""
 
+    def fork(self) -> CachedSequence:
+        """Another sequence of the same tokens, without blocks: they are not hashed again."""
+        return CachedSequence(
+            self.block_size, self.salt, self.anchors, list(self.digests), list(self.contents), _tail=self._tail[:]
+        )
+
     def extend(self, tokens: Sequence[int]) -> None:
         """More known tokens follow: digest the blocks they fill."""
         self._tail.extend(tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.cache.sequence import CachedSequence
 from engine.contract.prefix_key import PrefixKey
 from engine.sched.sampling import SamplingParams
 
@@ -42,4 +43,6 @@ class Request:
     """Prefix keys of the prompt, shortest prefix first, `tokens` non-decreasing."""
     salt: str = ""
     """Requests of different salts share no KV."""
+    hashed: CachedSequence | None = None
+    """What `Scheduler.hash_prompt` made of prompt, salt and spans, shared by all requests that have the same ones."""
     output_tokens: list[int] = field(default_factory=list)

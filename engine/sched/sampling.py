@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MIN_TEMPERATURE = 1e-5
+"""Below, the most probable token is as good as certain, and float32 would divide by zero."""
+MIN_REPETITION_PENALTY = 0.01
+"""Below, penalised logits leave the range in which float32 tells them apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling of one request. The engine checks ranges where the request enters; here they hold."""
 
     temperature: float = 1.0
-    """0: greedy, the most probable token (lowest id on a tie)."""
+    """0, or below `MIN_TEMPERATURE`: greedy, the most probable token (lowest id on a tie)."""
     top_p: float = 1.0
     """Smallest set of tokens whose probability reaches this, in (0, 1]."""
     top_k: int = 0
@@ -30,6 +35,11 @@ class SamplingParams:
     """The n-th output token depends on (seed, n) and the logits alone: not on the batch, not on preemption."""
     logprobs: int | None = None
     """Number of alternatives reported beside the chosen token's log-probability; None: report none at all."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the token is drawn; the most probable one is taken else."""
+        return self.temperature >= MIN_TEMPERATURE
 
     @property
     def reads_output(self) -> bool:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
 from engine.contract.load import LoadReport
 from engine.sched.entry import Entry
 from engine.sched.in_flight import InFlightBlocks
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
-from engine.sched.request import FinishReason, Request
+from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.stats import SchedulerStats
 from engine.sched.step_cost import StepCostFit
 
@@ -88,6 +89,13 @@ class Scheduler:
         """Whether a request waits or runs: then `schedule` has a step for it, or one is in progress."""
         return bool(self._entries) or bool(self._steps)
 
+    def hash_prompt(self, tokens: Sequence[int], salt: str, key_spans: Sequence[KeySpan]) -> CachedSequence:
+        """For `Request.hashed`: what `add` does else, and the only thing in it that takes time with the prompt.
+
+        Any thread may call it.
+        """
+        return self._cache.open(tokens, salt, key_spans)
+
     def add(self, request: Request) -> None:
         """Queue the request.
 
@@ -107,7 +115,10 @@ class Scheduler:
                 f"prompt ({len(request.prompt_tokens)} tokens) and max_tokens ({request.max_tokens}) need {needed} KV "
                 f"blocks of {self._cache.block_size} tokens; the pool has {self._cache.pool.total}"
             )
-        sequence = self._cache.open(request.prompt_tokens, request.salt, request.key_spans)
+        if request.hashed is not None:
+            sequence = request.hashed.fork()
+        else:
+            sequence = self.hash_prompt(request.prompt_tokens, request.salt, request.key_spans)
         self._cache.append(sequence, request.output_tokens)
         entry = Entry(request, sequence, self._arrivals)
         entry.told_tokens = entry.known_tokens

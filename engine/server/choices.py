@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.sched.plan import SampledToken
@@ -26,15 +27,23 @@ class Choice:
     """State of one sequence of a request. Stop tokens and stop strings never appear in its text."""
 
     def __init__(
-        self, index: int, prompt: int, tokenizer: Tokenizer, stops: tuple[str, ...], *, logprobs: bool
+        self,
+        index: int,
+        prompt: int,
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...],
+        *,
+        logprobs: bool,
+        context: Sequence[int] = (),
     ) -> None:
+        """`context`: see `Detokenizer`."""
         self.index = index
         self.prompt = prompt
         """Which of the request's prompts it continues."""
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.finish: str | None = None
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)
         self._logprobs = logprobs
         self._unsent: list[SampledToken] = []

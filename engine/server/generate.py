@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -15,18 +14,13 @@ from engine.contract.errors import ApiError, BadRequest, TooManyRequests
 from engine.contract.requests import Endpoint
 from engine.contract.sse import DONE, sse_event
 from engine.loop import RequestRefused, StepFailed, TokenStream
-from engine.sched.request import FinishReason
+from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
 from engine.server.choices import Choice, Delta
 from engine.server.requests import GenerationJob, prepare
 from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
-
-BODY_TIMEOUT_S = 60.0
-WRITE_TIMEOUT_S = 120.0
-"""A client that reads nothing for so long is gone."""
-SMALL_BYTES = 16_384
-"""What a socket without a backlog takes at once: far below the 64 KiB at which a transport makes its writer wait."""
+from engine.server.wire import ending, read_body, send_json, write
 
 
 @dataclass(slots=True)
@@ -73,6 +67,12 @@ class _Generation:
             headers.PROMPT_TOKENS: str(sum(len(prompt.tokens) for prompt in self.job.prompts)),
         }
 
+    def first_headers(self, cached_tokens: int) -> dict[str, str]:
+        """`response_headers` when only one choice's cached tokens are known: without counts for several prompts."""
+        if len(self.job.prompts) > 1:
+            return {headers.POD: self.service.pod_id}
+        return self.response_headers(cached_tokens)
+
     def _observe(self, choice: Choice, output: TokenOutput) -> None:
         now = time.perf_counter()
         metrics = self.service.metrics
@@ -99,10 +99,9 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
     service = state.serving()
     with state.answering():
         endpoint = Endpoint(request.path)
-        body = await _read(request)
-        job = await service.workers.run(prepare, service.model, endpoint, body)
+        body = await read_body(request)
+        job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
         service.metrics.prepare.observe(time.perf_counter() - arrived_s)
-        requests, choices = service.sequences(job)
         try:
             async with service.loop.submit(requests) as stream:
                 generation = _Generation(service, job, choices, stream, arrived_s)
@@ -117,12 +116,12 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
             raise ApiError(str(error)) from None
 
 
-async def _read(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError:
-        raise BadRequest(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+def _prepared(
+    service: EngineService, endpoint: Endpoint, body: bytes
+) -> tuple[GenerationJob, list[Request], dict[int, Choice]]:
+    """All that takes time with the length of a prompt, on a thread."""
+    job = prepare(service.model, endpoint, body)
+    return job, *service.sequences(job)
 
 
 def _answer(
@@ -155,17 +154,13 @@ def _answer(
     )
 
 
-async def _whole(request: web.Request, generation: _Generation, answer: Answer) -> web.Response:
+async def _whole(request: web.Request, generation: _Generation, answer: Answer) -> web.StreamResponse:
     written = [Written() for _ in generation.choices]
     while (item := await generation.next()) is not None:
         choice, delta = item
         written[choice.index].add(delta)
     usage = generation.usage()
-    return web.Response(
-        body=answer.body(written, usage),
-        content_type="application/json",
-        headers=generation.response_headers(usage.cached_tokens),
-    )
+    return await send_json(request, answer.body(written, usage), generation.response_headers(usage.cached_tokens))
 
 
 async def _stream(request: web.Request, generation: _Generation, answer: Answer) -> web.StreamResponse:
@@ -175,19 +170,12 @@ async def _stream(request: web.Request, generation: _Generation, answer: Answer)
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",
-            **generation.response_headers(item[0].cached_tokens if item else 0),
+            **generation.first_headers(item[0].cached_tokens if item else 0),
         }
     )
     await response.prepare(request)
-    is_whole = False
-    try:
+    async with ending(request, response):
         await _send(request, response, generation, answer, item)
-        await response.write_eof()
-        is_whole = True
-    finally:
-        # Whatever went wrong, the client must not take a part for the whole, nor get a second answer inside the first.
-        if not is_whole and request.transport is not None:
-            request.transport.abort()
     return response
 
 
@@ -205,25 +193,10 @@ async def _send(
             choice, delta = item
             events = b"" if choice.index in started else answer.start(choice.index)
             started.add(choice.index)
-            await _write(request, response, events + answer.events(choice.index, delta))
+            await write(request, response, events + answer.events(choice.index, delta))
             item = await generation.next()
         closing = answer.usage_event(generation.usage()) if generation.job.include_usage else b""
-        await _write(request, response, closing + DONE)
+        await write(request, response, closing + DONE)
     except StepFailed as error:
         # The status is sent already: the error travels in the stream, which then ends without [DONE].
-        await _write(request, response, sse_event(ApiError(str(error)).body()))
-
-
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Raises ConnectionResetError when the client has gone, or reads nothing any more."""
-    if not data:
-        return
-    transport = request.transport
-    if transport is not None and len(data) <= SMALL_BYTES and not transport.get_write_buffer_size():
-        await response.write(data)  # never waits, so it needs no timer: a tenth of what a token costs
-        return
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await response.write(data)
-    except TimeoutError:
-        raise ConnectionResetError(f"the client has read nothing for {WRITE_TIMEOUT_S:g} s") from None
+        await write(request, response, sse_event(ApiError(str(error)).body()))

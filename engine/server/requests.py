@@ -15,6 +15,7 @@ from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
 from engine.server.messages import check_tools, template_messages
 from engine.text.chat import ChatTemplate
+from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
 from engine.text.tokenizer import Encoded, Tokenizer
 
@@ -50,6 +51,8 @@ class Prompt:
     max_tokens: int
     text: str | None
     """The prompt as the client wrote it, None for token ids and chats."""
+    context: tuple[int, ...] = ()
+    """Its last tokens, where the answer's text goes on from them (`text/detokenize.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,17 @@ class GenerationJob:
     salt: str
     stream: bool
     include_usage: bool
+    is_seeded: bool
+    """Whether the seed is the client's."""
     echo: bool = False
 
-    def choice_sampling(self, choice: int) -> SamplingParams:
-        """Sampling of one of the sequences: each its own seed, the first that of the request."""
-        own_seed = (self.sampling.seed + choice * _GOLDEN_RATIO_64) % 2**63
+    def choice_sampling(self, prompt: int, choice: int) -> SamplingParams:
+        """Sampling of one of a prompt's `n` sequences: each its own seed, the first that of the request.
+
+        With a seed of the client's, equal prompts get equal answers, in one request as in several.
+        """
+        number = choice if self.is_seeded else prompt * self.n + choice
+        own_seed = (self.sampling.seed + number * _GOLDEN_RATIO_64) % 2**63
         return SamplingParams(
             **{name: getattr(self.sampling, name) for name in SamplingParams.__slots__ if name != "seed"}, seed=own_seed
         )
@@ -89,7 +98,9 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
             param="echo",
             code="unsupported_parameter",
         )
-    prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in list_prompts(completion.prompt))
+    listed = list_prompts(completion.prompt)
+    _check_choices(len(listed), completion.n or 1)  # before any of them costs time
+    prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in listed)
     return _job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
 
 
@@ -145,11 +156,28 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
             )
 
 
+def check_length(model: ModelText, text: str, param: str) -> None:
+    """Raises BadRequest for a text that cannot fit the context, by its bytes: tokenizing takes a second a megabyte."""
+    size, most = len(text.encode()), model.tokenizer.most_bytes(model.max_model_len)
+    if size > most:
+        raise BadRequest(
+            f"the prompt has {size} bytes; the model's context of {model.max_model_len} tokens holds at most {most}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def _encode(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
-    """The text's tokens. Raises BadRequest for one that the tokenizer has and the model has not."""
+    """The text's tokens. Raises BadRequest for too many, and for one that the tokenizer has and the model has not."""
+    check_length(model, text, param)
     encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_ids(encoded.ids, model.vocab_size, param)
     return encoded
+
+
+def _check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        raise BadRequest(f"{prompts} prompts times n={n} is more than {MAX_CHOICES} sequences", param="n")
 
 
 def _is_ids(items: Sequence[object]) -> bool:
@@ -170,16 +198,19 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
 
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
-    keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
     if isinstance(prompt, str):
         encoded = _encode(model, prompt, "prompt", add_special_tokens=True)
-        tokens, spans = encoded.ids, text_spans(keys, model.stride, prompt, encoded.ends)
+        tokens = encoded.ids
     else:
         check_ids(prompt, model.vocab_size, "prompt")
-        tokens, spans = prompt, token_spans(keys, model.stride)
+        encoded, tokens = None, prompt
     room = _room(model, len(tokens), fields.max_tokens, "prompt")
     max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
-    return Prompt(tokens, spans, max_tokens, prompt if isinstance(prompt, str) else None)
+    context = context_of(model.tokenizer, tokens)
+    keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
+    if encoded is None or not isinstance(prompt, str):
+        return Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context)
+    return Prompt(tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context)
 
 
 def _keys(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
@@ -221,22 +252,20 @@ def _job(
     *,
     echo: bool = False,
 ) -> GenerationJob:
-    n = fields.n or 1
-    if len(prompts) * n > MAX_CHOICES:
-        raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} sequences", param="n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
     stop_ids = fields.stop_token_ids or []
     check_ids(stop_ids, model.vocab_size, "stop_token_ids")
     return GenerationJob(
         prompts=prompts,
-        n=n,
+        n=fields.n or 1,
         sampling=_sampling(model, fields, logprobs),
         stop=tuple(fields.stop),
         stop_token_ids=frozenset(stop_ids) | (frozenset() if fields.ignore_eos else model.eos_token_ids),
         salt=fields.cache_salt or "",
         stream=bool(fields.stream),
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        is_seeded=fields.seed is not None,
         echo=echo,
     )
 

@@ -15,8 +15,9 @@ from engine.contract.events import Tier
 from engine.contract.requests import Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
-from engine.server.requests import ModelText, check_ids, check_model, render_chat
+from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
 from engine.server.service import ServerState
+from engine.server.wire import finish, read_body
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = _error_response(ApiError("internal error; the engine's log has the details"), 500)
     resource = request.match_info.route.resource
     request.app[METRICS].observe_response(resource.canonical if resource else "unknown", response.status)
+    await finish(request, response)
     return response
 
 
@@ -102,12 +104,12 @@ async def _models(request: web.Request) -> web.Response:
 
 async def _tokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_tokens_of, service.model, await request.read()))
+    return _json(await service.workers.run(_tokens_of, service.model, await read_body(request)))
 
 
 async def _detokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_text_of, service.model, await request.read()))
+    return _json(await service.workers.run(_text_of, service.model, await read_body(request)))
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -146,6 +148,7 @@ def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:
     else:
         messages = _typed(fields, "messages", list, [])
         text = render_chat(model, messages, _typed(fields, "tools", list, []))
+    check_length(model, text, "prompt" if "prompt" in fields else "messages")
     special = _typed(fields, "add_special_tokens", bool, "prompt" in fields)
     ids = model.tokenizer.encode(text, add_special_tokens=special).ids
     strings = [model.tokenizer.token_text(i) for i in ids] if _typed(fields, "return_token_strs", bool, False) else None

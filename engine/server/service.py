@@ -73,23 +73,30 @@ class EngineService:
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, Choice]]:
-        """The job's requests for the scheduler, and the choice that each of them (by id) becomes."""
+        """The job's requests for the scheduler, and the choice that each of them (by id) becomes. For a thread."""
         requests: list[Request] = []
         choices: dict[int, Choice] = {}
         for i, prompt in enumerate(job.prompts):
+            hashed = self.scheduler.hash_prompt(prompt.tokens, job.salt, prompt.spans)
             for j in range(job.n):
                 request = Request(
                     id=next(self._ids),
                     prompt_tokens=prompt.tokens,
                     max_tokens=prompt.max_tokens,
-                    sampling=job.choice_sampling(j),
+                    sampling=job.choice_sampling(i, j),
                     stop_token_ids=job.stop_token_ids,
                     key_spans=prompt.spans,
                     salt=job.salt,
+                    hashed=hashed,
                 )
                 requests.append(request)
                 choices[request.id] = Choice(
-                    len(choices), i, self.model.tokenizer, job.stop, logprobs=job.sampling.logprobs is not None
+                    len(choices),
+                    i,
+                    self.model.tokenizer,
+                    job.stop,
+                    logprobs=job.sampling.logprobs is not None,
+                    context=prompt.context,
                 )
         return requests, choices
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from engine.text.tokenizer import Tokenizer
 
@@ -12,6 +13,25 @@ _LONGEST_CHARACTER = 4
 """Tokens of one byte that a UTF-8 character may need; more of them pending are not a character."""
 _WINDOW = 32
 """Tokens decoded at once where text stays uncertain, so that a token costs a constant time."""
+_CONTEXT_SIZES = (4, 5, 6, 7, 8, 16, 64, 256)
+
+
+def context_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The fewest last tokens of a prompt after which a `Detokenizer` decodes as after all of them.
+
+    Empty where it needs none, where the prompt has no text, and where it may end within a character.
+    """
+    if tokenizer.joins_bytes:
+        return ()
+    for size in _CONTEXT_SIZES:
+        tail = tuple(tokens[-size:])
+        text = tokenizer.decode(tail)
+        # One without text may be stripped of what follows; one that begins within a character may never be one.
+        if text and not text.startswith(_REPLACEMENT):
+            return () if text.endswith(_REPLACEMENT) else tail
+        if size >= len(tokens):
+            break
+    return ()
 
 
 class Detokenizer:
@@ -19,16 +39,19 @@ class Detokenizer:
 
     Exact for byte-level tokenizers. With sentencepiece's byte fallback it is exact for valid UTF-8 only: there one bad
     byte later makes the whole run of bytes undecodable, which is known after its first characters have been sent.
+
+    With `context`, tokens that come before (`context_of`), they are what decoding all of it gives behind those: a
+    decoder may strip the space at the beginning of a text, and here it does not begin.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = _UTF8("replace") if tokenizer.joins_bytes else None
-        self._window: list[int] = []
+        self._window = list(context)
         """The tokens of the last piece, whose text the decoder needs as context, and those with text yet to come."""
-        self._context = 0
+        self._context = len(self._window)
         """Tokens of the last piece in `_window`."""
-        self._sent = 0
+        self._sent = len(tokenizer.decode(self._window)) if self._window else 0
         """Characters of the decoded window that have been returned."""
 
     def push(self, token: int) -> str:

@@ -10,6 +10,8 @@ from typing import Any, overload
 
 import tokenizers
 
+from engine.text.text_limit import TextLimit
+
 
 class TokenizerError(Exception):
     """A tokenizer or chat template the engine cannot use; the text names the file and the remedy."""
@@ -77,6 +79,8 @@ class Tokenizer:
         """`decode` is nothing but the bytes of the tokens, joined and decoded as UTF-8: those of `decoded_bytes`."""
         self._decoded: dict[int, bytes] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        self._limit = TextLimit.of(state, longest, self._bytes_of_char)
 
     @classmethod
     def from_path(cls, folder: Path) -> Tokenizer:
@@ -97,6 +101,10 @@ class Tokenizer:
         # encode_batch lets other threads run meanwhile; encode does not, and half a megabyte takes half a second.
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return Encoded(encoding.ids, _Ends(encoding, text))
+
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes of UTF-8 above which a text has more than so many tokens, or nothing that is worth encoding."""
+        return self._limit.most_bytes(tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""

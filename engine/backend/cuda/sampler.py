@@ -51,7 +51,7 @@ class HostSampling:
     def of(chunks: Sequence[SequenceChunk], vocab_size: int) -> HostSampling:
         """For logits [len(chunks), vocab_size], row i for chunks[i]."""
         params = [chunk.request.sampling for chunk in chunks]
-        drawn = [i for i, p in enumerate(params) if p.temperature > 0]
+        drawn = [i for i, p in enumerate(params) if p.draws]
         asked = [params[i] for i in drawn]
         narrow = [j for j, p in enumerate(asked) if 0 < p.top_k <= NARROW]
         wide = [j for j, p in enumerate(asked) if not 0 < p.top_k <= NARROW and (p.top_k or p.top_p < 1)]

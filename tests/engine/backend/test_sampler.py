@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.backend.sampler import probabilities, sample, uniform
 from engine.sched.request import Request
-from engine.sched.sampling import SamplingParams
+from engine.sched.sampling import MIN_REPETITION_PENALTY, SamplingParams
 
 VOCAB = 12
 
@@ -150,10 +150,18 @@ def test_uniforms_are_spread_and_inside_the_interval() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, once in 1,000
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-46, 5e-324])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.999]])
+    assert not SamplingParams(temperature=temperature).draws
     assert sample(logits, [request(SamplingParams(temperature=temperature, top_p=0.9, seed=5))])[0].token == 1
+
+
+def test_the_least_repetition_penalty_leaves_the_order_of_logits() -> None:
+    """Also with as large logits as a bias makes."""
+    logits = torch.tensor([[150.0, 149.0, -150.0, -149.0, 1.0]])
+    p = SamplingParams(temperature=0.01, repetition_penalty=MIN_REPETITION_PENALTY, seed=5)
+    assert sample(logits, [request(p, prompt=range(5))])[0].token == 0
 
 
 def test_tokens_of_no_probability_are_never_drawn() -> None:

@@ -187,3 +187,14 @@ def test_anchors_cover_only_whole_blocks_of_the_prompt(counts, prompt, block_siz
         assert (indexes[-1] + 1) * block_size <= prompt
     else:
         assert all(min(n, prompt) < block_size for n in counts)
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 12), max_size=4))
+def test_forks_of_a_sequence_are_as_if_hashed_alone(length: int, answers: list[int]):
+    cache = PrefixCache(8, 4)
+    shared = cache.open(range(length), "tenant", (span(7, 8),))
+    for number, more in enumerate(answers):
+        alone, fork = cache.open(range(length), "tenant", (span(7, 8),)), shared.fork()
+        for sequence in (alone, fork):
+            cache.append(sequence, range(100 * number, 100 * number + more))
+        assert (fork.digests, fork.contents, fork.anchors) == (alone.digests, alone.contents, alone.anchors)

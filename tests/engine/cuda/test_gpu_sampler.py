@@ -25,7 +25,7 @@ finite = st.integers(-60, 60).map(lambda n: n / 8)  # exact in binary, with many
 rows = st.lists(finite, min_size=VOCAB, max_size=VOCAB)
 params = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 4.0, 1e-30]),
+    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 4.0, 1e-30, 1e-46]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.01]),
     top_k=st.sampled_from([0, 0, 1, 2, 5, VOCAB, 100]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),

@@ -51,14 +51,14 @@ class Script:
 class Bench:
     """A loop with all that it moves."""
 
-    def __init__(self, backend: Backend, *, max_waiting: int = 8, max_running: int = 4) -> None:
+    def __init__(self, backend: Backend, *, max_waiting: int = 8, max_running: int = 4, **loop: float) -> None:
         self.cache = PrefixCache(BLOCKS, BLOCK)
         self.scheduler = Scheduler(
             self.cache, SchedulerConfig(max_step_tokens=64, max_running=max_running, max_waiting=max_waiting)
         )
         self.changes: list[KeyChanges] = []
         self.metrics = EngineMetrics("m")
-        self.loop = EngineLoop(self.scheduler, backend, on_changes=self.changes.append, metrics=self.metrics)
+        self.loop = EngineLoop(self.scheduler, backend, on_changes=self.changes.append, metrics=self.metrics, **loop)
 
     def failures(self) -> float | None:
         return self.metrics.registry.get_sample_value("warmroute_step_failures_total", {"model_name": "m"})
@@ -205,6 +205,76 @@ async def test_a_step_between_failed_ones_keeps_the_loop() -> None:
         async with bench.loop.submit([request(300)]) as stream:
             assert len(await _read_all(stream)) == 4
     assert bench.failures() == 2 * len(almost)
+
+
+class Hanging(Script):
+    """Its second step does not end, nor what is given behind it."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        super().__init__()
+        self.max_in_flight = max_in_flight
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        is_first = not self.plans
+        result = await super().run(plan)
+        if not is_first:
+            await asyncio.Event().wait()
+        return result
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+async def test_a_step_that_never_ends_is_taken_for_a_lost_device(max_in_flight: int) -> None:
+    bench = Bench(Hanging(max_in_flight), step_deadline_s=30.0)
+    async with running(bench) as task:
+        async with bench.loop.submit([request(1)]) as stream:
+            await anext(stream)
+            begun_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(29)
+            assert bench.loop.is_alive
+            with pytest.raises(StepFailed, match="a step has not ended within 30 s"):
+                await _read_all(stream)
+        assert asyncio.get_running_loop().time() - begun_s == pytest.approx(30, abs=2 * STEP_S)
+        await asyncio.wait([task])
+        assert not bench.loop.is_alive
+        assert bench.loop.is_stuck
+        with pytest.raises(StepFailed, match="stopped"):
+            async with bench.loop.submit([request(2)]):
+                pass
+    assert bench.failures() == 1
+
+
+async def test_a_step_that_hangs_behind_a_failed_one_is_found_too() -> None:
+    class Broken(Hanging):
+        async def run(self, plan: StepPlan) -> StepResult:
+            if not self.plans:
+                self.plans.append(plan)
+                await asyncio.sleep(STEP_S)
+                raise RuntimeError("device lost")
+            return await super().run(plan)
+
+    bench = Bench(Broken(2), step_deadline_s=30.0)
+    async with running(bench) as task:
+        async with bench.loop.submit([request(1)]) as stream:
+            with pytest.raises(StepFailed):
+                await _read_all(stream)
+        await asyncio.wait([task])
+        assert bench.loop.is_stuck
+
+
+async def test_long_steps_and_a_backends_own_timeouts_are_no_lost_device() -> None:
+    class Slow(Script):
+        async def run(self, plan: StepPlan) -> StepResult:
+            await asyncio.sleep(29)
+            return await super().run(plan)
+
+    bench = Bench(Slow(None, None, TimeoutError("a copy")), step_deadline_s=30.0)
+    async with running(bench):
+        async with bench.loop.submit([request(1)]) as stream:
+            await anext(stream)
+            await anext(stream)
+            with pytest.raises(StepFailed, match="a copy"):
+                await anext(stream)
+        assert bench.loop.is_alive
 
 
 async def test_an_answer_without_a_token_that_is_due_is_a_failed_step() -> None:

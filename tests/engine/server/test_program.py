@@ -173,3 +173,51 @@ def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     for name, field in EngineSettings.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert field.description
+
+
+HUNG = """
+import asyncio, threading
+from concurrent.futures import ThreadPoolExecutor
+from engine.backend.sim import SimBackend
+from engine.__main__ import main
+
+worker = ThreadPoolExecutor(1)
+
+async def run(self, plan):
+    print("stepping", flush=True)
+    await asyncio.get_running_loop().run_in_executor(worker, threading.Event().wait)
+
+async def close(self):
+    await asyncio.to_thread(worker.shutdown)
+
+SimBackend.run, SimBackend.close = run, close
+main()
+"""
+
+
+@pytest.fixture
+def hung_process(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
+    """An engine whose steps never end, as on a card that does not answer."""
+    flags = ("--model", str(checkpoint), "--device", "sim", "--port", "0")
+    with subprocess.Popen([sys.executable, "-c", HUNG, *flags], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_a_second_signal_ends_it_though_a_step_never_does(hung_process: subprocess.Popen[str]) -> None:
+    assert hung_process.stdout is not None
+    url = (await asyncio.to_thread(hung_process.stdout.readline)).split()[-1]
+    async with aiohttp.ClientSession() as http:
+        asking = asyncio.ensure_future(http.post(f"{url}/v1/completions", json={"prompt": "hi"}))
+        assert await asyncio.to_thread(hung_process.stdout.readline) == "stepping\n"
+        hung_process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            while True:
+                async with http.get(f"{url}/health") as health:
+                    if (await health.json())["status"] == "draining":
+                        break
+        hung_process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(hung_process.wait, 10) == 1
+        await asyncio.gather(asking, return_exceptions=True)

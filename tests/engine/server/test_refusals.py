@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,7 @@ BOTH = [
     ("top_k huge", {"top_k": BIG}, "top_k"),
     ("min_p", {"min_p": 2}, "min_p"),
     ("repetition_penalty", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("repetition_penalty tiny", {"repetition_penalty": 0.0099}, "repetition_penalty"),
     ("presence_penalty", {"presence_penalty": 2.1}, "presence_penalty"),
     ("frequency_penalty", {"frequency_penalty": -2.1}, "frequency_penalty"),
     ("seed", {"seed": 1.5}, "seed"),
@@ -159,6 +162,7 @@ async def test_every_refusal_is_a_400_that_names_the_field(engine: Engine) -> No
         (CHAT, {"audio": None, "functions": [], "function_call": "none", "logit_bias": None, "tools": []}),
         (CHAT, {"user": "u", "metadata": {"a": "b"}, "parallel_tool_calls": True, "prompt_cache_key": "k"}),
         (CHAT, {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1.1, "seed": -5}),
+        (CHAT, {"temperature": 1e-300, "repetition_penalty": 0.01}),
         (CHAT, {"stop": None, "stop_token_ids": [1], "ignore_eos": True, "logit_bias": {"5": -100}}),
         (CHAT, {"max_tokens": None, "max_completion_tokens": 2, "n": 2, "cache_salt": "tenant"}),
         (CHAT, {"model": None, "chat_template_kwargs": {"enable_thinking": False}, "tool_choice": "none"}),
@@ -179,6 +183,7 @@ async def test_messages_say_what_to_do(engine: Engine) -> None:
 
     assert "did you mean 'temperature'" in await message(temprature=1)
     assert "'tiny'" in await message(model="other")
+    assert "greater than or equal to 0.01; got 1e-40" in await message(repetition_penalty=1e-40)
     assert "4096" in await message(max_tokens=4090)
     assert "max_tokens is 4090" in await message(max_tokens=4090)
     assert "context of 4096" in await message(messages=[{"role": "user", "content": "a b " * 5000}])
@@ -189,6 +194,31 @@ async def test_a_body_that_is_no_json_object_is_a_400(engine: Engine, body: byte
     async with engine.http.post(engine.url + CHAT, data=body) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+async def test_a_body_that_does_not_decompress_is_a_400(engine: Engine, path: str) -> None:
+    broken = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with engine.http.post(engine.url + path, data=b'{"prompt": "hi"}', headers=broken) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "body" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
+async def test_a_body_that_does_not_come_is_a_400(engine: Engine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.server.wire.BODY_TIMEOUT_S", 0.1)
+    leave = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        await leave.wait()
+
+    async with engine.http.post(engine.url + path, data=body()) as response:
+        assert response.status == 400
+        assert "did not arrive" in (await response.json())["error"]["message"]
+        leave.set()
 
 
 async def test_another_model_is_a_404(engine: Engine) -> None:

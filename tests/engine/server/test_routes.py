@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.app import listening
+from engine.app import BackendStuck, listening
 from engine.config import EngineSettings
 from engine.contract import headers
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
@@ -230,6 +230,47 @@ async def test_health_fails_after_steps_that_all_failed(start: Start) -> None:
         assert await health() == 503
         status, body = await engine.ask(CHAT, messages=LONG)
         assert (status, body["error"]["type"]) == (503, "service_unavailable_error")
+
+
+class Hanging:
+    """A device whose first step never ends."""
+
+    max_in_flight = 1
+
+    def __init__(self, *, closes: bool) -> None:
+        self._closes = closes
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        if not self._closes:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_health_fails_when_a_step_never_ends(start: Start, stream: bool) -> None:
+    async with start(backend=Hanging(closes=True), step_deadline_s=0.2) as engine:
+        status, body = await engine.ask(CHAT, messages=LONG, stream=stream)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        await wait_until(lambda: not engine.service.loop.is_alive)
+        async with engine.http.get(engine.url + "/health") as response:
+            assert (response.status, await response.json()) == (503, {"status": "failed"})
+
+
+async def test_a_backend_with_a_step_that_never_ends_is_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.app.CLOSE_S", 0.1)
+
+    async def life() -> None:
+        async with start(backend=Hanging(closes=False), step_deadline_s=0.2) as engine:
+            assert (await engine.ask(CHAT, messages=LONG))[0] == 500
+            await wait_until(lambda: engine.service.loop.is_stuck)
+
+    with pytest.raises(BackendStuck):
+        await asyncio.wait_for(life(), 4)
 
 
 async def test_the_port_answers_before_the_model_is_loaded() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 
 from engine.backend.sim import SimBackend
 from engine.contract import headers
@@ -151,16 +152,71 @@ async def test_a_defect_after_the_first_token_breaks_the_connection(
     await wait_until(lambda: engine.held_blocks() == 0)
 
 
-async def test_a_client_that_reads_nothing_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.server.generate.WRITE_TIMEOUT_S", 0.2)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_reads_nothing_is_dropped(
+    start: Start, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
     async with start() as engine:
         # 12 MB of log-probabilities: more than the sockets' buffers hold.
-        fields = {"max_tokens": 300, "n": 16, "logprobs": True, "top_logprobs": 20, "stream": True}
+        fields = {"max_tokens": 300, "n": 16, "logprobs": True, "top_logprobs": 20, "stream": stream}
         async with engine.post(CHAT, messages=MESSAGES, **fields) as response:
             async with asyncio.timeout(10):
                 await engine.state.wait_idle()
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
+
+
+@pytest.mark.parametrize("path", ["chat", "health"])
+async def test_a_client_that_does_not_read_the_last_bytes_is_dropped(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The end of a body, too, waits until the transport has room again; so does an answer that is sent at once."""
+    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", never)
+    monkeypatch.setattr(web.Response, "write_eof", never)
+
+    async def ask() -> None:
+        if path == "health":
+            await engine.http.get(engine.url + "/health")
+        else:
+            async with engine.post(CHAT, messages=MESSAGES, max_tokens=2, stream=True) as response:
+                await response.read()
+
+    with pytest.raises(aiohttp.ClientError):
+        await asyncio.wait_for(ask(), 3)
+    await asyncio.wait_for(engine.state.wait_idle(), 3)
+
+
+async def test_an_answer_of_many_slices_comes_whole_to_a_slow_client(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 2.0)
+    fields = {"max_tokens": 300, "n": 4, "logprobs": True, "top_logprobs": 20}
+    async with engine.post(CHAT, messages=MESSAGES, **fields) as response:
+        body = b""
+        async for data in response.content.iter_any():
+            body += data
+            await asyncio.sleep(0.001)
+    assert len(body) == int(response.headers["Content-Length"]) > 2**20
+    assert len(orjson.loads(body)["choices"]) == 4
+
+
+async def test_a_stream_of_several_prompts_has_no_counts_in_its_headers(engine: Engine) -> None:
+    """The first token tells of one prompt's cache alone; the usage at the end tells of all."""
+    for prompt, has_counts in (([list(range(64)), list(range(64))], False), ([list(range(64))], True)):
+        fields = {"prompt": prompt, "max_tokens": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+        async with engine.post(TEXT, **fields) as response:
+            *_, usage, _ = [event async for event in events_of(response)]
+        assert [name in response.headers for name in (headers.CACHED, headers.PROMPT_TOKENS)] == [has_counts] * 2
+        assert usage["usage"]["prompt_tokens"] == 64 * len(prompt)
+        if has_counts:
+            details = usage["usage"]["prompt_tokens_details"]
+            assert response.headers[headers.CACHED] == str(details["cached_tokens"]) == "48"
 
 
 async def test_more_requests_than_the_queue_holds_get_a_429(start: Start) -> None:
@@ -224,13 +280,16 @@ async def test_the_clients_request_id_comes_back(engine: Engine) -> None:
 
 
 async def test_long_prompts_do_not_stop_the_event_loop(engine: Engine) -> None:
-    """Half a megabyte of text is parsed, rendered and tokenized while the loop keeps turning."""
+    """Half a megabyte of text is parsed, rendered, tokenized and hashed while the loop keeps turning."""
+    engine.state.service = replace(engine.service, model=replace(engine.service.model, max_model_len=2**19))
     text = "The quick brown fox. " * 25_000
-    big = asyncio.ensure_future(engine.ask(CHAT, messages=[{"role": "user", "content": text}]))
+    big = asyncio.ensure_future(engine.ask(CHAT, messages=[{"role": "user", "content": text}], max_tokens=1))
     worst_s, started_s = 0.0, time.perf_counter()
     while not big.done():
         before_s = time.perf_counter()
         await asyncio.sleep(0.001)
         worst_s = max(worst_s, time.perf_counter() - before_s)
-    assert (await big)[0] == 400
+    status, body = await big
+    assert status == 400
+    assert "KV blocks" in body["error"]["message"]
     assert worst_s < 0.5 * (time.perf_counter() - started_s)  # tokenizing takes nearly all of it, and holds nobody up

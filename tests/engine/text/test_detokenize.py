@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.detokenize import Detokenizer
+from engine.text.detokenize import Detokenizer, context_of
 from engine.text.tokenizer import Tokenizer
 
 
@@ -62,3 +62,39 @@ def test_a_character_is_held_back_until_its_last_byte(byte_level: Tokenizer) -> 
     of_byte = {byte_level.token_bytes(i): i for i in range(400)}
     detokenizer = Detokenizer(byte_level)
     assert [detokenizer.push(of_byte[bytes([byte])]) for byte in "世".encode()] == ["", "", "世"]
+
+
+def continued(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer, context_of(tokenizer, prompt))
+    return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
+
+
+TEXTS = st.text(st.sampled_from("dog fox\n;é你🙂"), max_size=40)
+
+
+@given(prompt=TEXTS, ids=st.lists(st.integers(259, 500), max_size=40))
+def test_what_follows_a_prompt_is_decoded_as_its_continuation(
+    metaspace: Tokenizer, prompt: str, ids: list[int]
+) -> None:
+    before = metaspace.encode(prompt, add_special_tokens=True).ids
+    assert metaspace.decode(before) + continued(metaspace, before, ids) == metaspace.decode([*before, *ids])
+
+
+@given(prompt=TEXTS, text=TEXTS)
+def test_characters_of_bytes_that_follow_a_prompt_come_whole(metaspace: Tokenizer, prompt: str, text: str) -> None:
+    before = metaspace.encode(prompt, add_special_tokens=True).ids
+    ids = metaspace.encode(text, add_special_tokens=False).ids
+    assert metaspace.decode(before) + continued(metaspace, before, ids) == metaspace.decode([*before, *ids])
+
+
+def test_a_context_is_short_and_has_text_of_whole_characters(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
+    def ids(text: str) -> list[int]:
+        return metaspace.encode(text, add_special_tokens=True).ids
+
+    assert context_of(byte_level, byte_level.encode("a dog", add_special_tokens=False).ids) == ()
+    assert len(context_of(metaspace, ids("the dog " * 500))) == 4
+    assert context_of(metaspace, ids("")) == ()
+    assert context_of(metaspace, ids("🙂" * 9)[:-1]) == ()
+    assert metaspace.decode(context_of(metaspace, ids("🙂" * 9 + "é"))).strip() == "🙂é"
+    ends = [*ids("dog"), *[1] * 20]
+    assert continued(metaspace, ends, ids("dog")[1:]) == " dog"
