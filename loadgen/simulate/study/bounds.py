@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from loadgen.experiment.verdict import FAILED_MORE
 from loadgen.simulate.arms import PEERS
 from loadgen.simulate.study.cases import NOTHING_SHARED, Case
 from loadgen.simulate.study.run import Cell
@@ -92,10 +93,14 @@ def _against_peers(case: Case, ours: Sequence[Cell], peers: Mapping[str, Sequenc
 
 def _failures(case: Case, ours: Sequence[Cell], peers: Mapping[str, Sequence[Cell]]) -> Bound:
     """Latencies are of completed requests: an arm could win by failing the others."""
-    failed = {name: sum(cell.failed for cell in cells) for name, cells in peers.items()}
-    peer = min(failed, key=failed.__getitem__)
-    detail = f"the fewest of a peer: {peer}; over {len(ours)} seeds"
-    return Bound(f"{case.name}: failed requests", sum(cell.failed for cell in ours), failed[peer], detail)
+    peer, _ = best(peers, "mean_ttft_ms")
+    failed, theirs = _failed_share(ours), _failed_share(peers[peer])
+    detail = f"{failed:.2%}; {peer}, of the best mean, {theirs:.2%}"
+    return Bound(f"{case.name}: failed requests more than the best peer's", failed - theirs, FAILED_MORE, detail)
+
+
+def _failed_share(cells: Sequence[Cell]) -> float:
+    return sum(cell.failed for cell in cells) / sum(cell.failed + cell.completed for cell in cells)
 
 
 def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:

@@ -54,11 +54,16 @@ def test_each_bound_is_missed_by_its_own_number_alone():
 
 
 def test_what_is_won_by_failing_requests_misses_a_bound():
-    ours = {"mean_ttft_ms": 80.0, "failed": 3}
-    peers = {name: {"failed": 4} for name in PEERS}
+    """One point more than the peer with the best mean, of 50 completed and so many failed."""
+    ours = {"mean_ttft_ms": 80.0, "failed": 5}
+    peers = {name: {"failed": 5} for name in PEERS}
     assert not missed(table_of(predicted_ttft=ours, **peers))
-    fewest = sorted(PEERS)[-1]
-    assert missed(table_of(predicted_ttft=ours, **{**peers, fewest: {"failed": 2}})) == {"small: failed requests"}
+    slower, best = sorted(PEERS)[:2]
+    peers[best] = {"failed": 3, "mean_ttft_ms": 99.0}
+    name = "small: failed requests more than the best peer's"
+    assert missed(table_of(predicted_ttft=ours, **peers)) == {name}
+    peers[best] = {"failed": 5, "mean_ttft_ms": 99.0}
+    assert not missed(table_of(predicted_ttft=ours, **{**peers, slower: {"failed": 0}}))
 
 
 @pytest.mark.parametrize("name", ["gsp_90", "zero_60"])
