@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.backend.base import Backend
 from engine.cache.changes import KeyChanges
+from engine.config import STEP_DEADLINE_S
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
@@ -27,9 +28,6 @@ IDLE_CHECK_S = 1.0
 
 MAX_FAILURES_IN_A_ROW = 8
 """As many failed steps with no other between them are taken for a device that will not compute again."""
-
-STEP_DEADLINE_S = 300.0
-"""A step that takes longer is taken for one that never ends."""
 
 
 class StepFailed(Exception):

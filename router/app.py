@@ -25,7 +25,7 @@ from router.fleet.kubernetes import KubernetesDiscovery
 from router.fleet.kubernetes_login import connect, login
 from router.fleet.probe import HttpProbe
 from router.gateway.admin import Admin
-from router.gateway.admission import MIB, Admission
+from router.gateway.admission import Admission
 from router.gateway.chooser import Chooser
 from router.gateway.errors import errors
 from router.gateway.estimates import Estimates
@@ -84,7 +84,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.api_keys_file or settings.engine_api_key_file))
     app[INDEX] = PrefixIndex()
-    app[ADMISSION] = Admission(settings.max_in_flight, settings.max_in_flight_body_mib * MIB)
+    app[ADMISSION] = Admission(settings.max_in_flight, settings.max_in_flight_body_bytes)
     app.cleanup_ctx.extend((_keys, _session, _fleet, _registry, _handlers, _background))
     app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:

@@ -171,6 +171,11 @@ class GatewaySettings(Settings):
             raise ValueError("is not the name of a namespace")
         return name
 
+    @property
+    def max_in_flight_body_bytes(self) -> int:
+        """`max_in_flight_body_mib` in bytes."""
+        return self.max_in_flight_body_mib * 2**20
+
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         required = {"static": "engines", "kubernetes": "kube_selector", "dns": "dns_name"}
@@ -187,7 +192,7 @@ class GatewaySettings(Settings):
 
     @model_validator(mode="after")
     def _check_bodies(self) -> Self:
-        if self.max_in_flight_body_mib * 2**20 < self.max_body_bytes:
+        if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise ValueError(
                 f"--max-in-flight-body-mib {self.max_in_flight_body_mib} has no room for one body of --max-body-bytes "
                 f"{self.max_body_bytes}"

@@ -95,9 +95,10 @@ class Omniscient:
         tokens = sum(left for left, _ in work) - sum(count for count, _ in running)
         busy_s = sum(prefill_s(cost, left, known) for left, known in work)
         busy_s -= sum(prefill_s(cost, count, end) for count, end in running)
-        # The request shares a step with what waits, as far as the step's tokens go; its own steps are the policy's.
+        # The request shares a step with what waits, as far as the step's tokens go. The policy adds what it takes for
+        # the request's own steps.
         uncached = prompt_tokens - hits * pod.spec.block_size
-        steps = further_steps(tokens + uncached) - further_steps(uncached)
+        steps = further_steps(tokens + uncached, pod.spec.max_step_tokens) - further_steps(uncached)
         step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
         return PodView(
             PodId(pod.spec.name),

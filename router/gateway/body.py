@@ -6,8 +6,9 @@ import asyncio
 
 from aiohttp import web
 
+from engine.contract.errors import BadRequest
 from router.gateway.admission import Admitted
-from router.gateway.errors import DeadlineExceeded, TooLarge, broken_body
+from router.gateway.errors import DeadlineExceeded, TooLarge
 
 
 async def read_body(request: web.Request, admitted: Admitted, deadline_s: float) -> bytes:
@@ -26,7 +27,8 @@ async def read_body(request: web.Request, admitted: Admitted, deadline_s: float)
     except TimeoutError:
         raise DeadlineExceeded("the request's body did not arrive in time") from None
     except web.RequestPayloadError as error:
-        raise broken_body(error) from None
+        # It is not what its headers say: not compressed that way, or cut off.
+        raise BadRequest(f"the request's body cannot be read: {error.__cause__ or error}") from None
 
 
 async def _read(request: web.Request, admitted: Admitted) -> bytes:

@@ -66,11 +66,6 @@ def error_response(error: ApiError, request_id: str | None = None, status: int |
     return response
 
 
-def broken_body(error: web.RequestPayloadError) -> BadRequest:
-    """What a client hears whose body is not what its headers say: not compressed that way, or cut off."""
-    return BadRequest(f"the request's body cannot be read: {error.__cause__ or error}")
-
-
 @web.middleware
 async def errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -90,8 +85,6 @@ async def _answer(
         return await handler(request)
     except ApiError as error:
         return error_response(error)
-    except web.RequestPayloadError as error:
-        return error_response(broken_body(error))
     except web.HTTPException as error:
         if error.status < 400:
             raise

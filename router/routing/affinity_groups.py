@@ -80,11 +80,9 @@ class AffinityGroups:
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
-        for pod, count in zip(pods, recent, strict=True):
-            if pod.pod_id not in self._groups.pods:
-                known = self._recent.tokens(pod.pod_id, request.now_s)
-                self._recent.add(pod.pod_id, count - known, request.now_s)
-        self._groups = groups
+        if groups is not self._groups:
+            self._count_joined(pods, recent, request.now_s)
+            self._groups = groups
         self._seen += 1
         self._recent.add(pods[chosen].pod_id, 1.0, request.now_s)
         self.shares.record(request.keys, _work_s(request, pods, chosen), request.now_s)
@@ -106,6 +104,12 @@ class AffinityGroups:
         sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
         share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0
         return [sent.get(pod.pod_id, share * pod.weight) for pod in pods]
+
+    def _count_joined(self, pods: Sequence[PodView], recent: Sequence[float], now_s: float) -> None:
+        """Keep what `_recent_requests` says of pods that were not there."""
+        for pod, count in zip(pods, recent, strict=True):
+            if pod.pod_id not in self._groups.pods:
+                self._recent.add(pod.pod_id, count - self._recent.tokens(pod.pod_id, now_s), now_s)
 
     def _homes(self, request: RequestInfo, depth: int, even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
         """Of the pods `even`, those with the longest match beyond the popular keys, unless too busy; in the group or

@@ -37,12 +37,12 @@ def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
     return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
 
 
-def further_steps(uncached_tokens: float) -> float:
+def further_steps(uncached_tokens: float, step_tokens: int = STEP_TOKENS) -> float:
     """Steps that a prefill takes beyond its first, each with all the decoding of its pod in it.
 
     Not rounded: what is left of a prefill shares its last step with the next.
     """
-    return uncached_tokens / STEP_TOKENS - 1 if uncached_tokens > STEP_TOKENS else 0.0
+    return uncached_tokens / step_tokens - 1 if uncached_tokens > step_tokens else 0.0
 
 
 class PodSpeed:

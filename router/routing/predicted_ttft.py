@@ -82,8 +82,8 @@ class PredictedTtft:
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
         self._shared = 2 * _SHARED
         """Traffic counts as sharing until some 35 requests say otherwise."""
-        self._usual_s = 0.0
-        """Seconds of prefill of a usual prompt if nothing of it were cached; 0: no request yet."""
+        self._usual_s = math.inf
+        """Seconds of prefill of a usual prompt if nothing of it were cached; infinite: no request yet."""
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are seconds."""
@@ -100,7 +100,7 @@ class PredictedTtft:
             self._debts.book(account, _owed_after(costs, scores, chosen, owed_s), request.now_s)
         self._shared += _FOLLOW * (longest / request.prompt_tokens - self._shared)
         whole_s = prefill_s(pods[chosen].cost, request.prompt_tokens, request.prompt_tokens)
-        self._usual_s += _FOLLOW * (whole_s - self._usual_s) if self._usual_s else whole_s
+        self._usual_s = whole_s if math.isinf(self._usual_s) else self._usual_s + _FOLLOW * (whole_s - self._usual_s)
         uncached = max(1, request.prompt_tokens - pods[chosen].matched_tokens)
         self._recent.add(pods[chosen].pod_id, uncached + request.output_tokens, request.now_s)
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
@@ -111,7 +111,7 @@ class PredictedTtft:
         """Of the pods hardly worse than the best, with no shorter match, the one with least recent work."""
         best = lowest(request, pods, scores)
         own_s, least_match = costs[best].own_s, pods[best].matched_tokens
-        tied_s = min(own_s, self._usual_s or own_s)
+        tied_s = min(own_s, self._usual_s)
         limit = scores[best] + (_TIE_SHARE if self._shared >= _SHARED else _UNSHARED_TIE_SHARE) * tied_s
         most_own_s = own_s + _TIE_SHARE * own_s  # no pod of half the speed
         equals = [
@@ -159,7 +159,6 @@ class PredictedTtft:
         ]
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
-        usual_s = self._usual_s or math.inf
         costs, scores = [], []
         for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
             step_s = decode_s(cost, pod.decoding, pod.context_tokens)
@@ -170,7 +169,7 @@ class PredictedTtft:
             externality_s = min(own_s, mean_wait_s)
             step_s *= 1 + further_steps(uncached)
             stall = self._stall_weight * pod.decoding
-            stall_s = stall * min(own_s, usual_s)  # what decodes now has ended before a prefill much longer does
+            stall_s = stall * min(own_s, self._usual_s)  # what decodes now has ended before a prefill much longer does
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (self._host_share * pod.host_tokens + self._disk_share * pod.disk_tokens)
@@ -180,7 +179,7 @@ class PredictedTtft:
                 pressure_s = self._pressure_weight * cost.token_s * prompt * full**4 / (1 - full)
             if uncached > least_tokens:
                 least_s = prefill_s(cost, least_tokens, prompt)
-                duplicate_s = own_s - least_s + stall_s - stall * min(least_s, usual_s)
+                duplicate_s = own_s - least_s + stall_s - stall * min(least_s, self._usual_s)
                 switch_s = self._switch_margin * duplicate_s
                 credit_s = min(owed_s, duplicate_s + switch_s)
             costs.append(
