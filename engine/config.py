@@ -11,9 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import Settings
 
-STEP_DEADLINE_S = 300.0
-"""A step that takes longer is taken for one that never ends."""
-
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 """What `device` may be."""
 
@@ -71,10 +68,7 @@ class EngineSettings(Settings):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
     step_deadline_s: float = Field(
-        STEP_DEADLINE_S,
-        gt=0,
-        le=86_400,
-        description="Seconds a step may take; beyond, the device is lost and /health says 503",
+        300.0, gt=0, le=86_400, description="Seconds a step may take; beyond, the device is lost and /health says 503"
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")

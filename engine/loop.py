@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from engine.backend.base import Backend
 from engine.cache.changes import KeyChanges
-from engine.config import STEP_DEADLINE_S
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
@@ -116,7 +115,7 @@ class EngineLoop:
         *,
         on_changes: Callable[[KeyChanges], None],
         metrics: EngineMetrics,
-        step_deadline_s: float = STEP_DEADLINE_S,
+        step_deadline_s: float,
     ) -> None:
         self._scheduler = scheduler
         self._backend = backend

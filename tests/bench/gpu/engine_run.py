@@ -104,7 +104,9 @@ class Engine:
         )
         metrics: Any = NoMetrics()
         self._scheduler = Scheduler(self._cache, limits)
-        self.loop = EngineLoop(self._scheduler, backend, on_changes=lambda _: None, metrics=metrics)
+        self.loop = EngineLoop(
+            self._scheduler, backend, on_changes=lambda _: None, metrics=metrics, step_deadline_s=300.0
+        )
         self._next_id = 0
 
     @asynccontextmanager

@@ -76,7 +76,7 @@ async def answers(backend: Backend, requests: Sequence[Request], blocks: int = B
     cache = PrefixCache(blocks, BLOCK_SIZE)
     config = SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=MAX_RUNNING, max_waiting=20)
     scheduler = Scheduler(cache, config)
-    loop = EngineLoop(scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"))
+    loop = EngineLoop(scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"), step_deadline_s=60.0)
     found: dict[int, Answer] = {}
 
     async def ask(request: Request) -> None:

@@ -51,14 +51,22 @@ class Script:
 class Bench:
     """A loop with all that it moves."""
 
-    def __init__(self, backend: Backend, *, max_waiting: int = 8, max_running: int = 4, **loop: float) -> None:
+    def __init__(
+        self, backend: Backend, *, max_waiting: int = 8, max_running: int = 4, step_deadline_s: float = 60.0
+    ) -> None:
         self.cache = PrefixCache(BLOCKS, BLOCK)
         self.scheduler = Scheduler(
             self.cache, SchedulerConfig(max_step_tokens=64, max_running=max_running, max_waiting=max_waiting)
         )
         self.changes: list[KeyChanges] = []
         self.metrics = EngineMetrics("m")
-        self.loop = EngineLoop(self.scheduler, backend, on_changes=self.changes.append, metrics=self.metrics, **loop)
+        self.loop = EngineLoop(
+            self.scheduler,
+            backend,
+            on_changes=self.changes.append,
+            metrics=self.metrics,
+            step_deadline_s=step_deadline_s,
+        )
 
     def failures(self) -> float | None:
         return self.metrics.registry.get_sample_value("warmroute_step_failures_total", {"model_name": "m"})

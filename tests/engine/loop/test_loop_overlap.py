@@ -38,7 +38,9 @@ class Bench:
         self.device = VirtualDevice(self.cache, STEP_TOKENS, max_in_flight=in_flight, **device)  # type: ignore[arg-type]
         self.metrics = EngineMetrics("m")
         self.changes: list[KeyChanges] = []
-        self.loop = EngineLoop(self.scheduler, self.device, on_changes=self.changes.append, metrics=self.metrics)
+        self.loop = EngineLoop(
+            self.scheduler, self.device, on_changes=self.changes.append, metrics=self.metrics, step_deadline_s=60.0
+        )
 
     def sample(self, name: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, {"model_name": "m"})

@@ -55,7 +55,9 @@ async def answers(model: Decoder, *, ahead: bool) -> tuple[dict[int, list[Sample
     backend: Backend = TwoInFlight(inner) if ahead else inner
     cache = PrefixCache(BLOCKS, BLOCK)
     scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=16, max_running=6, max_waiting=20))
-    loop = EngineLoop(scheduler, backend, on_changes=lambda changes: None, metrics=EngineMetrics("m"))
+    loop = EngineLoop(
+        scheduler, backend, on_changes=lambda changes: None, metrics=EngineMetrics("m"), step_deadline_s=60.0
+    )
     task = asyncio.create_task(loop.run())
     found: dict[int, list[SampledToken]] = {}
     async with asyncio.timeout(60), loop.submit(requests()) as stream:

@@ -71,7 +71,9 @@ def real(arrivals: Sequence[Arrival]) -> Seen:
         config = SchedulerConfig(SPEC.max_step_tokens, SPEC.max_running, SPEC.max_waiting)
         scheduler = Scheduler(PrefixCache(SPEC.kv_tokens // SPEC.block_size, SPEC.block_size), config)
         backend = SimBackend(PROFILE, vocab_size=2**31 - 1)
-        loop = EngineLoop(scheduler, backend, on_changes=lambda changes: None, metrics=EngineMetrics("m"))
+        loop = EngineLoop(
+            scheduler, backend, on_changes=lambda changes: None, metrics=EngineMetrics("m"), step_deadline_s=60.0
+        )
 
         async def user(number: int, arrival: Arrival) -> None:
             await asyncio.sleep(start_s + arrival[0] - clock())
