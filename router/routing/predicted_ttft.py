@@ -160,16 +160,23 @@ class PredictedTtft:
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
         costs, scores = [], []
+        last_cost, last_match = None, -1
         for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
+            if cost is not last_cost or pod.matched_tokens != last_match:
+                last_cost, last_match = cost, pod.matched_tokens  # most pods are equally fast and hold equally much
+                uncached = max(1, prompt - last_match)
+                own_s = prefill_s(cost, uncached, prompt)
+                least_s = prefill_s(cost, least_tokens, prompt) if uncached > least_tokens else own_s
+                # What decodes now has ended before a prefill much longer than usual does.
+                stalled_s, least_stalled_s = min(own_s, self._usual_s), min(least_s, self._usual_s)
+                externality_s = min(own_s, mean_wait_s)
+                steps = 1 + further_steps(uncached)
             step_s = decode_s(cost, pod.decoding, pod.context_tokens)
             if pod.in_flight and wait_s < step_s / 2:
                 wait_s = step_s / 2  # a pod with anything in flight is within a step, on average halfway
-            uncached = max(1, prompt - pod.matched_tokens)
-            own_s = prefill_s(cost, uncached, prompt)
-            externality_s = min(own_s, mean_wait_s)
-            step_s *= 1 + further_steps(uncached)
+            step_s *= steps
             stall = self._stall_weight * pod.decoding
-            stall_s = stall * min(own_s, self._usual_s)  # what decodes now has ended before a prefill much longer does
+            stall_s = stall * stalled_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (self._host_share * pod.host_tokens + self._disk_share * pod.disk_tokens)
@@ -178,8 +185,7 @@ class PredictedTtft:
                 full = min(pod.kv_used, 0.98)
                 pressure_s = self._pressure_weight * cost.token_s * prompt * full**4 / (1 - full)
             if uncached > least_tokens:
-                least_s = prefill_s(cost, least_tokens, prompt)
-                duplicate_s = own_s - least_s + stall_s - stall * min(least_s, self._usual_s)
+                duplicate_s = own_s - least_s + stall_s - stall * least_stalled_s
                 switch_s = self._switch_margin * duplicate_s
                 credit_s = min(owed_s, duplicate_s + switch_s)
             costs.append(
