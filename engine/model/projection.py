@@ -20,6 +20,11 @@ class Projection:
         self._packed = not shared and _packs(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
+    @property
+    def plain(self) -> tuple[Tensor, Tensor | None] | None:
+        """weight [out, in] and bias [out]; None where the matrix is not kept plain."""
+        return None if self._packed else (self._weight, self._bias)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
         if self._packed:

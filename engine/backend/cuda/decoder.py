@@ -1,4 +1,6 @@
-"""The decoder of `engine.model.decoder` for CUDA: fused kernels between cuBLAS products, all in buffers made once.
+"""The decoder of `engine.model.decoder` for CUDA: fused kernels between matrix products, all in buffers made once.
+
+Products of few rows have a kernel of their own, others are cuBLAS's.
 
 The residual stream stays in one buffer; every norm but the first adds to it on the way. Nothing here waits for the
 device or allocates by a value on it, so a step without prefill can be captured in a CUDA graph.
@@ -13,11 +15,13 @@ from torch import Tensor
 
 from engine.backend.cuda.attention import AttentionKernels
 from engine.backend.cuda.kernels.activation import silu_mul
+from engine.backend.cuda.kernels.linear import gated_linear, linear, suits
 from engine.backend.cuda.kernels.norm import add_rms_norm, rms_norm
 from engine.backend.cuda.kernels.rope_store import rope_store
 from engine.backend.cuda.step import StepTensors
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
+from engine.model.projection import Projection
 from engine.model.rope import inverse_frequencies, turns
 
 
@@ -132,20 +136,19 @@ class CudaDecoder:
         norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
         rms_norm(own.residual, norms[0], eps, own.hidden)
         for i, layer in enumerate(weights.layers):
-            layer.qkv.into(own.hidden, own.qkv)
+            _project(layer.qkv, own.hidden, own.qkv)
             self._attend(i, step, turn, pool, attention, own)
             if step.rows is not None and i == len(weights.layers) - 1:
                 # No other token's row is read after the last layer's attention.
                 if not rows:
                     return own.logits
                 own = own.only(step.rows)
-            layer.output.into(own.attended, own.hidden)
+            _project(layer.output, own.attended, own.hidden)
             add_rms_norm(own.hidden, own.residual, layer.mlp_norm, eps, own.hidden)
-            layer.gate_up.into(own.hidden, own.gate_up)
-            silu_mul(own.gate_up, own.activated)
-            layer.down.into(own.activated, own.hidden)
+            _project_gated(layer.gate_up, own.hidden, own.gate_up, own.activated)
+            _project(layer.down, own.activated, own.hidden)
             add_rms_norm(own.hidden, own.residual, norms[i + 1], eps, own.hidden)
-        weights.head.into(own.hidden, own.head)
+        _project(weights.head, own.hidden, own.head)
         if own.logits.dtype != own.head.dtype:
             own.logits.copy_(own.head)
         return own.logits
@@ -163,3 +166,22 @@ class CudaDecoder:
             attention.prefill(i, q[:split], pool, own.attended[:split], step.prefill)
         if step.decode is not None:
             attention.decode(i, q[split:], pool, own.attended[split:], step.decode)
+
+
+def _project(projection: Projection, x: Tensor, out: Tensor) -> None:
+    """x [T, in] -> out [T, out]."""
+    plain = projection.plain
+    if plain is not None and suits(x, plain[0]):
+        linear(x, *plain, out)
+    else:
+        projection.into(x, out)
+
+
+def _project_gated(projection: Projection, x: Tensor, product: Tensor, out: Tensor) -> None:
+    """x [T, hidden] -> out [T, I], silu(gate) * up; `product` [T, 2 I] is room for both."""
+    plain = projection.plain
+    if plain is not None and plain[1] is None and suits(x, plain[0]):
+        gated_linear(x, plain[0], out)
+    else:
+        _project(projection, x, product)
+        silu_mul(product, out)

@@ -25,6 +25,8 @@ from unittest import mock
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 """Shared memory of one program at most, by card; CUDA C++ programming guide, "Technical Specifications". sm_80 has
 163 KiB, but its settings are those of 8.6 and 8.9 too."""
+_FIRST = re.compile(r"\bgriddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:global|volatile)|\bcp\.async|\bbra\b|\bret\b")
+"""What of these comes first in a kernel's PTX."""
 DEADLINE_S = 590
 """All variants of a type take a minute of one core."""
 
@@ -46,6 +48,10 @@ class Compiled:
     """The same as only Hopper has them: several times as large, twice as fast."""
     wide_copies: int
     """cp.async of 16 bytes in the kernel's PTX: what a pipelined load becomes that is as wide as it can be."""
+    begins_early: bool
+    """Whether it is launched before the kernel before it has ended."""
+    waits_first: bool
+    """Whether it waits for that before the first access to memory and the first branch, so whatever it has to do."""
 
 
 def compiled(scenario: str, arch: int) -> list[Compiled]:
@@ -63,12 +69,17 @@ def compiled(scenario: str, arch: int) -> list[Compiled]:
 
 
 def check(kernels: list[Compiled], arch: int) -> None:
-    """That they fit the card: shared memory, and no registers spilled. Prints what they take."""
+    """That they fit the card: shared memory, and no registers spilled. Prints what they take.
+
+    And that those for Hopper are launched before the one before has ended, and wait for it.
+    """
     assert kernels
     for kernel in kernels:
         print(f"sm_{arch} {kernel}")
         assert kernel.shared_bytes <= SHARED_BYTES[arch], kernel
         assert not kernel.spill_bytes, kernel
+        assert kernel.begins_early == (arch == 90), kernel
+        assert kernel.waits_first == kernel.begins_early, kernel
 
 
 class _Card:
@@ -130,6 +141,8 @@ def _describe(kernel: object, log: str) -> Compiled:
         mma=len(re.findall(r"\bmma\.sync", ptx)),
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"\bcp\.async\.cg\.", ptx)),
+        begins_early=kernel.metadata.launch_pdl,
+        waits_first=_FIRST.search(ptx)[0] == "griddepcontrol.wait",
     )
 
 

@@ -21,7 +21,10 @@ from engine.sched.plan import SequenceChunk
 from tests.engine.model.helpers import Driven, drive, shuffled_blocks, tokens
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-"""Distance of a row of logits over its length. Triton's interpreter truncates to bfloat16 where devices round."""
+"""Distance of a row of logits over its length."""
+TRUNCATED = 0.2
+"""The same for bfloat16 in Triton's interpreter, which truncates where devices round: also after each matrix product
+of few rows."""
 BLOCK_SIZE = 4
 PADDING_BLOCK = 10**6
 """Fills tables behind a sequence's last block: reading it is an error anywhere."""
@@ -133,7 +136,9 @@ def check_mixed_steps(model: Decoder, attention: AttentionKernels) -> None:
     drive(both, sequences, outputs=3, chunk_tokens=8)  # type: ignore[arg-type]
     expected, found = torch.cat(both.expected), torch.cat(both.found)
     assert len(found) == 6
-    assert ((found - expected).norm(dim=-1) < TOLERANCE[model.dtype] * expected.norm(dim=-1)).all()
+    truncates = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    tolerance = TRUNCATED if truncates else TOLERANCE[model.dtype]
+    assert ((found - expected).norm(dim=-1) < tolerance * expected.norm(dim=-1)).all()
     written = [pool.data.isfinite().all(-1).all(-1) for pool in (both.reference.pool, steps.pool)]
     assert torch.equal(*written)
 

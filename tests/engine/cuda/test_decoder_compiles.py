@@ -10,8 +10,9 @@ from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
 
 pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute on a busy machine
 
-# One norm with a sum and one without. Neither layers nor rows make a variant of a kernel.
-OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1})
+# One norm with a sum and one without. Neither layers nor rows make a variant of a kernel. The last layer's few rows
+# have products of their own: output, gate and up, down, head.
+OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1, "_linear": 4})
 ATTENTION = Counter({"_prefill": 1, "_attend_parts": 1, "_add_parts": 1})
 
 
@@ -39,3 +40,22 @@ def test_a_step_with_its_attention_compiles(arch: int) -> None:
 def test_every_variant_fits_without_spills(arch: int) -> None:
     kernels = launches("all_kernels", arch)
     assert Counter(kernel.name for kernel in kernels) == Counter({"_norm": 8, "_silu_mul": 3, "_rope_store": 4})
+
+
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_products_of_few_rows_are_what_a_fast_kernel_must_be(arch: int) -> None:
+    """Weights are read ahead in wide pieces and multiplied on tensor cores, by two programs on a multiprocessor."""
+    kernels = compiled("tests.engine.cuda.linear_launches:llama_8b", arch)
+    check(kernels, arch)
+    assert Counter(kernel.name for kernel in kernels) == Counter({"_linear": 5})
+    for kernel in kernels:
+        assert kernel.wide_copies
+        assert kernel.mma
+        assert kernel.shared_bytes <= 227 * 1024 // 2
+
+
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_products_of_odd_sizes_fit(arch: int) -> None:
+    kernels = compiled("tests.engine.cuda.linear_launches:odd", arch)
+    check(kernels, arch)
+    assert Counter(kernel.name for kernel in kernels) == Counter({"_linear": 6})

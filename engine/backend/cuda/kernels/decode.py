@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backend.cuda.kernels.attend import INTERPRETED, LOG2_E, Launch, attend_tile, is_hopper, multiplies_wide
+from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import DecodeTensors
 
 PART_TOKENS = 256
@@ -126,6 +127,7 @@ def paged_decode(
         num_warps=launch.warps,
         num_stages=launch.stages,
         enable_fp_fusion=False,
+        **early(q.device),
     )
     _add_parts[(heads, batch)](
         tensors.lengths,
@@ -144,6 +146,7 @@ def paged_decode(
         WINDOWED=window is not None,
         num_warps=max(1, padded // ADDING_DIMS),
         enable_fp_fusion=False,
+        **early(q.device),
     )
 
 
@@ -189,7 +192,9 @@ def _attend_parts(
     MAX_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     # Heads are neighbours in the grid as they are in a slot: together they read whole rows of memory.
     head = tl.program_id(0)
     part = tl.program_id(1)
@@ -242,7 +247,9 @@ def _add_parts(
     PART_TOKENS: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backend.cuda.kernels.early import early, follow
+
 _ELEMENTS_PER_WARP = 512
 """16 per thread: two loads of 16 bytes in a 16-bit type."""
 _MOST_WARPS = 16
@@ -39,6 +41,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         ADDS=residual is not None,
         num_warps=min(max(tile // _ELEMENTS_PER_WARP, 1), _MOST_WARPS),
         enable_fp_fusion=False,
+        **early(x.device),
     )
 
 
@@ -52,7 +55,9 @@ def _norm(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     start = tl.program_id(0).to(tl.int64) * COLUMNS
     columns = tl.arange(0, TILE)
     inside = columns < COLUMNS

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backend.cuda.kernels.attend import INTERPRETED, LOG2_E, Launch, attend_tile, is_hopper, multiplies_wide
+from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import PrefillTensors
 
 ROWS = 128
@@ -89,6 +90,7 @@ def paged_prefill(
         num_warps=launch.warps,
         num_stages=launch.stages,
         enable_fp_fusion=False,
+        **early(q.device),
     )
 
 
@@ -118,7 +120,9 @@ def _prefill(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     # The last tiles of a chunk see most keys: they go first, so that the short ones fill the end of the launch.
     # All tiles of a head come before the next head's: neighbours share their keys in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backend.cuda.kernels.early import early, follow
+
 _TILE_ELEMENTS = 2048
 _WARPS = 4
 """16 elements per thread."""
@@ -55,6 +57,7 @@ def rope_store(
         NORMS=qk_norm is not None,
         num_warps=_WARPS,
         enable_fp_fusion=False,
+        **early(qkv.device),
     )
 
 
@@ -74,7 +77,9 @@ def _rope_store(
     HEAD_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
     NORMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
     dim = tl.arange(0, DIM_TILE)[None, :]
