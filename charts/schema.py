@@ -21,6 +21,8 @@ KUBERNETES_LIST: Schema = {"type": "array", "items": {"type": "object"}}
 """Passed on as they are: the API server knows what may be in them."""
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
+PORTS: Schema = {"type": "array", "items": {**POSITIVE, "maximum": 65535}}
+NAMESPACE: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 PROBE: Schema = {
     "type": "object",
@@ -44,8 +46,7 @@ BY_KEY: dict[str, Schema] = {
     "extraObjects": {"type": "array", "items": {"type": ["object", "string"]}},
     "hosts": {"type": "array", "items": {"type": "string", "minLength": 1}},
     "hostnames": {"type": "array", "items": {"type": "string", "minLength": 1}},
-    "apiServerPorts": {"type": "array", "items": POSITIVE},
-    "externalRedisPorts": {"type": "array", "items": POSITIVE},
+    **dict.fromkeys(("apiServerPorts", "externalRedisPorts"), PORTS),
     "pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "tag": {"type": "string", "pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"},
@@ -61,24 +62,43 @@ BY_KEY: dict[str, Schema] = {
     **dict.fromkeys(("noEngineMinutes", "discoveryStaleSeconds", "queuedTokensPerEngine"), POSITIVE),
 }
 BY_PATH: dict[str, Schema] = {
+    "namespaceOverride": NAMESPACE,
     "longestAnswerSeconds": {"type": "integer", "minimum": 1, "maximum": 3600},
     "strideBytes": {"type": "integer", "minimum": 16, "maximum": 65536, "multipleOf": 4},
     "gateway.apiKeys.keys": {"type": "array", "items": {"type": "string", "pattern": "^[^\\s]+$"}},
     "gateway.autoscaling.metric": {"enum": ["in_flight", "cpu"]},
+    "gateway.autoscaling.targetInFlight": POSITIVE,
+    "gateway.autoscaling.targetCPUPercent": POSITIVE,
     "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "gateway.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "engines.defaults.device": {"enum": ["cuda", "cpu", "sim"]},
     "engines.defaults.shmSize": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti))?$"},
     "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
-    "engines.existing.port": {"type": ["string", "integer"], "minimum": 1, "maximum": 65535, "minLength": 1},
+    # Kubernetes takes a failureThreshold of 0 for its default, 3: a pod would be restarted after 3 seconds.
+    "engines.defaults.loadTimeoutSeconds": POSITIVE,
+    "engines.defaults.autoscaling.queuedTokens": POSITIVE,
+    "engines.existing.selector": {
+        "type": "object",
+        "additionalProperties": {
+            "type": "string",
+            "maxLength": 63,
+            "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+        },
+    },
+    "engines.existing.namespace": NAMESPACE,
+    "engines.existing.port": {
+        "type": ["string", "integer"],
+        "minimum": 1,
+        "maximum": 65535,
+        "pattern": "^([1-9][0-9]{0,4}|[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?)$",
+    },
+    "externalRedis.url": {"type": "string", "pattern": "^(rediss?://[^/]+.*|unix://.+)?$"},
     "redis.auth.password": {"type": "string", "pattern": "^[A-Za-z0-9._~-]*$"},
     "redis.maxMemory": {"type": "string", "pattern": "^[0-9]+(kb|mb|gb)$"},
     "loadgen.activeDeadlineSeconds": POSITIVE,
     "tests.timeoutSeconds": POSITIVE,
 }
-STRING_MAPS = (
-    "commonLabels", "labels", "annotations", "nodeSelector", "podAnnotations", "podLabels", "selector"
-)  # fmt: skip
+STRING_MAPS = ("commonLabels", "labels", "annotations", "nodeSelector", "podAnnotations", "podLabels")
 PROGRAMS: dict[str, type[Settings]] = {
     "gateway": GatewaySettings,
     "engine": EngineSettings,
@@ -98,6 +118,8 @@ OWNED = {
     "loadgen": {"config", "url", "out"},
 }
 """Settings that the chart gives by values of its own."""
+BY_SETTING: dict[str, Schema] = {"block_size": {"enum": [16, 32, 64]}}
+"""Where a program's own check says more than the type."""
 MODEL_NAME = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
 
 
@@ -172,7 +194,9 @@ def _schema_of(value: Value) -> Schema:
 def settings_schema(settings: type[Settings], owned: Iterable[str]) -> Schema:
     """A program's settings without those that the chart gives itself."""
     properties = settings.model_json_schema()["properties"]
-    kept = {name: _clean(properties[name]) for name in properties if name not in set(owned)}
+    kept = {
+        name: {**_clean(properties[name]), **BY_SETTING.get(name, {})} for name in properties if name not in set(owned)
+    }
     return {"type": "object", "additionalProperties": False, "properties": kept}
 
 

@@ -31,6 +31,7 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
 """Short, so that new pods are found soon after an outage; at worst one LIST per gateway in so many seconds."""
 SAY_AGAIN_S = 60.0
+SHOWN_NAMES = 10
 
 
 class KubernetesDiscovery:
@@ -49,16 +50,23 @@ class KubernetesDiscovery:
         self._table = PodTable(port)
         self._failures = 0
         self._synced_at_s: float | None = None
+        self._watching_since_s: float | None = None
+        """When the watch began that goes on."""
         self._problem: ApiError | None = None
         self._said_at_s = -math.inf
-        self._portless: tuple[str, ...] = ()
-        self._weightless: tuple[str, ...] = ()
+        self._portless: frozenset[str] = frozenset()
+        self._weightless: frozenset[str] = frozenset()
         self._relists: Counter[str] = Counter()
         self._errors = 0
 
     def status(self) -> DiscoveryStatus:
-        """Synced: at the last LIST, or the end of the last watch that ran its full time, which also ends a problem."""
-        problem = None if self._problem is None else f"{self._problem.trouble}: {self._problem}"
+        """Synced: at the last LIST, or the end of the last watch that ran its full time.
+
+        A problem is over when a watch has lasted longer than one that counts as a failure.
+        """
+        began_s = self._watching_since_s
+        is_followed = began_s is not None and asyncio.get_running_loop().time() - began_s >= SHORT_WATCH_S
+        problem = None if self._problem is None or is_followed else f"{self._problem.trouble}: {self._problem}"
         return DiscoveryStatus(self._synced_at_s, problem, self._errors, dict(self._relists))
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
@@ -93,7 +101,7 @@ class KubernetesDiscovery:
             yield
             relist_at = loop.time() + RELIST_EVERY_S
             while (left_s := relist_at - loop.time()) > 2 * SHORT_WATCH_S:
-                began_at = loop.time()
+                began_at = self._watching_since_s = loop.time()
                 try:
                     watching = api.watch(version, math.ceil(min(left_s, self._rng.uniform(*WATCH_S))))
                     async with contextlib.aclosing(watching) as events:
@@ -104,6 +112,7 @@ class KubernetesDiscovery:
                                 yield
                     self._ended(loop.time() - began_at)
                 finally:
+                    self._watching_since_s = None
                     if loop.time() - began_at >= SHORT_WATCH_S:
                         self._failures = 0
 
@@ -130,17 +139,21 @@ class KubernetesDiscovery:
         return error.trouble.value
 
     def _note_annotations(self) -> None:
-        """Say which pods' annotations cannot be followed, when that changes."""
-        portless = self._table.without_port()
-        if portless and portless != self._portless:
+        """Say which pods' annotations cannot be followed, each pod once while it is so."""
+        portless, weightless = self._table.without_port(), self._table.without_weight()
+        if new := portless - self._portless:
             log.warning(
                 "discovery: no port for %s: neither the annotation %s nor a containerPort named %s",
-                ", ".join(portless),
+                _some(new),
                 PORT_ANNOTATION,
                 self._port,
             )
-        self._portless = portless
-        weightless = self._table.without_weight()
-        if weightless and weightless != self._weightless:
-            log.warning("discovery: %s of %s is no number from 0.01 to 100", WEIGHT_ANNOTATION, ", ".join(weightless))
-        self._weightless = weightless
+        if new := weightless - self._weightless:
+            log.warning("discovery: %s of %s is no number from 0.01 to 100", WEIGHT_ANNOTATION, _some(new))
+        self._portless, self._weightless = portless, weightless
+
+
+def _some(names: frozenset[str]) -> str:
+    """Names in order, as many as a line of a log may have."""
+    more = [f"{len(names) - SHOWN_NAMES} more"] if len(names) > SHOWN_NAMES else []
+    return ", ".join([*sorted(names)[:SHOWN_NAMES], *more])

@@ -183,4 +183,8 @@ def _shown(body: bytes) -> str:
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
+        error, aiohttp.ClientConnectorCertificateError
+    ):
+        error = error.os_error  # aiohttp's own words have the address of a TLS context in them
     return f"{type(error).__name__}: {error}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,10 +49,40 @@ async def login(
     try:
         async with asyncio.timeout(LOGIN_TIMEOUT_S):
             if kubeconfig is None:
-                return await asyncio.to_thread(_from_service_account, namespace, environ, service_account)
-            return await asyncio.to_thread(_from_kubeconfig, kubeconfig, namespace)
+                return await _in_thread(partial(_from_service_account, namespace, environ, service_account))
+            return await _in_thread(partial(_from_kubeconfig, kubeconfig, namespace))
     except TimeoutError:
         raise ApiError(Trouble.LOGIN, f"credentials were not to be had within {LOGIN_TIMEOUT_S:g} s") from None
+
+
+async def _in_thread(read: Callable[[], Cluster]) -> Cluster:
+    """`read()`, in a thread of its own that nobody waits for at the end.
+
+    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending, and in
+    time all of the threads that resolve names.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Cluster] = loop.create_future()
+
+    def settle(cluster: Cluster | None, error: Exception | None) -> None:
+        if outcome.done():  # given up
+            return
+        if cluster is not None:
+            outcome.set_result(cluster)
+        else:
+            outcome.set_exception(error or RuntimeError("no credentials"))
+
+    def run() -> None:
+        cluster, failure = None, None
+        try:
+            cluster = read()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, cluster, failure)
+
+    threading.Thread(target=run, name="credentials", daemon=True).start()
+    return await outcome
 
 
 # The client takes 0.2 s and 38 MB to import, so only those who use it do.

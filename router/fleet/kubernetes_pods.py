@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -133,16 +134,27 @@ WATCH_EVENT: TypeAdapter[PodChange | Bookmark | WatchError] = TypeAdapter(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """What a pod says, read once: all of the table is looked at after every event."""
+
+    age: tuple[str, str]
+    """Of two pods the newer has the greater one."""
+    address: EngineAddress | None
+    has_port: bool
+    has_weight: bool
+
+
 class PodTable:
     """The pods of the last LIST with every event since, by name. `port`: a number, or a containerPort's name."""
 
     def __init__(self, port: int | str) -> None:
         self._port = port
-        self._pods: dict[str, Pod] = {}
+        self._pods: dict[str, _Listed] = {}
 
     def replace(self, pods: Iterable[Pod]) -> None:
         """What a complete LIST said: whatever it does not name is gone."""
-        self._pods = {pod.metadata.name: pod for pod in pods}
+        self._pods = {pod.metadata.name: self._read(pod) for pod in pods}
 
     def apply(self, change: PodChange) -> None:
         """What a watch said."""
@@ -150,24 +162,33 @@ class PodTable:
         if change.type == "DELETED":
             self._pods.pop(name, None)
         else:
-            self._pods[name] = change.object
+            self._pods[name] = self._read(change.object)
 
     def addresses(self) -> frozenset[EngineAddress]:
         """Where the engines are. Of two pods that claim one URL the newer has it: the other's end was not heard yet."""
-        by_url: dict[str, EngineAddress] = {}
-        for pod in sorted(self._pods.values(), key=lambda pod: (pod.metadata.created, pod.metadata.uid)):
-            address = address_of(pod, self._port)
-            if address is not None:
-                by_url[address.url] = address
-        return frozenset(by_url.values())
+        by_url: dict[str, tuple[tuple[str, str], EngineAddress]] = {}
+        for pod in self._pods.values():
+            if (address := pod.address) is not None:
+                other = by_url.get(address.url)
+                if other is None or other[0] < pod.age:
+                    by_url[address.url] = pod.age, address
+        return frozenset(address for _, address in by_url.values())
 
-    def without_port(self) -> tuple[str, ...]:
-        """Names of pods whose port cannot be told, in order."""
-        return tuple(sorted(name for name, pod in self._pods.items() if _port_of(pod, self._port) is None))
+    def without_port(self) -> frozenset[str]:
+        """Names of pods whose port cannot be told."""
+        return frozenset(name for name, pod in self._pods.items() if not pod.has_port)
 
-    def without_weight(self) -> tuple[str, ...]:
-        """Names of pods whose weight cannot be told, and counts as 1, in order."""
-        return tuple(sorted(name for name, pod in self._pods.items() if _weight_of(pod) is None))
+    def without_weight(self) -> frozenset[str]:
+        """Names of pods whose weight cannot be told, and counts as 1."""
+        return frozenset(name for name, pod in self._pods.items() if not pod.has_weight)
+
+    def _read(self, pod: Pod) -> _Listed:
+        return _Listed(
+            age=(pod.metadata.created, pod.metadata.uid),
+            address=address_of(pod, self._port),
+            has_port=_port_of(pod, self._port) is not None,
+            has_weight=_weight_of(pod) is not None,
+        )
 
 
 def address_of(pod: Pod, port: int | str) -> EngineAddress | None:

@@ -104,7 +104,10 @@ class Status:
         return json_response({"object": "list", "data": [orjson.Fragment(cards[name].card) for name in sorted(cards)]})
 
     async def pods(self, request: web.Request) -> web.Response:
-        """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it."""
+        """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it.
+
+        It takes requests when it is both `ready`, as discovery has it, and `admitted`, as the probe has it.
+        """
         now_s = self._clock()
         return json_response({"pods": [self._pod(member, now_s) for member in self._fleet.members()]})
 
@@ -113,6 +116,7 @@ class Status:
         shown: dict[str, Any] = {
             "url": member.url,
             "pod": pod.pod_id if pod else None,
+            "ready": member.address.is_ready,
             "admitted": member.admitted,
             "failures": member.failures,
             "last_error": member.last_error,

@@ -223,6 +223,15 @@ def test_only_the_api_is_exposed(any_helm: Helm):
     assert [port["targetPort"] for port in services[0]["spec"]["ports"]] == ["http"]
 
 
+def test_a_route_waits_for_the_longest_answer(any_helm: Helm):
+    """Envoy's own limit is 15 seconds."""
+    exposed = CHART / "ci" / "exposed-values.yaml"
+    (route,) = of_kind(any_helm.render(exposed, "--set", "longestAnswerSeconds=1200"), "HTTPRoute")
+    assert route["spec"]["rules"][0]["timeouts"] == {"request": "1205s"}
+    (route,) = of_kind(any_helm.render(exposed, "--set", "gateway.httpRoute.timeout=false"), "HTTPRoute")
+    assert "timeouts" not in route["spec"]["rules"][0]
+
+
 def test_an_upgrade_with_the_same_comparison_keeps_its_job(any_helm: Helm):
     values = CHART / "ci" / "loadgen-values.yaml"
 

@@ -29,6 +29,7 @@ class Gateway:
     pods: list[str | None]
     cached: list[int | None]
     ends: bool = True
+    served: list[str] = field(default_factory=lambda: ["m"])
     seen: list[str] = field(default_factory=list)
     admitted: int = 0
 
@@ -36,7 +37,7 @@ class Gateway:
         """GET /v1/models"""
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return web.Response(status=401)
-        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.served]})
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: one more engine each time."""
@@ -121,7 +122,9 @@ async def test_it_may_take_another_try_beside_other_traffic():
 
 
 async def test_engines_that_do_not_tell_of_their_cache_must_be_the_same():
-    status, output = await completion(Gateway(pods=["a", "a"], cached=[None, None]), MODEL="other")
+    status, output = await completion(
+        Gateway(pods=["a", "a"], cached=[None, None], served=["m", "other"]), MODEL="other"
+    )
     assert status == 0, output
     assert "other:" in output
 
@@ -146,6 +149,21 @@ async def test_a_key_that_is_not_accepted_is_named():
     status, output = await completion(Gateway(pods=[], cached=[]), API_KEYS="wrong")
     assert status != 0
     assert "401: the API key is not accepted" in output
+
+
+@pytest.mark.parametrize(("model", "reason"), [("", "no engine serves a model"), ("large", "no engine serves large")])
+async def test_engines_that_do_not_come_are_the_reason(model: str, reason: str):
+    gateway = Gateway(pods=[], cached=[], served=["small"] if model else [])
+    status, output = await completion(gateway, MODEL=model, TIMEOUT_S="1.5")
+    assert (status, gateway.seen) == (1, []), output
+    assert f"waiting: {reason}; the gateway lists: {'small' if model else 'nothing'}\ngave up after 1.5 s" in output
+    assert "Traceback" not in output
+
+
+async def test_a_gateway_that_is_not_there_is_the_reason():
+    status, output = await run_script("test_completion.py", GATEWAY_URL="http://127.0.0.1:1", TIMEOUT_S="1.5")
+    assert (status, "Traceback" in output) == (1, False), output
+    assert "waiting: the gateway does not answer: Cannot connect" in output
 
 
 async def test_the_comparison_waits_for_its_engines():

@@ -20,26 +20,37 @@ async def main() -> None:
     lines = map(str.strip, os.environ.get("API_KEYS", "").splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-    async with (
-        asyncio.timeout(float(os.environ["TIMEOUT_S"])),
-        aiohttp.ClientSession(os.environ["GATEWAY_URL"], headers=headers) as session,
-    ):
-        for model in [os.environ["MODEL"]] if os.environ.get("MODEL") else await wait_models(session):
-            await check(session, model)
+    seconds = float(os.environ["TIMEOUT_S"])
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            aiohttp.ClientSession(os.environ["GATEWAY_URL"], headers=headers) as session,
+        ):
+            for model in await wait_models(session, os.environ.get("MODEL", "")):
+                print(f"{model}: asking", flush=True)
+                await check(session, model)
+    except TimeoutError:
+        raise SystemExit(f"gave up after {seconds:g} s; the line above says where") from None
 
 
-async def wait_models(session: aiohttp.ClientSession) -> list[str]:
+async def wait_models(session: aiohttp.ClientSession, wanted: str) -> list[str]:
+    said = ""
     while True:
+        models = []
         try:
             async with session.get("/v1/models") as response:
-                models = [card["id"] for card in (await response.json())["data"]] if response.status == 200 else []
                 if response.status in (401, 403):
                     raise SystemExit(f"GET /v1/models answered {response.status}: the API key is not accepted")
+                if response.status == 200:
+                    models = [card["id"] for card in (await response.json())["data"]]
+                state = f"no engine serves {wanted or 'a model'}; the gateway lists: {', '.join(models) or 'nothing'}"
         except aiohttp.ClientError as error:
-            models = []
-            print(f"waiting for the gateway: {error}", flush=True)
-        if models:
-            return models
+            state = f"the gateway does not answer: {error}"
+        if wanted in models or (models and not wanted):
+            return [wanted] if wanted else models
+        if state != said:
+            print(f"waiting: {state}", flush=True)
+            said = state
         await asyncio.sleep(1)
 
 

@@ -17,9 +17,9 @@ Names, labels and images. Helpers that take a component want (dict "root" $ "com
 {{- end }}
 {{- end }}
 
-{{/* FULLNAME-COMPONENT, at most 63 characters; the front gives way, so that two components never meet. */}}
+{{/* FULLNAME-COMPONENT, at most 63 characters, or `longest`; the front gives way, so that two components never meet. */}}
 {{- define "warmroute.componentName" -}}
-{{- $room := sub 62 (len .component) | int }}
+{{- $room := sub (.longest | default 63) (add 1 (len .component)) | int }}
 {{- printf "%s-%s" (include "warmroute.fullname" .root | trunc $room | trimSuffix "-") .component }}
 {{- end }}
 
@@ -61,7 +61,7 @@ nothing else must not restart pods. */}}
 {{- end }}
 
 {{- define "warmroute.metadata" -}}
-name: {{ include "warmroute.componentName" (dict "root" .root "component" (.name | default .component)) }}
+name: {{ include "warmroute.componentName" (dict "root" .root "component" (.name | default .component) "longest" .longest) }}
 namespace: {{ include "warmroute.namespace" .root }}
 labels:
   {{- include "warmroute.labels" . | nindent 2 }}

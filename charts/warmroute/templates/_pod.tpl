@@ -19,15 +19,33 @@ What every pod has.
 {{- end }}
 {{- end }}
 
-{{/* (dict "chart" LIST "extra" LIST): each name once, in order, the extra one where both have it. Server-side apply
-refuses a name given twice. */}}
+{{/* (dict "chart" LIST "extra" LIST): each name once, the extra one where both have it. Server-side apply refuses a name
+given twice. One that replaces the chart's stands where the chart's did, after the extra ones that are before it: a
+variable may refer to those above it alone. */}}
 {{- define "warmroute.env" -}}
 {{- $byName := dict }}
-{{- $names := list }}
+{{- $extras := list }}
 {{- range concat .chart .extra }}
-{{- $names = append $names .name }}
 {{- $_ := set $byName .name . }}
 {{- end }}
+{{- range .extra }}
+{{- $extras = append $extras .name }}
+{{- end }}
+{{- $names := list }}
+{{- range .chart }}
+{{- if has .name $extras }}
+{{- $isBefore := true }}
+{{- $own := .name }}
+{{- range $extras }}
+{{- $isBefore = and $isBefore (ne . $own) }}
+{{- if $isBefore }}
+{{- $names = append $names . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- $names = concat $names $extras }}
 {{- $env := list }}
 {{- range uniq $names }}
 {{- $env = append $env (index $byName .) }}

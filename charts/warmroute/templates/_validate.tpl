@@ -70,6 +70,12 @@ wrong is in values.schema.json.
 {{- if contains "@" $external.url }}
 {{- fail "externalRedis.url holds credentials, which anybody who may read pods would see: put the URL into a Secret and name it in externalRedis.existingSecret" }}
 {{- end }}
+{{- if and $external.url .Values.networkPolicy.enabled (not (hasPrefix "unix:" $external.url)) }}
+{{- $port := regexFind ":[0-9]+$" (urlParse $external.url).host | trimPrefix ":" | default "6379" }}
+{{- if not (has $port (toStrings .Values.networkPolicy.externalRedisPorts)) }}
+{{- fail (printf "externalRedis.url is of port %s, which networkPolicy.externalRedisPorts %v does not let through: add it there" $port .Values.networkPolicy.externalRedisPorts) }}
+{{- end }}
+{{- end }}
 {{- if and .Values.redis.auth.password .Values.redis.auth.existingSecret }}
 {{- fail "redis.auth.password and redis.auth.existingSecret are both set: remove one of them" }}
 {{- end }}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import certifi
 import pytest
 import yaml
 
-from router.fleet.kubernetes_api import ApiError, Trouble
+from router.fleet import kubernetes_login
+from router.fleet.kubernetes_api import ApiError, Cluster, Trouble
 from router.fleet.kubernetes_login import login
 
 POD_ENVIRON = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
@@ -106,3 +109,21 @@ async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | No
         path.write_text(content)
     with pytest.raises(ApiError, match=f"--kube-config {path} is not usable"):
         await login(str(path), None, environ={})
+
+
+def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program may that a kubeconfig names; the process is told to stop meanwhile."""
+    let_go, ended = threading.Event(), threading.Event()
+
+    def hang(path: str, namespace: str | None) -> Cluster:
+        let_go.wait(4)
+        ended.set()
+        raise ApiError(Trouble.LOGIN, path)
+
+    monkeypatch.setattr(kubernetes_login, "LOGIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kubernetes_login, "_from_kubeconfig", hang)
+    with pytest.raises(ApiError, match="not to be had"):
+        asyncio.run(login("file", None, environ={}))
+    assert not ended.is_set(), "the loop has ended before the login did"
+    let_go.set()
+    assert ended.wait(10)

@@ -84,6 +84,26 @@ async def test_unready_until_discovery_has_a_first_set_and_ready_with_an_empty_o
         assert answer.json["error"]["type"] == "service_unavailable_error"
 
 
+async def test_an_engine_that_answers_and_is_not_ready_is_told_from_one_that_takes_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = [ScriptedEngine(name, GOOD) for name in "ab"]
+    discovery = ScriptedDiscovery()
+    async with following(discovery, monkeypatch) as gateway:
+        for engine in engines:
+            await engine.start()
+        discovery.put(*engines)
+        await gateway.wait_pods(2)
+        ends = EngineAddress(engines[0].url, is_ready=False)
+        discovery.sets.put_nowait(frozenset((ends, EngineAddress(engines[1].url))))
+        await gateway.wait_pods(1)
+        shown = (await gateway.get("/v1/pods")).json["pods"]
+        assert {pod["pod"]: (pod["ready"], pod["admitted"]) for pod in shown} == {"a": (False, True), "b": (True, True)}
+        assert (await gateway.get("/ready")).json["pods"] == {"known": 2, "admitted": 1}
+    for engine in engines:
+        await engine.stop()
+
+
 async def test_unready_until_each_engine_of_the_first_set_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(ScriptedEngine):
         may_answer = asyncio.Event()
