@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 
 Forward = Callable[[StepTensors, Tensor], Tensor]
 """A step, `KvPool.data` -> float32 logits [R, vocab_size], in a buffer that the next call may use again."""
+_T = TypeVar("_T")
 _MAX_IN_FLIGHT = 2
 _RING = _MAX_IN_FLIGHT + 1
 """Buffers that steps in flight may use, and one for the step that is prepared."""
@@ -94,20 +96,47 @@ class CudaBackend:
 
     async def close(self) -> None:
         """See `Backend.close`. Closing twice is harmless."""
-        await asyncio.to_thread(self._launcher.shutdown)
-        await asyncio.to_thread(self._waiter.shutdown)
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """`close` for callers without an event loop: waits on the calling thread until both threads have ended."""
+        self._launcher.shutdown()
+        self._waiter.shutdown()
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Compute a step on the calling thread and wait for it: before the first `run`, e.g. to warm up."""
+        """Compute a step on the calling thread and wait for it; no other step may be in progress."""
         return self._result(self._launch(plan.chunks))
 
+    def warm_up(self, plan: StepPlan) -> None:
+        """Compute a step on the launching thread and wait for it; before the first `run`.
+
+        cuBLAS has a handle and tens of MiB of workspace for each thread: those of the thread that will use them are
+        made, and show in the memory taken, before requests come.
+        """
+        self._result(self._on_launcher(lambda: self._launch(plan.chunks)))
+
     def capture_graphs(self, max_batch: int, limit_bytes: int) -> None:
-        """Make decode steps of up to `max_batch` sequences run as CUDA graphs; before the first `run`."""
-        forward, pool = self._forward, self.pool.data  # not this object: in a cycle, the pool would outlive it
-        with self._device.use():
-            graphs = Graphs(self._device, lambda step: forward(step, pool), max_batch, self._widths)
-            graphs.capture(limit_bytes)
-        self._graphs = graphs
+        """Make decode steps of up to `max_batch` sequences run as CUDA graphs; before the first `run`.
+
+        On the launching thread: the graphs hold the address of its cuBLAS workspace, which lives as long as it does.
+        """
+        device, forward, pool = self._device, self._forward, self.pool.data
+        widths = self._widths  # not this object: in a cycle, the pool would outlive it
+
+        def capture() -> Graphs:
+            with device.use():
+                graphs = Graphs(device, lambda step: forward(step, pool), max_batch, widths)
+                graphs.capture(limit_bytes)
+            return graphs
+
+        self._graphs = self._on_launcher(capture)
+
+    def _on_launcher(self, work: Callable[[], _T]) -> _T:
+        try:
+            return self._launcher.submit(work).result()
+        finally:
+            # The thread lets go of `work`, and with it of the pool, before it takes up the next piece.
+            self._launcher.submit(int).result()
 
     def _begin(self, plan: StepPlan, outcome: Future[StepResult]) -> None:
         """On the launching thread. Outcomes go through the waiting thread, so that calls return in order."""

@@ -137,11 +137,11 @@ class Starter:
         try:
             backend = self._backend(model, forward, blocks, min(self._max_blocks(), blocks))
             for plan in warm_up_steps(*self._bounds()):
-                backend.step(plan)
+                backend.warm_up(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
             # Capturing empties torch's cache: it is filled, or memory found too little, here and not while serving.
-            backend.step(largest_step(*self._bounds(blocks)))
+            backend.warm_up(largest_step(*self._bounds(blocks)))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -209,8 +209,10 @@ class Starter:
         trial = self._backend(model, forward, 1, self._max_blocks())
         log.info("%s: trying the largest step, which compiles kernels the first time", self.memory.name)
         plan = largest_step(*self._bounds())
-        trial.step(plan)  # the first one compiles kernels, and libraries take what they keep
-        return self.device.peak_bytes(lambda: trial.step(plan))
+        trial.warm_up(plan)  # the first one compiles kernels, and libraries take what they keep
+        peak = self.device.peak_bytes(lambda: trial.warm_up(plan))
+        trial.shutdown()  # what libraries keep for its thread goes to the next one
+        return peak
 
     def _backend(self, model: Decoder, forward: Forward, blocks: int, longest: int) -> CudaBackend:
         """Over a pool of `blocks`, for sequences of up to `longest` blocks."""

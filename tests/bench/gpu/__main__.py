@@ -1,11 +1,12 @@
 """The CUDA engine on this card: decode, prefill, cached prompts and promotion against the card's measured rates, and
 whole workloads against transformers' continuous batching, with dummy weights in the shape of Llama-3-8B.
 
-    python -m tests.bench.gpu [--quick] [--device cuda:0] [--sections decode,prefill] [--out out/gpu-bench]
+    python -m tests.bench.gpu [--quick] [--device cuda:0] [--sections decode,prefill] [--limit-s 540] [--out FOLDER]
     python -m tests.bench.gpu --tiny --device cpu        # the same code with a tiny model in Triton's interpreter
 
 Needs torch 2.11 or later with Triton, numpy, safetensors and xxhash; transformers for the comparison. No network, and
 nothing of this project installed.
+The report in the folder is written anew with every figure: a run that is killed leaves what it has measured.
 Exit status: 0 where all bounds that were measured are kept, 1 where one is missed or a section failed, 2 where nothing
 could be measured.
 """
@@ -15,11 +16,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
+import math
 import os
 import platform
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,10 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = Model(TINY if tiny else LLAMA_8B, getattr(torch, arguments.dtype or _dtype(tiny, device.type)), device)
     sizes = TINY_SIZES if tiny else QUICK if arguments.quick else FULL
     results = Results(_machine(device))
-    asyncio.run(Bench(model, sizes, results).measure(arguments.sections))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "report.json").write_text(json.dumps(as_json(results, sizes), indent=2) + "\n")
-    (arguments.out / "report.md").write_text(as_markdown(results, sizes))
+
+    def keep() -> None:
+        _write(arguments.out / "report.json", json.dumps(as_json(results, sizes), indent=2) + "\n")
+        _write(arguments.out / "report.md", as_markdown(results, sizes))
+
+    keep()  # where the folder cannot be written, that shows before anything is measured
+    asyncio.run(Bench(model, sizes, results, keep=keep, limit_s=arguments.limit_s).measure(arguments.sections))
+    keep()
     found = checks(results, sizes)
     print("\n".join(map(str, found)))
     for section, reason in results.failures.items():
@@ -79,8 +89,21 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--tiny", action="store_true", help="a model of two layers: tests the benchmark, not the card")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, float32 on cpu")
     parser.add_argument("--sections", type=_sections, default=frozenset(SECTIONS), help=",".join(SECTIONS))
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        help="seconds for the whole run: no section begins later, and transformers' answers are waited for no longer",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"), help="folder for report.json and report.md")
     return parser
+
+
+def _write(path: Path, text: str) -> None:
+    """At once: whoever is killed meanwhile leaves the text from before."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def _device(text: str) -> str:
@@ -100,11 +123,22 @@ def _dtype(tiny: bool, device: str) -> str:
     return "float32" if tiny and device == "cpu" else "bfloat16"
 
 
+def _show_the_engines_log() -> None:
+    """What the start says of memory and graphs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("  %(message)s"))
+    logger = logging.getLogger("engine")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+
+
 def _machine(device: torch.device) -> dict[str, str]:
     import torch
-    import triton
 
-    about = {"device": f"{device}, {platform.machine()}", "torch": torch.__version__, "triton": triton.__version__}
+    about = {"device": f"{device}, {platform.machine()}", "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "numpy"):
+        about[package] = version(package) if find_spec(package) else "not installed"
+    about["CUDA"] = torch.version.cuda or "none"
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         about["device"] = (
@@ -114,4 +148,5 @@ def _machine(device: torch.device) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    _show_the_engines_log()
     sys.exit(main())

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 ROUNDS = 5
+_WARM_S = 1.0
+"""An idle card takes part of a second to raise its clocks; ceilings measured meanwhile would flatter what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,18 @@ def timed_s(device: torch.device, work: Callable[[], object], repeats: int) -> f
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, copy_bytes: int, matmul_size: int) -> Ceilings:
     """`copy_bytes`: several times the device's last-level cache; `matmul_size`: rows and columns of the product."""
+    a, b = (torch.randn((matmul_size, matmul_size), device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    if device.type == "cuda":
+        until_s = time.monotonic() + _WARM_S
+        while time.monotonic() < until_s:
+            torch.matmul(a, b, out=out)
+            torch.cuda.synchronize(device)
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copy_s = timed_s(device, lambda: target.copy_(source), 10)
     host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     down_s = timed_s(device, lambda: host.copy_(source, non_blocking=True), 2)
     up_s = timed_s(device, lambda: target.copy_(host, non_blocking=True), 2)
-    a, b = (torch.randn((matmul_size, matmul_size), device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
     matmul_s = timed_s(device, lambda: torch.matmul(a, b, out=out), 10)
     return Ceilings(2 * copy_bytes / copy_s, 2 * matmul_size**3 / matmul_s, copy_bytes / up_s, copy_bytes / down_s)

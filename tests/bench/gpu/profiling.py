@@ -79,22 +79,39 @@ def profile_steps(backend: CudaBackend, what: str, plans: Iterable[StepPlan]) ->
             backend.step(plan)
         elapsed_s = time.perf_counter() - start_s
     steps = len(listed) - 1
-    kernels = kernel_shares(profiler.key_averages(), steps, on_card=on_card)
+    kernels = kernel_shares(profiler.events(), steps) if on_card else operation_shares(profiler.key_averages(), steps)
     return StepProfile(what, elapsed_s / steps, kernels)
 
 
-def kernel_shares(events: Iterable[Any], steps: int, *, on_card: bool) -> list[KernelShare]:
-    """What torch's profiler averaged, per step, longest first. On a card kernels alone count, not what launched them.
+def kernel_shares(events: Iterable[Any], steps: int) -> list[KernelShare]:
+    """The kernels among torch's profiler events, per step, longest first; not what launched them.
 
-    Raises RuntimeError where there is nothing.
+    A kernel that was launched early waits for the one before it: its time counts from that one's end. So all times
+    together are no more than the time in which the card had work. Raises RuntimeError where there is nothing.
     """
-    kernels = []
-    for event in events:
-        if on_card and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
-        micros = event.self_device_time_total if on_card else event.self_cpu_time_total
-        if micros > 0:
-            kernels.append(KernelShare(event.key, kind_of(event.key), micros / 1e6 / steps, event.count / steps))
-    if not kernels:
+    micros: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    ended = 0.0
+    on_card = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
+    for event in sorted(on_card, key=lambda event: float(event.time_range.start)):
+        end = event.time_range.end
+        micros[event.name] = micros.get(event.name, 0.0) + max(0.0, end - max(event.time_range.start, ended))
+        calls[event.name] = calls.get(event.name, 0) + 1
+        ended = max(ended, end)
+    return _shares((name, micros[name], calls[name], steps) for name in micros)
+
+
+def operation_shares(averages: Iterable[Any], steps: int) -> list[KernelShare]:
+    """Without a card: torch's operations on the CPU. Raises RuntimeError where there is nothing."""
+    return _shares((event.key, event.self_cpu_time_total, event.count, steps) for event in averages)
+
+
+def _shares(rows: Iterable[tuple[str, float, int, int]]) -> list[KernelShare]:
+    shares = [
+        KernelShare(name, kind_of(name), micros / 1e6 / steps, calls / steps)
+        for name, micros, calls, steps in rows
+        if micros > 0
+    ]
+    if not shares:
         raise RuntimeError("the profiler saw no kernel")
-    return sorted(kernels, key=lambda kernel: -kernel.seconds)
+    return sorted(shares, key=lambda kernel: -kernel.seconds)

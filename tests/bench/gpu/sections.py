@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.util import find_spec
 
@@ -14,6 +15,7 @@ from engine.backend.cuda.backend import CudaBackend
 from tests.bench.gpu.ceilings import Ceilings, measure_ceilings
 from tests.bench.gpu.engine_run import Engine, start_backend
 from tests.bench.gpu.models import Model
+from tests.bench.gpu.products import measure_products
 from tests.bench.gpu.profiling import profile_steps
 from tests.bench.gpu.report import Comparison, Results
 from tests.bench.gpu.serving import ServedWorkload, measure_warm_ttft, serve
@@ -24,6 +26,9 @@ from tests.bench.gpu.transformers_run import Transformers
 from tests.bench.gpu.workloads import Workload, shared_prefix, sharegpt_like
 
 _DEADLINE_S = 900.0
+"""Of transformers' answers to a workload, where the run has no limit of its own."""
+_COMPARE_S = 45.0
+"""For each workload beside transformers' answers: to prepare for them, and to look at where they part from ours."""
 
 Section = Callable[[], Awaitable[None]]
 
@@ -36,19 +41,34 @@ def say(text: str) -> None:
 class Bench:
     """One engine on one device; `measure` runs the sections asked for."""
 
-    def __init__(self, model: Model, sizes: Sizes, results: Results) -> None:
+    def __init__(
+        self, model: Model, sizes: Sizes, results: Results, *, keep: Callable[[], None], limit_s: float
+    ) -> None:
+        """`keep`: called whenever `results` has grown, as the run may be killed at any time. `limit_s`: from now; no
+        section begins later, and the comparison gives up what would take longer."""
         self._model = model
         self._sizes = sizes
         self._results = results
+        self._keep = keep
+        self._until_s = time.monotonic() + limit_s
 
     async def measure(self, wanted: frozenset[str]) -> None:
         """All of `wanted`, the comparison last: both engines do not fit the device at once."""
+        await self._run({"start": lambda: self._measure(wanted)})
+
+    async def _run(self, sections: Mapping[str, Section]) -> None:
+        await run_sections(sections, self._results, self._keep, self._until_s)
+
+    async def _measure(self, wanted: frozenset[str]) -> None:
         sizes, model = self._sizes, self._model
         say("ceilings")
         ceilings = measure_ceilings(
             model.device, model.dtype, copy_bytes=sizes.copy_bytes, matmul_size=sizes.matmul_size
         )
         self._results.ceilings = ceilings
+        self._keep()
+        if "products" in wanted:  # before the engine, which takes most of the memory
+            await self._run({"products": lambda: self._products(ceilings)})
         _give_back(model.device)
         say(f"engine: {sizes.name} model, {model.dtype}, {model.device}")
         start_s = time.monotonic()
@@ -56,12 +76,12 @@ class Bench:
         say(f"  started in {time.monotonic() - start_s:.0f} s, {blocks} blocks of {sizes.engine.block_size} tokens")
         served: list[ServedWorkload] = []
         sections = self._sections(backend, blocks, ceilings, served)
-        await run_sections({name: work for name, work in sections.items() if name in wanted}, self._results)
+        await self._run({name: work for name, work in sections.items() if name in wanted})
         await backend.close()
         del sections, backend
         _give_back(model.device)
         if served:
-            await run_sections({"transformers": lambda: self._compare(served)}, self._results)
+            await self._run({"transformers": lambda: self._compare(served)})
 
     def _sections(
         self, backend: CudaBackend, blocks: int, ceilings: Ceilings, served: list[ServedWorkload]
@@ -73,12 +93,14 @@ class Bench:
                 for batch in sizes.batches:
                     figure = await steps.decode(batch, context, sizes.decode_steps, sizes.rounds, ceilings)
                     results.decode.append(figure)
+                    self._keep()
                     say(f"  batch {batch}, context {context}: {figure.step_s * 1e3:.2f} ms, {figure.share:.0%}")
 
         async def prefill() -> None:
             for tokens in sizes.prefills:
                 figure = await steps.prefill(tokens, sizes.engine.max_step_tokens, sizes.rounds, ceilings)
                 results.prefill.append(figure)
+                self._keep()
                 say(f"  {tokens} tokens: {figure.elapsed_s * 1e3:.1f} ms, {figure.share:.0%}")
 
         async def ttft() -> None:
@@ -97,6 +119,7 @@ class Bench:
                 tables, _ = steps.tables(batch, context, sizes.profiled_steps + 1)
                 plans = steps.decode_plans(tables, context, sizes.profiled_steps + 1)
                 results.profiles.append(profile_steps(backend, f"decode, batch {batch}, context {context}", plans))
+                self._keep()
             one = list(steps.prefill_plans(sizes.profiled_prefill, sizes.profiled_prefill))
             name = f"prefill of {sizes.profiled_prefill} tokens"
             results.profiles.append(profile_steps(backend, name, one * 2))
@@ -119,6 +142,14 @@ class Bench:
             "transformers": transformers,
         }
 
+    async def _products(self, ceilings: Ceilings) -> None:
+        model = self._model
+        rows, copy_bytes_per_s = self._sizes.products, ceilings.copy_bytes_per_s
+        figures = measure_products(model.config, model.dtype, model.device, rows, copy_bytes_per_s)
+        self._results.products += figures
+        for f in figures:
+            say(f"  {f.what}, {f.rows} rows: {f.ours_s * 1e6:.1f} us, {f.share:.0%}; torch {f.torch_s * 1e6:.1f} us")
+
     def _workloads(self) -> list[Workload]:
         sizes, vocab = self._sizes, self._model.config.vocab_size
         like = sharegpt_like(sizes.requests, vocab, 1, scale=sizes.length_scale, longest=sizes.longest)
@@ -131,9 +162,11 @@ class Bench:
     async def _compare(self, served: list[ServedWorkload]) -> None:
         """transformers blocks this thread: nothing else runs on the loop by now."""
         theirs = Transformers(self._model, small=self._model.device.type == "cpu")
-        for ours in served:
-            answered = theirs.serve(ours.workload, _DEADLINE_S)
-            say(f"  {ours.workload.name}, transformers: {answered.output_tokens_per_s:,.0f} output tokens/s")
+        for done, ours in enumerate(served):
+            left_s = (self._until_s - time.monotonic()) / (len(served) - done) - _COMPARE_S
+            answered = theirs.serve(ours.workload, min(max(left_s, 1.0), _DEADLINE_S))
+            given_up = f", {answered.unanswered} requests given up: less than that" if answered.unanswered else ""
+            say(f"  {ours.workload.name}, transformers: {answered.output_tokens_per_s:,.0f} output tokens/s{given_up}")
             self._results.comparisons.append(
                 Comparison(
                     workload=ours.workload.name,
@@ -143,10 +176,12 @@ class Bench:
                     ours_tokens_per_s=ours.output_tokens_per_s,
                     ours_cached_tokens=ours.cached_tokens or 0,
                     theirs_tokens_per_s=answered.output_tokens_per_s,
+                    theirs_unanswered=answered.unanswered,
                     theirs_attention=answered.attention,
                     agreement=theirs.agreement(ours.answers, answered),
                 )
             )
+            self._keep()
 
 
 def _give_back(device: torch.device) -> None:
@@ -156,12 +191,19 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-async def run_sections(sections: Mapping[str, Section], results: Results) -> None:
-    """One after another. One that fails is noted, and the others still run: device time is scarce."""
+async def run_sections(
+    sections: Mapping[str, Section], results: Results, keep: Callable[[], None], until_s: float
+) -> None:
+    """One after another, as long as `time.monotonic()` is below `until_s`. One that fails, or does not begin, is noted,
+    and the others still run: device time is scarce."""
     for name, work in sections.items():
         say(name)
         try:
+            if time.monotonic() >= until_s:
+                raise TimeoutError("not begun: the time for the whole run is over")
             await work()
         except Exception as error:
             results.failures[name] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
             say(f"  failed: {results.failures[name]}")
+        keep()

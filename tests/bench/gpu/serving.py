@@ -47,6 +47,7 @@ class ServedWorkload:
 
     workload: Workload
     answers: Sequence[Sequence[int]]
+    """Empty: not answered when its time was over."""
     elapsed_s: float
     cached_tokens: int | None = None
     """Prompt tokens not computed; None: the engine does not say."""
@@ -54,8 +55,15 @@ class ServedWorkload:
     """The implementation that served; empty: the engine does not say."""
 
     @property
+    def unanswered(self) -> int:
+        """Requests whose answer had not ended when the time was over."""
+        return sum(not answer for answer in self.answers)
+
+    @property
     def output_tokens_per_s(self) -> float:
-        return sum(map(len, self.answers)) / self.elapsed_s
+        """Where requests are unanswered, more than it is: as if all of them had ended when the time was over."""
+        tokens = self.workload.output_tokens if self.unanswered else sum(map(len, self.answers))
+        return tokens / self.elapsed_s
 
 
 async def serve(engine: Engine, workload: Workload) -> ServedWorkload:

@@ -16,6 +16,8 @@ class Sizes:
     engine: EngineShape
     batches: Sequence[int]
     contexts: Sequence[int]
+    products: Sequence[int]
+    """Rows of the matrix products measured alone."""
     decode_steps: int
     rounds: int
     prefills: Sequence[int]
@@ -44,6 +46,7 @@ FULL = Sizes(
     engine=EngineShape(block_size=16, max_step_tokens=8192, max_running=256, max_model_len=34_816),
     batches=(1, 8, 32, 64, 128, 256),
     contexts=(1024, 8192),
+    products=(1, 2, 4, 8, 16),
     decode_steps=32,
     rounds=3,
     prefills=(2048, 8192, 32_768),
@@ -68,6 +71,7 @@ QUICK = replace(
     name="quick",
     batches=(1, 64),
     contexts=(1024,),
+    products=(1, 16),
     decode_steps=16,
     rounds=2,
     prefills=(8192,),
@@ -83,6 +87,7 @@ TINY = replace(
     ),
     batches=(1, 2),
     contexts=(16,),
+    products=(1, 3),
     decode_steps=1,
     rounds=1,
     prefills=(40,),

@@ -29,7 +29,9 @@ class DecodeFigure:
     step_s: float
     roofline_s: float
     shared_blocks: bool
-    """The batch's KV is more than the pool: sequences read blocks of others, each in an order of its own."""
+    """The batch's KV is more than the pool: sequences read blocks of others, see `Steps.tables`."""
+    rounds_s: Sequence[float] = ()
+    """A step's time in each round, of which `step_s` is the median."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -50,6 +52,8 @@ class PrefillFigure:
     flops: float
     flops_per_s: float
     """The measured matmul rate."""
+    rounds_s: Sequence[float] = ()
+    """Of which `elapsed_s` is the median."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,7 +91,10 @@ class Steps:
     def tables(self, batch: int, context: int, room: int) -> tuple[list[list[int]], bool]:
         """Blocks of each sequence for `context` tokens and `room` more; whether sequences share what they read.
 
-        What they write is their own in any case.
+        What they write is their own in any case. Where the pool is too small, as many sequences as it has room for
+        read blocks of their own, and the next ones the same again in the same order. A kernel takes sequences one after
+        another, so between two that share lies all the pool holds of a layer: no cache gives the second what the
+        first has read.
         """
         size = self._block_size
         read, total = context // size, -(-(context + room) // size)
@@ -97,12 +104,11 @@ class Steps:
                 f"a batch of {batch} needs {batch * own} blocks to write; the pool has {len(self._blocks)}"
             )
         tails, rest = self._blocks[: batch * own], self._blocks[batch * own :]
-        shares = batch * read > len(rest)
         if read > len(rest):
             raise ValueError(f"a context of {context} needs {read} blocks; the pool has {len(rest)} left")
-        at = [i * len(rest) // batch if shares else i * read for i in range(batch)]
-        heads = [[rest[(first + j) % len(rest)] for j in range(read)] for first in at]
-        return [[*head, *tails[i * own : (i + 1) * own]] for i, head in enumerate(heads)], shares
+        apart = len(rest) // read if read else batch
+        heads = [rest[i % apart * read : i % apart * read + read] for i in range(batch)]
+        return [[*head, *tails[i * own : (i + 1) * own]] for i, head in enumerate(heads)], batch > apart
 
     def decode_plans(self, tables: Sequence[Sequence[int]], context: int, steps: int) -> Iterable[StepPlan]:
         """Steps of one token of each sequence, behind `context` tokens at first."""
@@ -149,12 +155,12 @@ class Steps:
     async def decode(self, batch: int, context: int, steps: int, rounds: int, ceilings: Ceilings) -> DecodeFigure:
         """Median round of `steps` steps; the roofline is that of the middle step."""
         tables, shares = self.tables(batch, context, _WARM_UP_STEPS + steps)
-        step_s = statistics.median([await self.decode_step_s(tables, context, steps) for _ in range(rounds)])
+        times = [await self.decode_step_s(tables, context, steps) for _ in range(rounds)]
         middle = context + _WARM_UP_STEPS + steps // 2
         pool = self.backend.pool.data
         work = decode_work(self.backend.model.config, [middle] * batch, pool.dtype.itemsize)
         roofline_s = work.seconds(ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s)
-        return DecodeFigure(batch, context, step_s, roofline_s, shares)
+        return DecodeFigure(batch, context, statistics.median(times), roofline_s, shares, times)
 
     async def prefill(self, tokens: int, step_tokens: int, rounds: int, ceilings: Ceilings) -> PrefillFigure:
         """Median of `rounds`, after one that warms up."""
@@ -166,4 +172,4 @@ class Steps:
             times.append(time.perf_counter() - start_s)
         config, size = self.backend.model.config, self.backend.pool.data.dtype.itemsize
         work = prefill_work(config, 0, tokens, step_tokens, size)
-        return PrefillFigure(tokens, statistics.median(times[1:]), work.flops, ceilings.matmul_flops_per_s)
+        return PrefillFigure(tokens, statistics.median(times[1:]), work.flops, ceilings.matmul_flops_per_s, times[1:])

@@ -120,6 +120,19 @@ def test_what_sequences_write_is_their_own(batch: int, context: int, room: int, 
     assert shares == (len(set(read)) < len(read)) == (len(read) + len(written) > 100)
 
 
+def test_between_two_that_read_the_same_blocks_lies_all_the_pool_holds() -> None:
+    """Else the second would find in the cache what the first has read, and decode faster than any card can."""
+    backend: Any = SimpleNamespace(pool=SimpleNamespace(block_size=4))
+    tables, shares = Steps(backend, range(100)).tables(8, 80, 1)
+    assert shares
+    apart = (100 - 8) // 20
+    for i, table in enumerate(tables):
+        for later in tables[i + 1 : i + apart]:
+            assert not set(table[:20]) & set(later[:20])
+        if i >= apart:
+            assert table[:20] == tables[i - apart][:20]
+
+
 def test_a_pool_too_small_for_a_batch_is_an_error() -> None:
     backend: Any = SimpleNamespace(pool=SimpleNamespace(block_size=4))
     steps = Steps(backend, range(10))

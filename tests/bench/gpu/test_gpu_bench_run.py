@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from engine.backend.cuda.kernels import activation, decode, norm, prefill, rope_store
+from engine.backend.cuda.memory import CudaStartError
 from engine.config import EngineSettings
 from tests.bench.gpu import SECTIONS, sections
 from tests.bench.gpu import __main__ as program
@@ -26,7 +29,7 @@ from tests.bench.gpu.checks import Check, decode_bound, exit_status
 from tests.bench.gpu.engine_run import EngineShape
 from tests.bench.gpu.models import TINY, Model
 from tests.bench.gpu.profiling import StepProfile, kernel_shares, kind_of
-from tests.bench.gpu.report import Results, as_markdown, checks
+from tests.bench.gpu.report import Comparison, Results, as_markdown, checks
 from tests.bench.gpu.sections import run_sections
 from tests.bench.gpu.serving import ServedWorkload
 from tests.bench.gpu.sizes import FULL, QUICK
@@ -133,7 +136,7 @@ def test_a_bound_may_be_the_most_a_value_may_be() -> None:
     assert str(Check("TTFT", 0.5, 0.012, False, " s")) == "missed       TTFT: 0.5 s (<= 0.012 s)"
 
 
-async def test_a_section_that_fails_is_noted_and_the_others_run() -> None:
+async def test_a_section_that_fails_is_noted_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     results, ran = Results({}), []
 
     async def fails() -> None:
@@ -142,10 +145,24 @@ async def test_a_section_that_fails_is_noted_and_the_others_run() -> None:
     async def works() -> None:
         ran.append(True)
 
-    await run_sections({"decode": fails, "prefill": works}, results)
+    kept: list[int] = []
+    await run_sections({"decode": fails, "prefill": works}, results, lambda: kept.append(len(ran)), math.inf)
     assert results.failures == {"decode": "ValueError: no room"}
     assert ran == [True]
+    assert kept == [0, 1], "after each of them"
+    assert "in fails\n" in capsys.readouterr().err, "where it failed"
     assert "* failed: decode: ValueError: no room" in as_markdown(results, FULL)
+
+
+async def test_no_section_begins_when_the_time_is_over() -> None:
+    results, ran = Results({}), []
+
+    async def runs() -> None:
+        ran.append(True)
+
+    await run_sections({"decode": runs}, results, lambda: None, time.monotonic())
+    assert ran == []
+    assert results.failures == {"decode": "TimeoutError: not begun: the time for the whole run is over"}
 
 
 @pytest.mark.parametrize(("share", "fails", "status"), [(0.9, False, 0), (0.9, True, 1), (0.5, False, 1)])
@@ -162,6 +179,44 @@ def test_the_programs_exit_status(
     options = ["--tiny", "--device", "cpu", "--sections", "decode", "--out", str(tmp_path / "new")]
     assert program.main(options) == status
     assert json.loads((tmp_path / "new" / "report.json").read_text())["decode"][0]["share"] == share
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_measured(tmp_path: Path) -> None:
+    """By the signal that cannot be caught, after the first figure of decode."""
+    code = f"""
+import os, signal
+from tests.bench.gpu import __main__ as program, steps
+first = steps.Steps.decode
+async def once(self, *args):
+    if self.__dict__.setdefault("measured", False):
+        os.kill(os.getpid(), signal.SIGKILL)
+    self.measured = True
+    return steps.DecodeFigure(args[0], args[1], step_s=1.0, roofline_s=0.5, shared_blocks=False)
+steps.Steps.decode = once
+program.main(["--tiny", "--device", "cpu", "--sections", "decode", "--out", {str(tmp_path)!r}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [figure["share"] for figure in report["decode"]] == [0.5]
+    assert report["ceilings"]["copy_bytes_per_s"] > 0
+    assert "kept" not in {check["verdict"] for check in report["checks"]}
+    assert "decode, batch 1, context 16: share of the roofline: 0.5" in (tmp_path / "report.md").read_text()
+
+
+def test_a_start_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start(*_: Any) -> Any:
+        raise CudaStartError("too little memory")
+
+    monkeypatch.setattr(sections, "start_backend", start)
+    options = ["--tiny", "--device", "cpu", "--sections", "decode", "--out", str(tmp_path)]
+    assert program.main(options) == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failures"] == {"start": "CudaStartError: too little memory"}
+    assert report["ceilings"]["matmul_flops_per_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -183,6 +238,62 @@ def test_answers_are_compared_to_where_they_part() -> None:
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 4, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+class Manager:
+    """In the place of transformers' manager: never answers its sixth request."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.open: list[str] = []
+        self.stopped = False
+
+    def add_request(self, ids: list[int], max_new_tokens: int) -> str:
+        self.asked += 1
+        self.open.append(f"r{self.asked}")
+        return self.open[-1]
+
+    def get_result(self, timeout: float) -> Any:
+        if self.open in ([], ["r6"]):
+            time.sleep(timeout)
+            return None
+        answered = self.open.pop(0)
+        return SimpleNamespace(request_id=answered, generated_tokens=[7, 8], error=None, is_finished=lambda: True)
+
+    def is_running(self) -> bool:
+        return True
+
+    def stop(self, *, block: bool, timeout: float, hard_stop: bool) -> None:
+        assert block
+        assert hard_stop
+        self.stopped = True
+
+
+def test_what_transformers_does_not_answer_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it did answer tells the most that its throughput can be."""
+    theirs = Transformers(MODEL, small=True)
+    workload = Workload("ShareGPT-like", [([5], 2), ([6], 2), ([7], 10)])
+
+    @contextmanager
+    def serving(**options: object) -> Iterator[Manager]:
+        manager = Manager()
+        yield manager
+        assert manager.stopped, "it would answer all, however long that takes"
+
+    monkeypatch.setattr(theirs.model, "continuous_batching_context_manager", serving)
+    served = theirs.serve(workload, 0.1)
+    assert 0.1 <= served.elapsed_s < 5
+    assert (served.answers, served.unanswered) == ([[7, 8], [7, 8], []], 1)
+    assert served.output_tokens_per_s == pytest.approx(14 / served.elapsed_s)
+    agreement = theirs.agreement([[7, 8], [7, 8], [9] * 10], served)
+    assert (agreement.requests, agreement.equal, agreement.tokens) == (2, 2, 4)
+    verdicts = []
+    for ours in (1.9, 2.1):
+        figure = Comparison("ShareGPT-like", 3, 3, 14, ours, 0, 1.0, served.unanswered, "sdpa", agreement)
+        found = checks(Results({}, comparisons=[figure]), FULL)
+        verdicts.append(next(check.verdict for check in found if "throughput" in check.what))
+        assert f"< 1 | > {ours:.2f} | 2/2" in as_markdown(Results({}, comparisons=[figure]), FULL)
+    assert verdicts == ["not measured", "kept"], "the least that it can be keeps the bound, or says nothing"
 
 
 def test_a_wrong_token_is_no_tie() -> None:
@@ -239,23 +350,25 @@ def test_the_engine_and_transformers_have_the_same_weights() -> None:
 
 
 def test_on_a_card_kernels_alone_are_counted() -> None:
-    """Both the launch and the kernel say how long the kernel took."""
+    """What launched them is not; and of a kernel that was launched early only what it took once it had its turn."""
     kinds = torch.autograd.DeviceType
 
-    def event(key: str, kind: Any, micros: float, count: int) -> Any:
-        return SimpleNamespace(key=key, device_type=kind, self_device_time_total=micros, count=count)
+    def event(name: str, kind: Any, start: float, end: float) -> Any:
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
 
     events = [
+        event("nvjet_tst", kinds.CUDA, 3000, 9000),
         event("cudaLaunchKernel", kinds.CPU, 0, 9),
-        event("_norm", kinds.CUDA, 2000, 4),
-        event("nvjet_tst", kinds.CUDA, 6000, 2),
-        event("aten::mm", kinds.CPU, 6000, 2),
+        event("_norm", kinds.CUDA, 1000, 2000),
+        event("aten::mm", kinds.CPU, 0, 20_000),
+        event("_norm", kinds.CUDA, 4000, 10_000),  # launched early
+        event("memset", kinds.CUDA, 5000, 6000),  # wholly beside others
     ]
-    shares = kernel_shares(events, 2, on_card=True)
-    assert [(k.name, k.seconds, k.calls) for k in shares] == [("nvjet_tst", 0.003, 1), ("_norm", 0.001, 2)]
+    shares = kernel_shares(events, 2)
+    assert [(k.name, k.seconds, k.calls) for k in shares] == [("nvjet_tst", 0.003, 0.5), ("_norm", 0.001, 1)]
     assert StepProfile("x", 0.01, shares).by_kind() == [("matrix products", 0.003), ("norm", 0.001)]
     with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
-        kernel_shares(events[:1], 2, on_card=True)
+        kernel_shares(events[1:2], 2)
 
 
 @pytest.mark.parametrize(

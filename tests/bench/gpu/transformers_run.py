@@ -21,6 +21,8 @@ Five times 0.063: in bfloat16, two orders of summing (eager attention and SDPA o
 as here) differ by 0.045 standard deviations in a logit, so by root two times that in how far two logits lie apart;
 beyond five of these not one of 100,000 tokens is expected. A wrong computation's token lies several below the best.
 """
+_STOP_S = 30.0
+"""For its thread to end."""
 NO_TIE = 1e9
 """In the place of a gap that is no number, or between answers of different lengths."""
 
@@ -30,6 +32,7 @@ class Agreement:
     """Greedy answers of two engines to the same requests."""
 
     requests: int
+    """That both have answered."""
     equal: int
     """Requests with the same tokens throughout."""
     equal_tokens: int
@@ -55,23 +58,33 @@ class Transformers:
         self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
 
     def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
-        """All requests at once, after its own warm-up and a few requests. Raises RuntimeError where one is lost."""
+        """All requests at once, after its own warm-up and a few requests; those not answered `deadline_s` after they
+        were sent are given up. Raises RuntimeError where a request fails."""
         with self.model.continuous_batching_context_manager(
-            generation_config=self._generation, continuous_batching_config=self._config, timeout=30
+            generation_config=self._generation, continuous_batching_config=self._config, timeout=_STOP_S
         ) as manager:
-            self._answers(manager, [(ids[:8], 2) for ids, _ in workload.prompts[:4]], deadline_s)
-            start_s = time.perf_counter()
-            answers = self._answers(manager, workload.prompts, deadline_s)
-            elapsed_s = time.perf_counter() - start_s
-            # While it serves: on the way out it gives the model back the implementation from before.
-            attention = str(self.model.config._attn_implementation)
+            answered = False
+            try:
+                few = self._answers(manager, [(ids[:8], 2) for ids, _ in workload.prompts[:4]], deadline_s)
+                if not all(few):
+                    raise RuntimeError(f"transformers answered no request of 8 tokens within {deadline_s:.0f} s")
+                start_s = time.perf_counter()
+                answers = self._answers(manager, workload.prompts, deadline_s)
+                elapsed_s, answered = time.perf_counter() - start_s, all(answers)
+                # While it serves: on the way out it gives the model back the implementation from before.
+                attention = str(self.model.config._attn_implementation)
+            finally:
+                if not answered:  # on its way out it would first answer all that it was asked, however long that takes
+                    manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
         return ServedWorkload(workload, answers, elapsed_s, attention=attention)
 
     def agreement(self, ours: Sequence[Sequence[int]], theirs: ServedWorkload) -> Agreement:
-        """Compare token by token; where two answers part, ask the model itself how far apart the two tokens are."""
+        """Compare token by token what both answered; where two answers part, ask the model itself how far apart the two
+        tokens are."""
         equal = equal_tokens = 0
         widest = 0.0
-        for (prompt, _), a, b in zip(theirs.workload.prompts, ours, theirs.answers, strict=True):
+        both = [row for row in zip(theirs.workload.prompts, ours, theirs.answers, strict=True) if row[2]]
+        for (prompt, _), a, b in both:
             at = first_difference(a, b)
             equal_tokens += len(a) if at is None else at
             if at is None:
@@ -80,8 +93,8 @@ class Transformers:
                 comparable = at < min(len(a), len(b))
                 gap = self.gap([*prompt, *a[:at]], a[at], b[at]) if comparable else NO_TIE
                 widest = max(widest, gap if math.isfinite(gap) else NO_TIE)
-        total = sum(map(len, ours))
-        return Agreement(len(ours), equal, equal_tokens, total, widest)
+        total = sum(len(a) for _, a, _ in both)
+        return Agreement(len(both), equal, equal_tokens, total, widest)
 
     @torch.inference_mode()
     def gap(self, ids: Sequence[int], one: int, other: int) -> float:
@@ -92,18 +105,19 @@ class Transformers:
     def _answers(
         self, manager: Any, prompts: Sequence[tuple[Sequence[int], int]], deadline_s: float
     ) -> list[list[int]]:
+        """In their order; empty: not answered within `deadline_s`."""
         ids = [manager.add_request(list(prompt), max_new_tokens=count) for prompt, count in prompts]
         found: dict[str, list[int]] = {}
         until_s = time.monotonic() + deadline_s
-        while len(found) < len(ids):
-            result = manager.get_result(timeout=1)
+        while len(found) < len(ids) and (left_s := until_s - time.monotonic()) > 0:
+            result = manager.get_result(timeout=min(1.0, left_s))
             if result is not None and result.is_finished():
                 if result.error is not None:
                     raise RuntimeError(f"transformers failed a request: {result.error}")
                 found[result.request_id] = list(result.generated_tokens)
-            elif result is None and (time.monotonic() > until_s or not manager.is_running()):
-                raise RuntimeError(f"transformers answered {len(found)} of {len(ids)} requests in {deadline_s} s")
-        return [found[i] for i in ids]
+            elif result is None and not manager.is_running():
+                raise RuntimeError(f"transformers has stopped; it answered {len(found)} of {len(ids)} requests")
+        return [found.get(i, []) for i in ids]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

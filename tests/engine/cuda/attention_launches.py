@@ -20,6 +20,12 @@ def sample() -> None:
     launch(torch.float16, 80, 4096)
 
 
+def small() -> None:
+    """Heads of fewer dimensions than a product on tensor cores sums over."""
+    launch(torch.float32, 8, 9)
+    launch(torch.bfloat16, 8, None)
+
+
 def bfloat16() -> None:
     """All variants of the type."""
     _all(torch.bfloat16)

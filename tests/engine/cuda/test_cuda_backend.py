@@ -207,6 +207,25 @@ async def test_a_step_without_samples_has_a_result_too(model: Decoder) -> None:
     await backend.close()
 
 
+def test_what_is_done_before_requests_come_is_done_by_the_thread_that_serves_them(model: Decoder) -> None:
+    """What cuBLAS keeps by thread is made, and counted, at the start; and lives as long as the graphs that use it."""
+    plain_forward, threads = torch_forward(model, 20), []
+
+    def forward(step: StepTensors, pool: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return plain_forward(step, pool)
+
+    backend = cuda_backend(model, CpuDevice(), graphs=2, forward=forward)
+    backend.warm_up(StepPlan((prefill(Request(1, tokens(5), 5, GREEDY), [0, 1]),)))
+    captured = len(threads)
+    asyncio.run(backend.run(StepPlan((prefill(Request(2, tokens(5), 5, GREEDY), [2, 3]),))))
+    assert captured > 4
+    assert {thread.name for thread in threads} == {"cuda-step_0"}
+    assert len(set(threads)) == 1
+    backend.shutdown()
+    assert not threads[0].is_alive()
+
+
 def test_a_step_writes_only_its_own_slots_padding_rows_none(model: Decoder) -> None:
     device = CpuDevice()
     backend = cuda_backend(model, device, graphs=MAX_RUNNING)

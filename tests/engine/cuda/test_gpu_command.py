@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,54 @@ def test_its_settings_know_every_mark_and_option() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_cuda_backend_gpu.py" in done.stdout
+
+
+TESTS = """
+import os
+import torch
+
+def test_fails():
+    assert 6 * 9 == 42
+
+def test_is_killed():
+    os.kill(os.getpid(), 9)
+
+def test_loses_the_card(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    torch.cuda.is_available, torch.cuda.synchronize = (lambda: True), lost
+
+def test_behind():
+    raise AssertionError("it ran")
+"""
+
+
+def run(folder: Path, *chosen: str) -> subprocess.CompletedProcess[str]:
+    """Of those tests, under gpu-test's settings."""
+    (folder / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "tests/engine/cuda/gpu.ini"), "--rootdir=."]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", *(f"{folder / 'test_it.py'}::{name}" for name in chosen)],
+        env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_run_that_is_killed_has_shown_what_failed(tmp_path: Path) -> None:
+    done = run(tmp_path, "test_fails", "test_is_killed")
+    assert done.returncode == -signal.SIGKILL
+    assert "test_fails, call: " in done.stdout
+    assert "assert (6 * 9) == 42" in done.stdout
+
+
+def test_the_test_that_loses_the_card_is_the_last(tmp_path: Path) -> None:
+    done = run(tmp_path, "test_loses_the_card", "test_behind")
+    assert done.returncode == 1
+    assert "test_loses_the_card has lost the card: CUDA error: an illegal memory access was encountered" in done.stdout
+    assert "it ran" not in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.backend.cuda import sampler
+from engine.backend.cuda.device import CudaDevice, Device
 from engine.backend.cuda.packing import Uploads, packed_bytes, views_of
 from engine.backend.cuda.sampler import HostSampling
 from engine.backend.sampler import probabilities, sample, uniform
@@ -50,17 +52,39 @@ def next_chunk(request: Request) -> SequenceChunk:
     return SequenceChunk(request, len(known) - 1, known[-1:], [0], True, True)
 
 
+ON_CARD = torch.cuda.is_available()
+
+
+@functools.cache
+def runs_on() -> Device:
+    """The card where there is one."""
+    return CudaDevice(torch.device("cuda", 0)) if ON_CARD else CpuDevice()
+
+
 def chosen(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
     """The way of the backend: packed, chosen, fetched, read."""
     chunks = [next_chunk(r) for r in requests]
     host = HostSampling.of(chunks, logits.shape[1])
-    device = CpuDevice()
+    device = runs_on()
     with device.use():
+        there = logits.to(device.torch)
+        before = there.clone()
         sent = Uploads(device, buffers=1).send((np.zeros(1, dtype=np.int32), *host.arrays))
-        tokens, results = host.choose(logits, sent.views[1:])
-    read = host.read(results.numpy(), chunks)
-    assert tokens.tolist() == [token.token for token in read]
+        tokens, results = host.choose(there, sent.views[1:])
+        assert torch.equal(there, before), "logits are left as they are"
+        read = host.read(results.cpu().numpy(), chunks)
+        assert tokens.tolist() == [token.token for token in read]
     return read
+
+
+def tops_agree(have: SampledToken, want: SampledToken) -> bool:
+    """On a card the last bit may differ, and which of equally probable tokens are named is open."""
+    if not ON_CARD:
+        return have.top == want.top
+    theirs = dict(want.top)
+    return [chance for _, chance in have.top] == pytest.approx([chance for _, chance in want.top], abs=1e-5) and all(
+        chance == pytest.approx(theirs.get(token, want.top[-1][1]), abs=1e-5) for token, chance in have.top
+    )
 
 
 def on_a_border(logits: torch.Tensor, requests: list[Request]) -> bool:
@@ -86,13 +110,11 @@ def test_chooses_and_reports_as_the_reference_does(batch: list[Any]) -> None:
     requests = [request(p, prompt, output) for _, p, prompt, output in batch]
     logits = torch.tensor([row for row, *_ in batch])
     assume(not on_a_border(logits, requests))
-    before = logits.clone()
     found = chosen(logits, requests)
-    assert torch.equal(logits, before), "logits are left as they are"
     for have, want in zip(found, sample(logits, requests), strict=True):
         assert have.token == want.token
-        assert have.logprob == pytest.approx(want.logprob, abs=1e-6)
-        assert have.top == want.top
+        assert have.logprob == pytest.approx(want.logprob, abs=1e-5 if ON_CARD else 1e-6)
+        assert tops_agree(have, want)
 
 
 @settings(max_examples=30)
@@ -102,7 +124,10 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[Any], random: Any) -> No
     logits = torch.tensor([row for row, *_ in batch])
     together = chosen(logits, requests)
     order = random.sample(range(len(batch)), len(batch))
-    assert chosen(logits[order], [requests[i] for i in order]) == [together[i] for i in order]
+    shuffled = chosen(logits[order], [requests[i] for i in order])
+    for have, want in zip(shuffled, [together[i] for i in order], strict=True):
+        assert (have.token, have.logprob) == (want.token, want.logprob)
+        assert tops_agree(have, want)
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 255, 256, 257, 900])

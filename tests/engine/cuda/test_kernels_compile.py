@@ -36,6 +36,13 @@ def test_variants_in_use_fit_without_spills(arch: int) -> None:
     assert is_fast(kernels, arch)
 
 
+def test_small_heads_compile() -> None:
+    """The interpreter multiplies matrices of any size."""
+    kernels = attention("small", 90)
+    check(kernels, 90)
+    assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, 2))
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", list(SHARED_BYTES))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

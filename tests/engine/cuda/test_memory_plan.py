@@ -19,7 +19,7 @@ from engine.backend.cuda.start import Starter
 from engine.backend.cuda.trial import largest_step, warm_up_steps
 from engine.model.checkpoint import make_checkpoint
 from engine.model.config import ModelConfig
-from engine.sched.plan import SequenceChunk, StepPlan, StepResult
+from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
 from tests.engine.cuda.devices import CpuDevice, interpreted
@@ -208,15 +208,15 @@ def test_too_little_left_behind_the_pool_is_explained_too(checkpoint: Path, monk
 def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences that the pool holds. Capturing has emptied torch's cache, which no request is to fill again."""
     started, ran = starter(settings(checkpoint, kv_pool_tokens=32)), []
-    step = CudaBackend.step
+    warm_up = CudaBackend.warm_up
 
-    def watched(self: CudaBackend, plan: StepPlan) -> StepResult:
+    def watched(self: CudaBackend, plan: StepPlan) -> None:
         ran.append((self.pool.data.shape[0], sum(len(chunk.tokens) for chunk in plan.chunks), len(device.graphs)))
-        return step(self, plan)
+        warm_up(self, plan)
 
     device = started.device
     assert isinstance(device, CpuDevice)
-    monkeypatch.setattr(CudaBackend, "step", watched)
+    monkeypatch.setattr(CudaBackend, "warm_up", watched)
     brought_up(started)
     assert ran[-1] == (2, 8, 2)
     assert [graphs for blocks, _, graphs in ran if blocks == 2] == [0] * (len(ran) - 3) + [2]

@@ -45,6 +45,11 @@ def is_hopper(_device: torch.device) -> bool:
     return bool(90 <= triton.runtime.driver.active.get_current_target().arch < 120)
 
 
+def columns_for(dim: int) -> int:
+    """Columns of a tile for heads of `dim`: a power of two, and no fewer than a `tl.dot` sums over."""
+    return int(max(16, triton.next_power_of_2(dim)))
+
+
 def multiplies_wide(values: Tensor) -> bool:
     """Whether `tl.dot` needs float32 operands: Triton's interpreter multiplies the bit patterns of bfloat16.
 

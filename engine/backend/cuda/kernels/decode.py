@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backend.cuda.kernels.attend import INTERPRETED, LOG2_E, Launch, attend_tile, is_hopper, multiplies_wide
+from engine.backend.cuda.kernels.attend import (
+    INTERPRETED,
+    LOG2_E,
+    Launch,
+    attend_tile,
+    columns_for,
+    is_hopper,
+    multiplies_wide,
+)
 from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import DecodeTensors
 
@@ -98,7 +106,7 @@ def paged_decode(
             f"scratch has room for {rows} rows of {room} parts; {batch} rows of {parts} parts need a larger "
             "DecodeScratch.make(batch, max_tokens, ...)"
         )
-    padded = triton.next_power_of_2(dim)
+    columns = columns_for(dim)
     _attend_parts[(kv_heads, parts, batch)](
         q,
         q.stride(0),
@@ -116,7 +124,7 @@ def paged_decode(
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        PADDED=padded,
+        PADDED=columns,
         PAGE=page,
         ROWS=launch.rows,
         TILE=launch.tile,
@@ -139,12 +147,12 @@ def paged_decode(
         out.stride(0),
         window or 0,
         DIM=dim,
-        PADDED=padded,
+        PADDED=columns,
         TILE=launch.tile,
         PART_TOKENS=PART_TOKENS,
         MAX_PARTS=MAX_PARTS,
         WINDOWED=window is not None,
-        num_warps=max(1, padded // ADDING_DIMS),
+        num_warps=max(1, columns // ADDING_DIMS),
         enable_fp_fusion=False,
         **early(q.device),
     )

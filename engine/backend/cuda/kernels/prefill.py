@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backend.cuda.kernels.attend import INTERPRETED, LOG2_E, Launch, attend_tile, is_hopper, multiplies_wide
+from engine.backend.cuda.kernels.attend import (
+    INTERPRETED,
+    LOG2_E,
+    Launch,
+    attend_tile,
+    columns_for,
+    is_hopper,
+    multiplies_wide,
+)
 from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import PrefillTensors
 
@@ -80,7 +88,7 @@ def paged_prefill(
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        PADDED=triton.next_power_of_2(dim),
+        PADDED=columns_for(dim),
         PAGE=page,
         ROWS=launch.rows,
         SLICES=ROWS // launch.rows,
