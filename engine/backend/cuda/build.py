@@ -15,8 +15,10 @@ from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.sched.plan import PENDING, SequenceChunk
 
 _MIN_TABLE_TOKENS = 1024
-_TABLE_GROWTH = 4
-"""Widths of block tables are few, as a kernel's grid and a CUDA graph belong to one: each is 4 times the one before."""
+_FINE_TABLE_TOKENS = 8192
+"""Widths of block tables are few, as a kernel's grid and a CUDA graph belong to one: each is twice the one before, and
+from here on four times. Up to here a wider table makes the decode kernel launch more programs for each row, most of
+which a short sequence leaves with nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def table_widths(max_blocks: int, block_size: int) -> tuple[int, ...]:
     widths, width = [], _MIN_TABLE_TOKENS // block_size
     while width < max_blocks:
         widths.append(width)
-        width *= _TABLE_GROWTH
+        width *= 2 if width * block_size < _FINE_TABLE_TOKENS else 4
     return (*widths, max_blocks)
 
 
