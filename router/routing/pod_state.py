@@ -143,6 +143,9 @@ class PodState:
             self._context_tokens -= request.context_tokens
         elif (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
+            if request.streams and request.due_s < now_s:
+                # Given up in vain. Else a pod that hangs would look idle again, and have the next one wait as long.
+                self._free_at_s = max(self._free_at_s, 2 * now_s - request.due_s)
 
     def report(self, load: LoadReport, *, now_s: float) -> None:
         """A load report of the pod."""

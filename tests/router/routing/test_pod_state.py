@@ -67,6 +67,27 @@ def test_a_pod_that_hangs_looks_ever_worse() -> None:
     assert waits[-1] > 25
 
 
+def test_a_pod_that_let_a_request_wait_in_vain_is_not_idle_again_at_once() -> None:
+    """Until as long again has passed, or a first token comes."""
+    state = PodState()
+    send(state, "a", 1000, 1.0)
+    state.finished("a", now_s=31.0)
+    seen = view(state, 31.0)
+    assert seen.in_flight == 0
+    assert 55 < seen.prefill_free_at_s < 61
+    send(state, "b", 1000, 32.0)
+    assert view(state, 32.0).prefill_free_at_s > seen.prefill_free_at_s
+    state.first_token("b", now_s=32.2)
+    assert view(state, 32.2).prefill_free_at_s <= 32.2
+
+
+def test_a_request_that_ends_before_it_is_due_leaves_nothing() -> None:
+    state = PodState()
+    send(state, "a", 1000, 1.0)
+    state.finished("a", now_s=1.05)
+    assert view(state, 1.05).prefill_free_at_s < 1.05 + 2 * PRIOR.base_s
+
+
 def test_an_answer_that_does_not_stream_is_not_waited_for() -> None:
     state = reporting()
     send(state, "a", 1000, 1.0, streams=False)
