@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from engine.contract.signals import end_on_sigterm
@@ -10,10 +11,12 @@ from engine.contract.signals import end_on_sigterm
 def main() -> None:
     """Serve until SIGTERM or SIGINT, or run the subcommand `calibrate`."""
     end_on_sigterm(0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
     # Imported here: it takes seconds, in which a SIGTERM must not be lost.
     if sys.argv[1:2] == ["calibrate"]:
         from engine.calibrate import run as calibrate
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(calibrate(sys.argv[2:]))
     from engine.app import run
     from engine.config import EngineSettings

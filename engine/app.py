@@ -335,4 +335,4 @@ async def _unless(event: asyncio.Event, future: asyncio.Future[T]) -> T | None:
 
 
 def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host else host or "0.0.0.0"  # none: every address of both families

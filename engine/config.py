@@ -9,14 +9,18 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings
+from engine.contract.settings import Settings, check_redis_url
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 """What `device` may be."""
 
 
 class EngineSettings(Settings):
-    """One engine: a model on a device behind an HTTP port."""
+    """One engine: a model on a device behind an HTTP port.
+
+    `warmroute-engine calibrate` measures a device for --sim-profile. Exit status: 0 after a clean stop, 1 where a step
+    did not end, 2 where it cannot start.
+    """
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
     served_model_name: str = Field("", description="Name clients use for the model; empty: the folder's name")
@@ -27,7 +31,7 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all of the machine's")
+    host: str = Field("127.0.0.1", description="Address to listen on; empty: every one, 0.0.0.0: every IPv4 one")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
     redis_url: str | None = Field(
         None, description="redis://, rediss:// or unix:// URL of the prefix registry; none: publish nothing"
@@ -90,6 +94,11 @@ class EngineSettings(Settings):
     def device_kind(self) -> str:
         """cpu, cuda or sim."""
         return self.device.partition(":")[0]
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, url: str | None) -> str | None:
+        return check_redis_url(url) if url else None
 
     @field_validator("block_size")
     @classmethod

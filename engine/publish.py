@@ -19,7 +19,14 @@ from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
-from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, raise_if_cancelled
+from engine.contract.redis_client import (
+    REDIS_DEADLINE_S,
+    REDIS_ERRORS,
+    Outage,
+    connect,
+    drop_connections,
+    raise_if_cancelled,
+)
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
 from engine.metrics import RegistryState
 
@@ -30,6 +37,8 @@ SNAPSHOT_S = 5.0
 MAX_BACKOFF_S = 2.0
 STREAM_ENTRIES = 20_000
 """Deltas kept per model: some 15 s of 64 pods that publish every 50 ms."""
+STREAM_TTL_S = 3600
+"""The stream of a model that nobody publishes any more goes after this."""
 
 
 @dataclass(slots=True)
@@ -80,6 +89,7 @@ class Publisher:
         self._snapshot_at_s = 0.0
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
+        self._outage = Outage()
         self.connected = False
         self.stats = PublisherStats()
 
@@ -108,7 +118,7 @@ class Publisher:
         )
 
     async def run(self) -> None:
-        """Publish until cancelled; no Redis failure ends it. On cancellation the lease is given up."""
+        """Publish until cancelled; no failure ends it. On cancellation the lease is given up."""
         backoff_s = 0.1
         redis = connect(self._redis_url)
         try:
@@ -117,17 +127,16 @@ class Publisher:
                 try:
                     async with asyncio.timeout(2 * REDIS_DEADLINE_S):
                         await self._flush(redis)
-                except REDIS_ERRORS as error:
-                    self._failed(error)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                else:
-                    if not self.connected:
-                        log.info("registry: publishing to Redis")
-                    self.connected = True
+                    self._succeeded()
                     backoff_s = 0.1
                     await self._wait_for_work()
+                except Exception as error:  # outermost loop: a defect met once must not silence the engine for good
+                    self._failed(error)
+                    await drop_connections(redis)
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
         finally:
+            self.connected = False
             try:
                 async with asyncio.timeout(REDIS_DEADLINE_S):
                     await redis.delete(snapshot_key(self._model, self._pod_id))
@@ -135,12 +144,20 @@ class Publisher:
                 log.info("registry: Redis is away; the lease ends by itself")
             await redis.aclose()
 
-    def _failed(self, error: BaseException) -> None:
+    def _succeeded(self) -> None:
+        if not self.connected:
+            log.info("registry: publishing to Redis")
+        self.connected = True
+        self._outage.end()
+
+    def _failed(self, error: Exception) -> None:
         self.stats.failures += 1
         self._needs_snapshot = True
-        if self.connected or self.stats.failures == 1:
-            log.warning("registry: cannot publish to Redis, will keep trying: %s", error or type(error).__name__)
         self.connected = False
+        if self._outage.is_news(error):
+            defect = None if isinstance(error, REDIS_ERRORS) else error
+            text = str(error) or type(error).__name__
+            log.warning("registry: cannot publish to Redis, will keep trying: %s", text, exc_info=defect)
 
     async def _wait_for_work(self) -> None:
         """Until a batch is full, its first change is BATCH_S old, the load is another, or the heartbeat is due."""
@@ -177,7 +194,10 @@ class Publisher:
         message = RegistryMessage(Kind.SNAPSHOT, self._stride, self._epoch, self._seq, self._load(), (), self._held())
         self._snapshot_seq, self._snapshot_at_s = self._seq, asyncio.get_running_loop().time()
         data = await asyncio.to_thread(encode, message)
-        await redis.set(snapshot_key(self._model, self._pod_id), data, px=self._lease_ms)
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.set(snapshot_key(self._model, self._pod_id), data, px=self._lease_ms)
+            pipe.expire(stream_key(self._model), STREAM_TTL_S)
+            await pipe.execute()
         self.stats.snapshots += 1
 
     async def _append_delta(self, redis: Redis) -> None:

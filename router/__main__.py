@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from engine.contract.signals import end_on_sigterm
@@ -12,6 +13,7 @@ PROG = "warmroute-gateway"
 def main() -> None:
     """Run the gateway. Exit status: 0 after a clean stop, 1 when the port cannot be had, 2 for bad settings."""
     end_on_sigterm(0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
     # Imported here: it takes most of a second, in which a SIGTERM must not be lost.
     import asyncio
 

@@ -27,7 +27,7 @@ from router.fleet.probe import HttpProbe
 from router.gateway.admin import Admin
 from router.gateway.admission import Admission
 from router.gateway.chooser import Chooser
-from router.gateway.errors import errors
+from router.gateway.errors import errors, http_log
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
@@ -159,7 +159,9 @@ async def serve(settings: GatewaySettings) -> None:
         site, url = await _listen(running, make_runner(app), settings.host, settings.port)
         lines = [f"listening on {url}"]
         if settings.metrics_port is not None:
-            runner = web.AppRunner(build_metrics_app(app), access_log=None, shutdown_timeout=FORCED_STOP_S)
+            runner = web.AppRunner(
+                build_metrics_app(app), access_log=None, logger=http_log(), shutdown_timeout=FORCED_STOP_S
+            )
             _, url = await _listen(running, runner, settings.host, settings.metrics_port)
             lines.append(f"metrics on {url}/metrics")
         print("\n".join(lines), flush=True)
@@ -185,7 +187,12 @@ async def _listen(
 def make_runner(app: web.Application) -> web.AppRunner:
     """A runner whose handlers are cancelled when their client leaves, so that the engine hears of it at once."""
     return web.AppRunner(
-        app, handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=FORCED_STOP_S
+        app,
+        handle_signals=False,
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_log(),
+        shutdown_timeout=FORCED_STOP_S,
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings
+from engine.contract.settings import Settings, check_redis_url, check_url
 
 PolicyName = Literal[
     "round_robin",
@@ -31,11 +30,14 @@ PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
 
 class GatewaySettings(Settings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of the gateway."""
+    """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
+
+    Exit status: 0 after a clean stop, 1 where the port cannot be had, 2 for bad flags or key files.
+    """
 
     config: str | None = Field(None, description="YAML file with any of these settings")
 
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    host: str = Field("127.0.0.1", description="address to listen on; empty: every one, 0.0.0.0: every IPv4 one")
     port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one")
     metrics_port: int | None = Field(
         None,
@@ -54,7 +56,7 @@ class GatewaySettings(Settings):
         "none: engines get the client's Authorization header, unless --api-keys-file is given",
     )
     models: list[str] = Field(
-        default_factory=list,
+        [],
         description="models that exist even while no engine serves them, comma-separated: then 503, not 404; "
         "those of engines that answered once are known without",
     )
@@ -63,7 +65,7 @@ class GatewaySettings(Settings):
         description="where engines are found: in --engines, among the pods of a Kubernetes namespace, or in DNS",
     )
     engines: list[str] = Field(
-        default_factory=list,
+        [],
         description="static: base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000; required",
     )
     kube_selector: str | None = Field(
@@ -150,7 +152,7 @@ class GatewaySettings(Settings):
     def _check_engines(cls, urls: list[str]) -> list[str]:
         cleaned = [url.strip().rstrip("/") for url in urls]
         for url in cleaned:
-            _check_url(url, ("http", "https"))
+            check_url(url, ("http", "https"))
         twice = {url for url in cleaned if cleaned.count(url) > 1}
         if twice:
             raise ValueError(f"{', '.join(sorted(twice))} is listed twice")
@@ -202,27 +204,8 @@ class GatewaySettings(Settings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str | None) -> str | None:
-        if url is not None:
-            _check_url(url, ("redis", "rediss", "unix"))
-        return url
+        return url if url is None else check_redis_url(url)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _check_url(url: str, schemes: tuple[str, ...]) -> None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r} is not a URL: {error}") from None
-    allowed = " or ".join(f"{scheme}://" for scheme in schemes)
-    if parts.scheme not in schemes:
-        raise ValueError(f"{url!r} must begin with {allowed}")
-    if parts.scheme == "unix":
-        return
-    if not parts.hostname or port == 0:
-        raise ValueError(f"{url!r} must name a host, as in {schemes[0]}://host:port")
-    if parts.scheme in ("http", "https") and (parts.query or parts.fragment):
-        raise ValueError(f"{url!r} must not have a query or a fragment")

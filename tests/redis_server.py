@@ -43,6 +43,24 @@ class RedisServer:
             assert time.monotonic() < give_up_at, "redis-server did not start"
             time.sleep(0.01)
 
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[redis.Redis]:
+        """Another server, empty, has the address from here on; the old one lives, and who is connected to it stays so.
+
+        Yields a client of the old one.
+        """
+        old = self._process
+        assert old is not None
+        with redis.Redis.from_url(self.url) as client:
+            client.ping()
+            self._socket.unlink()
+            self.start()
+            try:
+                yield client
+            finally:
+                old.kill()
+                old.wait(10)
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()

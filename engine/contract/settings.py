@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import ValidationError
@@ -28,6 +29,7 @@ S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "WARMROUTE_"
 LONGEST_ABOUT = 400
 """Characters of a description that an error message repeats."""
+_PASSWORD = re.compile(r"(://[^:/@\s]*:)\S*@")
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
 
 
@@ -67,7 +69,8 @@ class Settings(BaseSettings):
             return cls(**merged)
         except ValidationError as error:
             origin = {**dict.fromkeys(variables, "environment"), **dict.fromkeys(flags, "flag")}
-            raise ConfigError("\n".join(cls._explain(e, origin, path) for e in error.errors())) from None
+            lines = "\n".join(cls._explain(e, origin, path) for e in error.errors())
+            raise ConfigError(_PASSWORD.sub(r"\1***@", lines)) from None
 
     @classmethod
     def _from_flags(cls, argv: Sequence[str], prog: str) -> dict[str, Any]:
@@ -108,7 +111,10 @@ class Settings(BaseSettings):
                 is_list = get_origin(cls.model_fields[field].annotation) is list
                 values[field] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
             elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
-                raise ConfigError(f"environment variable {name} is unknown{_did_you_mean(field, cls.model_fields)}")
+                known = {field.upper(): None for field in cls.model_fields}
+                raise ConfigError(
+                    f"environment variable {name} is unknown{_did_you_mean(field.upper(), known, ENV_PREFIX)}"
+                )
         return values
 
     @classmethod
@@ -152,9 +158,45 @@ def load_or_exit(settings: type[S], argv: Sequence[str], prog: str) -> S:
         raise SystemExit(2) from None
 
 
+def check_url(url: str, schemes: tuple[str, ...]) -> str:
+    """`url`, where it begins with one of `schemes` and names a host. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        # With a password the error would show what of it stands before its first slash.
+        why = "percent-encode the special characters of its password, a slash as %2F" if "@" in url else error
+        raise ValueError(f"{url!r} is not a URL: {why}") from None
+    allowed = " or ".join(f"{scheme}://" for scheme in schemes)
+    if parts.scheme not in schemes:
+        raise ValueError(f"{url!r} must begin with {allowed}")
+    if parts.scheme == "unix":
+        return url
+    if not parts.hostname or port == 0:
+        raise ValueError(f"{url!r} must name a host, as in {schemes[0]}://host:port")
+    if parts.scheme in ("http", "https") and (parts.query or parts.fragment):
+        raise ValueError(f"{url!r} must not have a query or a fragment")
+    return url
+
+
+def check_redis_url(url: str) -> str:
+    """`url`, where a client can be made of it, its options included. Connects to nothing. Raises ValueError."""
+    from engine.contract.redis_client import REDIS_ERRORS, connect  # a third of a second: only who uses Redis pays
+
+    check_url(url, ("redis", "rediss", "unix"))
+    try:
+        pool: Any = connect(url).connection_pool
+        pool.make_connection()
+    except (ValueError, TypeError, *REDIS_ERRORS) as error:
+        raise ValueError(f"{url!r} cannot be used: {error}") from None
+    return url
+
+
 def _did_you_mean(field: str, known: Mapping[str, object], prefix: str = "") -> str:
     close = difflib.get_close_matches(field, known, n=1)
-    return f"; did you mean '{prefix}{close[0]}'?" if close else f"; allowed: {', '.join(sorted(known))}"
+    if close:
+        return f"; did you mean '{prefix}{close[0]}'?"
+    return f"; allowed: {', '.join(prefix + name for name in sorted(known))}"
 
 
 def _check_flags(argv: Sequence[str], fields: Sequence[str], prog: str) -> None:

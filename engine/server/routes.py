@@ -57,11 +57,19 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = _error_response(error, error.status)
     except web.HTTPException as error:
         response = _error_response(BadRequest(f"{request.method} {request.path}: {error.reason}"), error.status)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
     except ConnectionError:
-        raise  # the client has gone: nobody to answer
+        # The client has gone: nobody to answer. Raised further, it would be an error with a traceback in aiohttp's log.
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = _error_response(ApiError("internal error; the engine's log has the details"), 500)
+    if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
+        response.force_close()
+        request.content.feed_eof()
     resource = request.match_info.route.resource
     request.app[METRICS].observe_response(resource.canonical if resource else "unknown", response.status)
     await finish(request, response)

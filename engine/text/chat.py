@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.contract.errors import BadRequest
-from engine.text.tokenizer import TokenizerError, read_json
+from engine.text.tokenizer import TokenizerError, read_json, read_text
 
 _RENDER_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
@@ -29,20 +29,22 @@ _RENDER_ERRORS = (
 class ChatTemplate:
     """A compiled template with the special tokens it may name. Thread-safe."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises jinja2.TemplateSyntaxError."""
-        self._template = _environment().from_string(source)
+    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
+        """`with_tools`: that of requests with tools, where it is another. Raises jinja2.TemplateSyntaxError."""
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
 
     @classmethod
     def from_path(cls, folder: Path) -> ChatTemplate | None:
         """The template of the checkpoint in `folder`, None where it has none. Raises TokenizerError."""
         config = read_json(folder / "tokenizer_config.json")
-        source = _template_source(folder, config)
+        source, with_tools = _template_sources(folder, config)
         if source is None:
             return None
         try:
-            return cls(source, _special_tokens(folder, config))
+            return cls(source, _special_tokens(folder, config), with_tools)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template of {folder} is not valid: line {error.lineno}: {error}") from None
 
@@ -55,8 +57,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt's text. `variables`: a template's own switches. Raises BadRequest when the template refuses."""
+        template = self._with_tools if tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 {
                     **self._special_tokens,
                     **(variables or {}),
@@ -107,18 +110,22 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text. A file of its own comes before one inside a configuration file."""
-    path = folder / "chat_template.jinja"
+def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The template's text, and that of the one for tools where there are two.
+
+    A file of its own comes before one inside a configuration file.
+    """
+    path, with_tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path), read_text(with_tools) if with_tools.is_file() else None
     source = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    sources = [source, None]
     if isinstance(source, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
+        sources = [named.get("default"), named.get("tool_use")]
+    if not all(one is None or isinstance(one, str) for one in sources):
         raise TokenizerError(f"{folder}: chat_template must be a string or a list with one named 'default'")
-    return source
+    return sources[0], sources[1]
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

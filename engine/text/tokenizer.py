@@ -149,12 +149,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object")
     return content
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises TokenizerError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -19,9 +19,9 @@ from loadgen.analyze.run import analyze
 from loadgen.analyze.spec import AnalysisSpec
 from loadgen.analyze.text import show
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
 
 PROG = "warmroute-loadgen analyze"
-_PLAIN_WIDTH = 110
 
 
 class AnalyzeSettings(Settings):
@@ -113,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _analyze(settings: AnalyzeSettings) -> Analysis:
-    console = Console(stderr=True)
+    console = progress_screen()
     columns = (TextColumn("{task.description:<32}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=1.0)
@@ -131,16 +131,18 @@ def _analyze(settings: AnalyzeSettings) -> Analysis:
 
 
 def _write(analysis: Analysis, settings: AnalyzeSettings) -> None:
+    """Files first: whoever reads standard output may leave early."""
     as_json = analysis.model_dump_json(indent=2)
-    if settings.format == "json":
-        print(as_json)
-    else:
-        found = Console(highlight=False)
-        show(analysis, found if found.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH))
     if settings.out:
         folder = Path(settings.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "analysis.json").write_text(as_json + "\n")
         with (folder / "analysis.txt").open("w") as file:
-            show(analysis, Console(file=file, highlight=False, width=_PLAIN_WIDTH))
+            show(analysis, Console(file=file, highlight=False, width=PLAIN_WIDTH))
+    screen = result_screen()
+    if settings.format == "json":
+        screen.out(as_json, highlight=False)
+    else:
+        show(analysis, screen)
+    if settings.out:
         print(f"{PROG}: wrote {folder / 'analysis.json'} and {folder / 'analysis.txt'}", file=sys.stderr)

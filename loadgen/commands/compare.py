@@ -26,6 +26,7 @@ from loadgen.load.target import ServerUnusable, Target
 from loadgen.load.workers import WorkerDied
 from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
+from loadgen.output.screen import progress_screen
 from loadgen.output.settings import OutputSettings
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
@@ -151,7 +152,7 @@ def run(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
     if status:
-        print(f"{PROG}: {experiment.stopped}; {_kept(experiment)}", file=sys.stderr)
+        progress_screen().out(f"{PROG}: {experiment.stopped}; {_kept(experiment)}", highlight=False)
     if not experiment.rounds:
         return status
     about = {"name": workload.name, **workload.about()}

@@ -15,9 +15,10 @@ from loadgen.load.progress import Progress, Silent
 from loadgen.load.target import ServerUnusable
 from loadgen.load.workers import WorkerDied
 from loadgen.output.live import open_progress
-from loadgen.output.save import save
+from loadgen.output.save import Paths, save
+from loadgen.output.screen import result_screen
 from loadgen.output.settings import OutputSettings
-from loadgen.output.terminal import print_result, result_console
+from loadgen.output.terminal import print_result
 from loadgen.result.model import Result
 
 T = TypeVar("T")
@@ -52,15 +53,18 @@ def check_writable(folder: str, flag: str) -> None:
 
 
 def report(result: Result, output: OutputSettings | None, prog: str) -> int:
-    """Print the result and write the files of `output`; the exit status."""
-    screen = result_console()
-    print_result(result, screen)
+    """Write the files of `output` and print the result; the exit status. Files first: whoever reads may leave early."""
+    paths, unwritten = Paths(), None
     if output is not None:
         try:
             paths = save(result, output.folder, output.chosen_formats())
         except OSError as error:
-            print(f"{prog}: --out cannot be written: {error}", file=sys.stderr)
-            return EXIT_FAILED
-        for path in paths.all():
-            screen.print(str(path), markup=False, soft_wrap=True)
+            unwritten = error
+    screen = result_screen()
+    print_result(result, screen)
+    for path in paths.all():
+        screen.print(str(path), markup=False, soft_wrap=True)
+    if unwritten is not None:
+        print(f"{prog}: --out cannot be written: {unwritten}", file=sys.stderr)
+        return EXIT_FAILED
     return 0 if all(arm.summary.validity.valid for arm in result.arms) else EXIT_INVALID

@@ -12,8 +12,9 @@ from pydantic_settings import CliPositionalArg
 from engine.contract.settings import load_or_exit
 from loadgen.commands.exit_status import EXIT_FAILED
 from loadgen.output.save import FORMATS, save
+from loadgen.output.screen import result_screen
 from loadgen.output.settings import Formats, OutputSettings
-from loadgen.output.terminal import print_result, result_console
+from loadgen.output.terminal import print_result
 from loadgen.result.files import ResultUnreadable, read_result
 
 
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     """The exit status: 0, or 1 where a file cannot be read or written; exits with 2 on bad flags."""
     settings = load_or_exit(ReportSettings, argv, "warmroute-loadgen report")
     source = Path(settings.result)
-    screen = result_console()
+    screen = result_screen()
     try:
         result = read_result(source)
         paths = save(result, Path(settings.out) if settings.out else source.parent, settings.chosen_formats())

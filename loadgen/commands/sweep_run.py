@@ -88,10 +88,13 @@ class Sweep:
         self.isolation: Isolation | None = None
         self.is_cut_short = False
         """Whether --max-time ended it."""
+        self.is_unconfirmed = False
+        """Whether there was no time to run a saturated step again."""
         self._progress = progress
         self._clock = clock
         self._turns = mean_turns(plan.workload, plan.prompts)
         self._count = 0
+        self._end_s = math.inf
 
     async def run(self, stack: AsyncExitStack) -> None:
         """All steps of all arms, in turn. Raises ServerUnusable and WorkerDied."""
@@ -104,14 +107,17 @@ class Sweep:
         self.model = check_models([arm.spec for arm in arms], [arm.model for arm in arms])
         self.isolation = await isolate([arm.deployment for arm in arms], plan.load.seed)
         self._progress.note(f"Model {self.model}. {self.isolation.about}")
-        start_s = self._clock()
+        self._end_s = self._clock() + plan.max_time_s
         while pending := [(curve, step) for curve in self.curves if (step := curve.search.next()) is not None]:
             for curve, step in pending:
-                if self._count and self._clock() - start_s + self._expected_s(step) > plan.max_time_s:
+                if self._count and not self._fits(step):
                     self.is_cut_short = True
                     self._progress.note(f"{steps.words(step)} would end after --max-time {plan.max_time_s:g} s.")
                     return
                 await self._point(curve, step)
+
+    def _fits(self, step: float) -> bool:
+        return self._clock() + self._expected_s(step) <= self._end_s
 
     def _expected_s(self, step: float) -> float:
         """Least time that a step takes."""
@@ -127,7 +133,9 @@ class Sweep:
 
     async def _point(self, curve: Curve, step: float) -> None:
         played, why = await self._play(curve, step)
-        if why and self.plan.is_confirmed:
+        if why and self.plan.is_confirmed and not self._fits(step):
+            self.is_unconfirmed = True
+        elif why and self.plan.is_confirmed:
             again, still = await self._play(curve, step)
             if not still:
                 played, why = again, ""

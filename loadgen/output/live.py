@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.measure.records import RequestRecord
+from loadgen.output.screen import progress_screen
 from loadgen.output.units import MISSING, clipped, count, duration, milliseconds
 
 LINE_EVERY_S = 5.0
 REFRESH_PER_S = 2
-PLAIN_WIDTH = 110
 _SMALLEST_S, _GROWTH, _BUCKETS = 1e-4, 1.02, 1000
 """Buckets 2 % wide from 0.1 ms to 11 hours."""
 
@@ -291,5 +291,5 @@ def _ms(seconds: float | None) -> str:
 
 def open_progress(console: Console | None = None) -> LiveTable | PlainLines:
     """On standard error: the live table on a terminal, lines elsewhere."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or progress_screen()
     return LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)

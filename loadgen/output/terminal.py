@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -16,16 +15,10 @@ from loadgen.output.units import clipped, count, interval, metric_label, printab
 from loadgen.output.vllm_block import METRICS, our_block, vllm_block
 from loadgen.result.model import Result, Summary
 
-PLAIN_WIDTH = 110
 _GAP = 2
 """Characters between columns; one of them is the divider that rich draws as a blank."""
 _STYLES = {"better": "green", "worse": "red", "not distinguishable": ""}
 Cell = str | Text
-
-
-def result_console() -> Console:
-    """Standard output; wide enough for the tables where it is not a terminal."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def print_result(result: Result, console: Console) -> None:

@@ -28,7 +28,8 @@ async def read_body(request: web.Request, admitted: Admitted, deadline_s: float)
         raise DeadlineExceeded("the request's body did not arrive in time") from None
     except web.RequestPayloadError as error:
         # It is not what its headers say: not compressed that way, or cut off.
-        raise BadRequest(f"the request's body cannot be read: {error.__cause__ or error}") from None
+        cause = error.__cause__ or error
+        raise BadRequest(f"the request's body cannot be read: {getattr(cause, 'message', cause)}") from None
 
 
 async def _read(request: web.Request, admitted: Admitted) -> bytes:

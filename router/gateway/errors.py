@@ -1,4 +1,7 @@
-"""Every error a client sees has the OpenAI shape; this is where exceptions become responses."""
+"""Every error a client sees has the OpenAI shape; this is where exceptions become responses.
+
+But for what is not HTTP, or compressed in a way that is not known here: no request comes of it, and aiohttp answers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, Unavailable
@@ -64,6 +68,21 @@ def error_response(error: ApiError, request_id: str | None = None, status: int |
     if request_id is not None:
         response.headers[headers.REQUEST_ID] = request_id
     return response
+
+
+def http_log() -> logging.Logger:
+    """Where aiohttp logs what goes wrong around requests: a client's fault in a line, a defect with its traceback."""
+    logger = logging.getLogger(f"{__name__}.http")
+    logger.addFilter(_is_no_fault_of_a_client)
+    return logger
+
+
+def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    log.info("%s: %s", record.getMessage(), " ".join(error.message.split()))
+    return False
 
 
 @web.middleware

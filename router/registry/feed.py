@@ -34,6 +34,11 @@ class PodFeed:
     """A snapshot was looked for at least once, found or not."""
     heard_at_s: float = 0.0
     retry_at_s: float = 0.0
+    left_epoch: int | None = None
+    """The life before the present one. Messages of it that come after it are a second engine's, of the same id."""
+    complaint: str | None = None
+    """What was wrong with the pod's messages last."""
+    complained_at_s: float = 0.0
 
     def judge(self, delta: RegistryMessage) -> Verdict:
         """Whether `delta` follows what was applied. Changes nothing."""
@@ -48,6 +53,17 @@ class PodFeed:
         self.epoch, self.seq = message.epoch, message.seq
         self.synced = self.ever_synced = True
         self.heard_at_s = now_s
+
+    def began_anew(self) -> None:
+        """Another life of the engine has begun: what is known is not of it."""
+        self.left_epoch = self.epoch
+        self.lost()
+
+    def complain(self, text: str, now_s: float, remembered_s: float) -> bool:
+        """Something is wrong with the pod's messages. False: as it was less than `remembered_s` ago."""
+        is_known = text == self.complaint and now_s - self.complained_at_s < remembered_s
+        self.complaint, self.complained_at_s = text, now_s
+        return not is_known
 
     def lost(self) -> None:
         """A message is missing: nothing is applied until a snapshot is."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from engine.contract.events import DecodeError, Kind, RegistryMessage, decode
 from engine.contract.load import LoadReport
-from engine.contract.redis_client import REDIS_ERRORS, connect, raise_if_cancelled
+from engine.contract.redis_client import REDIS_ERRORS, Outage, connect, raise_if_cancelled
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
 from router.registry.feed import PodFeed, Verdict
 from router.registry.index import PrefixIndex
@@ -70,11 +70,12 @@ class RegistryReader:
         self._feeds: dict[PodId, PodFeed] = {}
         self._tails: dict[str, bytes] = {}
         self._connected = False
+        self._heard_at_s = 0.0
         self._changed = asyncio.Event()
         self._messages = 0
         self._resyncs = 0
         self._last_error: str | None = None
-        self._complaint: str | None = None
+        self._outage = Outage()
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -87,6 +88,8 @@ class RegistryReader:
             feed = self._feeds.get(pod)
             if feed is None or feed.model != model:
                 self._feeds[pod] = PodFeed(model)
+                if feed is not None:
+                    self._index.drop(pod)  # keys of another model
 
     async def wait_warm(self, timeout_s: float) -> bool:
         """Until every known pod's snapshot is loaded or known to be absent. False: Redis did not answer in time."""
@@ -112,7 +115,9 @@ class RegistryReader:
         return bool(feeds) and all(feed.is_expired(now_s, self._lease_s) for feed in feeds)
 
     def status(self) -> RegistryStatus:
-        """A snapshot of counters and state."""
+        """A snapshot of counters and state. What is wrong with a pod's messages is told for a lease."""
+        now_s = asyncio.get_running_loop().time()
+        complaints = [f.complaint for f in self._feeds.values() if now_s - f.complained_at_s < self._lease_s]
         return RegistryStatus(
             connected=self._connected,
             pods_known=len(self._feeds),
@@ -120,7 +125,7 @@ class RegistryReader:
             expired=self.expired,
             messages=self._messages,
             resyncs=self._resyncs,
-            last_error=self._last_error or self._complaint,
+            last_error=self._last_error or next(filter(None, complaints), None),
         )
 
     async def run(self) -> None:
@@ -133,8 +138,9 @@ class RegistryReader:
             except REDIS_ERRORS as error:
                 self._disconnected(error)
             except Exception as error:  # outermost loop: a defect met in one message must not end the registry
-                log.exception("registry: starting over")
-                self._disconnected(error)
+                self._disconnected(error, defect=error)
+            else:
+                continue
             backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
             self._connected = False
             self._expire()
@@ -143,19 +149,24 @@ class RegistryReader:
     # -- one connection ---------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
+        """Until nothing has been heard for a lease: the address may lead to another server by now, and after a stream
+        was lost a clock that is behind may number its entries from before the tail."""
+        clock = asyncio.get_running_loop().time
+        self._heard_at_s = clock()
         async with connect(self._redis_url) as redis:
             self._tails.clear()
             for feed in self._feeds.values():
                 feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
                 feed.retry_at_s = 0.0
             await redis.ping()
-            while True:
+            while clock() - self._heard_at_s <= self._lease_s:
                 raise_if_cancelled()
                 await self._load_missing(redis)
+                await self._read(redis)
                 if not self._connected:
                     log.info("registry: following Redis")
                 self._connected, self._last_error = True, None
-                await self._read(redis)
+                self._outage.end()
                 self._expire()
 
     async def _read(self, redis: Redis) -> None:
@@ -186,17 +197,25 @@ class RegistryReader:
             self._apply(pod, feed, delta)
         elif verdict is Verdict.RESYNC and feed.synced:
             self._resyncs += 1
-            if delta.epoch != feed.epoch:
+            if delta.epoch == feed.epoch:
+                feed.lost()
+            else:
+                self._met(pod, feed, delta)
                 self._index.drop(pod)  # another life of the engine: its cache began empty
-            feed.lost()
-            feed.retry_at_s = 0.0
+                feed.began_anew()
+
+    def _met(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
+        """A life that was left does not come back: two engines of one id have the pod loaded anew all the time."""
+        if message.epoch == feed.left_epoch:
+            self._complain(pod, f"two engines publish as pod {pod}: give each its own --pod-id")
 
     def _apply(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
         if message.kind is Kind.SNAPSHOT:
             self._index.replace(pod, message.stored)
         else:
             self._index.apply(pod, message.removed, message.stored)
-        feed.applied(message, asyncio.get_running_loop().time())
+        self._heard_at_s = asyncio.get_running_loop().time()
+        feed.applied(message, self._heard_at_s)
         self._messages += 1
         self._on_load(pod, message.load)
 
@@ -204,12 +223,13 @@ class RegistryReader:
         try:
             message = decode(data)
         except DecodeError as error:
-            self._complain(f"pod {pod}: {error}")
+            self._complain(pod, f"pod {pod}: {error}")
             return None
         if message.stride != self._stride:
             self._complain(
+                pod,
                 f"pod {pod} computes prefix keys every {message.stride} bytes, this gateway every {self._stride}: "
-                "start both with the same --stride"
+                "start both with the same --stride",
             )
             return None
         return message
@@ -234,44 +254,54 @@ class RegistryReader:
         found = {}
         for pod, data in zip(pods, snapshots, strict=True):
             feed = self._feeds.get(pod)
-            if feed is None:
+            if feed is None or feed.model != model:
                 continue
-            feed.looked = True
             feed.retry_at_s = asyncio.get_running_loop().time() + RETRY_S
-            message = self._decode(pod, data) if data is not None else None
-            if message is not None:
-                found[pod] = message
+            if data is None:
+                feed.looked = True
+            else:
+                found[pod] = data
         if not found:
             return
-        replay = await self._recent(redis, model, found)
-        for pod, snapshot in found.items():
+        replay = await self._recent(redis, model, found.keys())
+        for pod, data in found.items():
+            await asyncio.sleep(0)  # requests go on between two pods
             feed = self._feeds.get(pod)
-            if feed is None:
+            if feed is None or feed.model != model:
                 continue
-            self._apply(pod, feed, snapshot)
-            for delta in replay[pod]:
-                verdict = feed.judge(delta)
-                if verdict is Verdict.APPLY:
-                    self._apply(pod, feed, delta)
-                elif verdict is Verdict.RESYNC:
-                    feed.lost()
-            if not feed.synced:
+            snapshot = self._decode(pod, data)
+            if snapshot is not None:
+                self._met(pod, feed, snapshot)
+                self._apply(pod, feed, snapshot)
+                self._replay(pod, feed, replay[pod])
+            feed.looked = True
+            if snapshot is not None and not feed.synced:
                 await redis.set(resync_key(model, pod), b"1", px=int(REPLAY_S * 1000))
 
-    async def _recent(
-        self, redis: Redis, model: str, pods: Mapping[PodId, RegistryMessage]
-    ) -> dict[PodId, list[RegistryMessage]]:
-        """The pods' deltas of the last REPLAY_S seconds, up to the tail's position."""
+    def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[bytes]) -> None:
+        """What came after the snapshot just applied."""
+        epoch = feed.epoch
+        for data in deltas:
+            delta = self._decode(pod, data)
+            # Entries of an earlier life, still in the stream, say nothing about this one.
+            if delta is None or delta.epoch != epoch:
+                continue
+            verdict = feed.judge(delta)
+            if verdict is Verdict.APPLY:
+                self._apply(pod, feed, delta)
+            elif verdict is Verdict.RESYNC:
+                feed.lost()
+
+    async def _recent(self, redis: Redis, model: str, pods: Collection[PodId]) -> dict[PodId, list[bytes]]:
+        """The pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
         seconds, _ = await redis.time()
         since = max(0, int((seconds - REPLAY_S) * 1000))
         entries: Any = await redis.xrange(stream_key(model), since, self._tails[model], count=REPLAY_ENTRIES)
-        deltas: dict[PodId, list[RegistryMessage]] = {pod: [] for pod in pods}
+        deltas: dict[PodId, list[bytes]] = {pod: [] for pod in pods}
         for _, fields in entries:
             pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
-            delta = self._decode(pod, fields.get(STREAM_DATA_FIELD, b"")) if pod in deltas else None
-            # Entries of an earlier life, still in the stream, say nothing about this one.
-            if delta is not None and delta.epoch == pods[pod].epoch:
-                deltas[pod].append(delta)
+            if pod in deltas:
+                deltas[pod].append(fields.get(STREAM_DATA_FIELD, b""))
         return deltas
 
     # -- time and trouble -------------------------------------------------------------------------------------
@@ -289,16 +319,15 @@ class RegistryReader:
                 feed.lost()
                 feed.epoch = None
 
-    def _disconnected(self, error: BaseException) -> None:
-        text = f"Redis: {error or type(error).__name__}"
-        if self._connected or self._last_error is None:
-            log.warning("registry: %s; routing goes on with what is known", text)
-        self._last_error = text
+    def _disconnected(self, error: Exception, *, defect: Exception | None = None) -> None:
+        self._last_error = f"Redis: {error or type(error).__name__}"
+        if self._outage.is_news(error):
+            log.warning("registry: %s; routing goes on with what is known", self._last_error, exc_info=defect)
 
-    def _complain(self, text: str) -> None:
-        if self._complaint != text:
+    def _complain(self, pod: PodId, text: str) -> None:
+        feed = self._feeds.get(pod)
+        if feed is not None and feed.complain(text, asyncio.get_running_loop().time(), self._lease_s):
             log.error("registry: %s", text)
-        self._complaint = text
 
 
 async def _last_id(redis: Redis, model: str) -> bytes:

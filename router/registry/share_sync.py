@@ -20,7 +20,7 @@ import orjson
 from redis.asyncio import Redis
 
 from engine.contract.keys import PrefixKey
-from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, raise_if_cancelled
+from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, drop_connections, raise_if_cancelled
 from engine.contract.redis_keys import shares_key
 from router.routing.shares import KeyWeight, ShareReport, TrafficShares
 
@@ -53,6 +53,7 @@ class ShareSync:
                             await self._exchange(redis, model, shares)
                     except REDIS_ERRORS as error:
                         log.debug("traffic shares of %s are not exchanged: %s", model, error)
+                        await drop_connections(redis)
 
     async def _exchange(self, redis: Redis, model: str, shares: TrafficShares) -> None:
         key = shares_key(model)

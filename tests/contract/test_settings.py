@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from engine.contract.settings import ConfigError, Settings
+from engine.contract.settings import ConfigError, Settings, check_redis_url
 
 
 class Example(Settings):
@@ -16,7 +16,8 @@ class Example(Settings):
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 for any free one")
-    engines: list[str] = Field(default_factory=list, description="base URLs, comma-separated")
+    engines: list[str] = Field([], description="base URLs, comma-separated")
+    redis_url: Annotated[str, AfterValidator(check_redis_url)] | None = Field(None, description="URL of a Redis")
     policy: Literal["round_robin", "least_loaded"] = Field("round_robin", description="routing policy")
     admin: bool = Field(False, description="serve the admin endpoints")
     deadline_s: float = Field(30.0, gt=0, description="deadline in seconds")
@@ -63,7 +64,8 @@ def test_switches():
         (["--port"], {}, ["--port"]),
         (["stray"], {}, ["stray"]),
         ([], {"WARMROUTE_PORT": "x"}, ["WARMROUTE_PORT", "'x'", "integer"]),
-        ([], {"WARMROUTE_PROT": "1"}, ["WARMROUTE_PROT", "did you mean 'port'"]),
+        ([], {"WARMROUTE_PROT": "1"}, ["WARMROUTE_PROT", "did you mean 'WARMROUTE_PORT'"]),
+        ([], {"WARMROUTE_MODE": "1"}, ["WARMROUTE_MODE is unknown; allowed: ", "WARMROUTE_POLICY, WARMROUTE_PORT"]),
         (["--config", "/does/not/exist.yaml"], {}, ["/does/not/exist.yaml"]),
     ],
 )
@@ -88,6 +90,47 @@ def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]):
     with pytest.raises(ConfigError) as refused:
         load("--config", str(file))
     assert all(word in str(refused.value) for word in [*words, str(file)]), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://redis:6379", "redis://:secret@redis/0?health_check_interval=5", "rediss://user:pass@redis:6380",
+        "unix:///run/redis.sock?db=1",
+    ],
+)  # fmt: skip
+def test_a_redis_url_that_a_client_can_be_made_of(url: str):
+    assert load("--redis-url", url).redis_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("localhost:6379", "must begin with redis://"),
+        ("http://redis", "must begin with redis://"),
+        ("redis://", "must name a host"),
+        ("redis://redis:99999", "range"),
+        ("redis://redis?sockettimeout=1", "sockettimeout"),
+        ("redis://redis?socket_timeout=soon", "socket_timeout"),
+        ("rediss://redis?ssl_cert_reqs=perhaps", "perhaps"),
+        ("unix:///run/redis.sock?db=first", "db"),
+    ],
+)
+def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: str):
+    """Found out later, it would end the task that connects, and the program would go on without a registry."""
+    with pytest.raises(ConfigError) as refused:
+        load("--redis-url", url)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:s3cret@redis:99999", "redis://user:s3cret@redis?x=1", "redis://:s3/cr@t@redis"]
+)
+def test_a_refusal_does_not_show_a_password(url: str):
+    with pytest.raises(ConfigError) as refused:
+        load("--redis-url", url)
+    assert "***@redis" in str(refused.value)
+    assert "s3" not in str(refused.value)
 
 
 def test_every_bad_value_is_listed_at_once():

@@ -6,93 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 import redis
 
-from engine.cache.changes import KeyChanges
-from engine.contract.events import Keys, Tier
+from engine.contract.events import Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
-from engine.contract.redis_keys import stream_key
-from engine.publish import Publisher
-from router.registry.index import PrefixIndex
-from router.registry.reader import RegistryReader
+from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, snapshot_key, stream_key
 from router.routing.types import PodId
 from tests.conftest import wait_until
 from tests.redis_server import RedisServer
-
-MODEL = "llama"
-LEASE_S = 1.5
-
-
-class FakeEngine:
-    """Holds keys as an engine's cache does, and publishes them."""
-
-    def __init__(self, server: RedisServer, pod: str, *, epoch: int, stride: int = 256, pending: int = 200_000) -> None:
-        self.pod = PodId(pod)
-        self.keys: dict[PrefixKey, Tier] = {}
-        self.publisher = Publisher(
-            server.url,
-            model=MODEL,
-            pod_id=pod,
-            epoch=epoch,
-            stride=stride,
-            lease_s=LEASE_S,
-            load=lambda: LoadReport(running=len(self.keys)),
-            held=self.held,
-            max_pending_keys=pending,
-        )
-
-    def held(self) -> tuple[Keys, Keys, Keys]:
-        gpu, host, disk = (tuple(k for k, t in self.keys.items() if t is tier) for tier in Tier)
-        return gpu, host, disk
-
-    def change(self, stored: dict[int, Tier], removed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        gone = tuple(PrefixKey(k) for k in removed if self.keys.pop(PrefixKey(k), None) is not None)
-        new = tuple((PrefixKey(k), tier) for k, tier in stored.items())
-        self.keys.update(new)
-        self.publisher.offer(KeyChanges(removed=gone, stored=new))
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[FakeEngine]:
-        task = asyncio.create_task(self.publisher.run())
-        try:
-            yield self
-        finally:
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled(), "it must end at once when told to"
-
-
-class Gateway:
-    """A reader, its index and the loads it was told."""
-
-    def __init__(self, server: RedisServer, *, stride: int = 256) -> None:
-        self.index = PrefixIndex()
-        self.loads: dict[PodId, LoadReport] = {}
-        self.reader = RegistryReader(server.url, self.index, self.loads.__setitem__, stride=stride, lease_s=LEASE_S)
-
-    @contextlib.asynccontextmanager
-    async def following(self, *engines: FakeEngine) -> AsyncIterator[Gateway]:
-        self.reader.set_pods({engine.pod: MODEL for engine in engines})
-        task = asyncio.create_task(self.reader.run())
-        try:
-            yield self
-        finally:
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled(), "it must end at once when told to"
-
-    def held(self, pod: PodId) -> dict[PrefixKey, Tier]:
-        return {key: tier for tier, keys in self.index.held(pod).items() for key in keys}
-
-    def agrees(self, *engines: FakeEngine) -> bool:
-        return all(self.held(engine.pod) == engine.keys for engine in engines)
-
-    async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 10.0) -> None:
-        await wait_until(lambda: self.agrees(*engines), deadline_s, "the index's equality with what the engines hold")
+from tests.registry.ends import LEASE_S, MODEL, FakeEngine, Gateway
 
 
 async def test_changes_reach_the_index(redis_server: RedisServer):
@@ -108,15 +33,18 @@ async def test_changes_reach_the_index(redis_server: RedisServer):
         await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
 
 
-async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_seldom(redis_server: RedisServer):
+async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("engine.publish.HEARTBEAT_S", 1000.0)
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         await wait_until(lambda: engine.pod in gateway.loads)
-        sent = engine.publisher.stats.deltas
         engine.keys[PrefixKey(1)] = Tier.GPU  # its load is the number of its keys, and no change of keys is offered
-        await wait_until(lambda: gateway.loads[engine.pod].running == 1, 0.35)
-        await asyncio.sleep(0.6)
-        assert engine.publisher.stats.deltas - sent <= 3
+        await wait_until(lambda: gateway.loads[engine.pod].running == 1)
+        sent = engine.publisher.stats.deltas
+        await asyncio.sleep(0.5)
+        assert engine.publisher.stats.deltas == sent
 
 
 async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer):
@@ -144,6 +72,36 @@ async def test_not_warm_while_redis_is_away(redis_server: RedisServer):
         assert not await gateway.reader.wait_warm(0.3)
         assert not gateway.reader.status().connected
         assert "Redis" in (gateway.reader.status().last_error or "")
+
+
+async def test_heartbeats_renew_a_lease(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    key = snapshot_key(MODEL, engine.pod)
+    with redis.Redis.from_url(redis_server.url) as client:
+        async with engine.running():
+            await wait_until(lambda: engine.publisher.stats.snapshots == 1)
+            client.set(key, b"", keepttl=True)  # another snapshot would not be empty
+            left_ms = [client.pttl(key)]
+
+            def is_renewed() -> bool:
+                left_ms.append(client.pttl(key))
+                return left_ms[-1] > left_ms[-2]
+
+            await wait_until(is_renewed)
+            assert client.get(key) == b""
+        assert not client.exists(key), "given up at the end"
+
+
+async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+    """A model that nobody serves any more must not fill a Redis that evicts nothing."""
+    monkeypatch.setattr("engine.publish.SNAPSHOT_S", 0.1)
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running():
+        await wait_until(lambda: engine.publisher.stats.snapshots >= 3)
+    with redis.Redis.from_url(redis_server.url) as client:
+        left = {key: client.ttl(key) for key in client.scan_iter()}
+    assert left
+    assert all(seconds > 0 for seconds in left.values()), left
 
 
 async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisServer):
@@ -185,6 +143,28 @@ async def test_a_restarted_engine_begins_empty(redis_server: RedisServer):
         async with new.running():
             new.change({7: Tier.GPU, 1000: Tier.GPU})
             await gateway.wait_equal(new)
+
+
+async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_server: RedisServer):
+    engine = FakeEngine(redis_server, "a", epoch=1)
+    async with engine.running(), Gateway(redis_server).following(engine) as gateway:
+        engine.change({1: Tier.GPU})
+        await gateway.wait_equal(engine)
+        delta = encode(RegistryMessage(Kind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
+        gateway.reader._take({STREAM_POD_FIELD: engine.pod.encode(), STREAM_DATA_FIELD: delta})
+        assert not gateway.held(engine.pod)
+
+
+async def test_a_lost_connection_costs_no_lease(redis_server: RedisServer):
+    engine, gateway = FakeEngine(redis_server, "a", epoch=1), Gateway(redis_server)
+    gateway.reader._lease_s = 1000.0
+    async with engine.running(), gateway.following(engine):
+        engine.change({1: Tier.GPU})
+        await gateway.wait_equal(engine)
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        engine.change({2: Tier.GPU}, removed={1})
+        await gateway.wait_equal(engine)
 
 
 async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: RedisServer):

@@ -67,6 +67,16 @@ async def test_a_gateway_without_redis_follows_its_own_traffic(redis_server: Red
             await wait_until(lambda: a.share(PrefixKey(99), asyncio.get_running_loop().time()) > 0.4)
 
 
+async def test_a_gateway_leaves_a_server_that_was_demoted(redis_server: RedisServer):
+    a = counters()
+    a.record(KEYS, 1.0, asyncio.get_running_loop().time())
+    async with syncing(redis_server, "a", a):
+        await wait_until(lambda: b"a" in stored(redis_server))
+        with redis_server.replaced() as old:
+            old.replicaof("127.0.0.1", 1)  # it lives on, and refuses writes
+            await wait_until(lambda: b"a" in stored(redis_server))
+
+
 def stored(server: RedisServer) -> dict[bytes, bytes]:
     with redis.Redis.from_url(server.url) as client:
         return dict(client.hgetall(shares_key("llama")))

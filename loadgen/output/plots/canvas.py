@@ -138,7 +138,7 @@ def _handle(key: Key) -> Line2D | Patch:
 
 def one_axes(figure: FigureBase, height: float, left: float = 48, bottom: float = 34, top: float = 20) -> Axes:
     """The only axes of a figure of `height` points, margins in points."""
-    box = (left / WIDTH, bottom / height, 1 - (left + 14) / WIDTH, 1 - (bottom + top) / height)
+    box = (left / WIDTH, bottom / height, 1 - (left + 18) / WIDTH, 1 - (bottom + top) / height)
     return figure.add_axes(box)
 
 

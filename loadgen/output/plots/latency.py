@@ -80,7 +80,7 @@ def where_time_went(result: Result) -> Plot | None:
     height = 44.0 + 40 * len(arms)
 
     def paint(figure: FigureBase) -> None:
-        axes = one_axes(figure, height, left=12, bottom=34, top=4)
+        axes = one_axes(figure, height, left=17, bottom=34, top=4)
         total_max = max(sum(_parts_ms(arm.summary) or ()) for arm in arms)
         for row, arm in enumerate(arms):
             wait, first, decode = _parts_ms(arm.summary) or (0.0, 0.0, 0.0)
@@ -133,7 +133,7 @@ def contrast_forest(result: Result) -> Plot | None:
     height = 46.0 + 15.0 * rows
 
     def paint(figure: FigureBase) -> None:
-        axes = one_axes(figure, height, left=12, bottom=34, top=4)
+        axes = one_axes(figure, height, left=17, bottom=34, top=4)
         low, high = _ratio_range(drawn)
         axes.set_xscale("log")
         axes.set_xlim(low, high * (high / low) ** 0.42)
@@ -252,7 +252,7 @@ def reuse_bars(result: Result) -> Plot | None:
     height = 44.0 + 40 * len(arms)
 
     def paint(figure: FigureBase) -> None:
-        axes = one_axes(figure, height, left=12, bottom=34, top=4)
+        axes = one_axes(figure, height, left=17, bottom=34, top=4)
         for row, arm in enumerate(arms):
             reuse = arm.summary.reuse
             axes.barh(row, reuse.cached_token_rate or 0.0, 0.44, color=theme.colour(slots[arm.name]))

@@ -124,6 +124,15 @@ def test_settings_that_do_not_fit_the_model_are_refused(checkpoint: Path, fields
         load(EngineSettings(**{"model": checkpoint, "device": "sim", **fields}))
 
 
+@pytest.mark.parametrize("program", ["engine", "router"])
+def test_ctrl_c_while_the_program_imports_ends_it_without_a_traceback(program: str, tmp_path: Path) -> None:
+    interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n"
+    (tmp_path / "uvloop.py").write_text(interrupting)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-m", program], capture_output=True, text=True, timeout=60, env=environ)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
 async def test_a_port_in_use_is_refused(checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -151,6 +160,10 @@ def test_an_emulated_engine_imports_no_torch(checkpoint: Path) -> None:
         (["--model", "m", "--stride", "18"], "--stride"),
         (["--model", "m", "--max-running", "9", "--max-step-tokens", "8"], r"--max-step-tokens \(8\) must be at least"),
         (["--model", "m", "--kv-pool-tokens", "8"], r"--kv-pool-tokens \(8\)"),
+        (
+            ["--model", "m", "--redis-url", "localhost:6379"],
+            "--redis-url: got 'localhost:6379'; .* must begin with redis://",
+        ),
         (["--model", "m", "--devise", "cpu"], "did you mean '--device'"),
     ],
 )

@@ -197,13 +197,18 @@ async def test_a_body_that_is_no_json_object_is_a_400(engine: Engine, body: byte
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
-async def test_a_body_that_does_not_decompress_is_a_400(engine: Engine, path: str) -> None:
+async def test_a_body_that_does_not_decompress_is_a_400(
+    engine: Engine, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     async with engine.http.post(engine.url + path, data=b'{"prompt": "hi"}', headers=broken) as response:
         assert response.status == 400
         error = (await response.json())["error"]
         assert error["type"] == "invalid_request_error"
         assert "body" in error["message"]
+        assert response.headers["Connection"] == "close"
+    assert (await engine.ask("/tokenize", prompt="hi"))[0] == 200
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
@@ -231,6 +236,7 @@ async def test_unknown_routes_and_methods_have_the_error_shape(engine: Engine) -
         async with engine.http.request(method, engine.url + path) as response:
             assert response.status == status
             assert path in (await response.json())["error"]["message"]
+            assert ("Allow" in response.headers) == (status == 405)
 
 
 @pytest.mark.parametrize(

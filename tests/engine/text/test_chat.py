@@ -112,6 +112,26 @@ def test_where_a_template_may_lie(tmp_path: Path) -> None:
     assert rendered() == "<bos>from jinja"
 
 
+@pytest.mark.parametrize("in_config", [False, True])
+def test_requests_with_tools_get_the_template_for_them(tmp_path: Path, in_config: bool) -> None:
+    """Checkpoints have it beside one that leaves tools out without a word (Hermes, Command R)."""
+    both = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{{ messages[0].content }}"}
+    reference = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), chat_template=both)
+    reference.save_pretrained(tmp_path, save_jinja_files=not in_config)
+    if in_config:  # as older releases wrote it
+        named = [{"name": name, "template": source} for name, source in both.items()]
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert (tmp_path / "chat_template.jinja").exists() != in_config
+    template = ChatTemplate.from_path(tmp_path)
+    assert template is not None
+    messages, tool = [{"role": "user", "content": "hi"}], {"type": "function", "function": {"name": "find"}}
+    for tools in (None, [tool]):
+        expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert template.render(messages, tools) == expected
+        assert ("find" in expected) == bool(tools)
+
+
 def test_a_template_that_does_not_parse_is_refused_at_start(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("\n{% if %}")
     with pytest.raises(TokenizerError, match="line 2"):
@@ -119,6 +139,14 @@ def test_a_template_that_does_not_parse_is_refused_at_start(tmp_path: Path) -> N
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": {"a": 1}}')
     with pytest.raises(TokenizerError, match="chat_template"):
+        ChatTemplate.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=name):
         ChatTemplate.from_path(tmp_path)
 
 

@@ -98,12 +98,12 @@ def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, message
             known.append((canonical, rendered))
         canonical, rendered = canonical + 1, rendered + len("<|end|>\n")
     # A content that also occurs in the template's text before it may be found there: a smaller claim, and a legal one.
-    position = 0
+    position = searched = 0
     for message in messages:
         position += len("<|turn|>" + message["role"] + "\n")
-        start = prompt.find(message["content"], position - len("<|turn|>" + message["role"] + "\n"))
-        assume(start == position)
-        position += len(message["content"]) + len("<|end|>\n")
+        assume(prompt.find(message["content"], searched) == position)
+        searched = position + len(message["content"])
+        position = searched + len("<|end|>\n")
     for i, span in enumerate(spans):
         chars = max(char for byte, char in known if byte <= (i + 1) * STRIDE)
         assert span.tokens == sum(end <= chars for end in ends)

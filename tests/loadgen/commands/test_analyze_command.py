@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -35,6 +38,21 @@ def test_json_and_files_hold_the_same_analysis(log, capsys, tmp_path):
     assert printed == Analysis.model_validate_json((tmp_path / "out" / "analysis.json").read_text())
     assert [cache.cache_tokens for cache in printed.caches] == [1000, 2000, None]
     assert "What breaks reuse" in (tmp_path / "out" / "analysis.txt").read_text()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_whoever_reads_may_leave_early(log, tmp_path, form):
+    flags = ["analyze", str(log), "--format", form, "--out", str(tmp_path / "out")]
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-m", "loadgen", *flags], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    os.close(writes)
+    assert ended.returncode == 0
+    assert "roken" not in ended.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"analysis.json", "analysis.txt"}
 
 
 def test_text_from_prompts_is_never_taken_for_markup(tmp_path, capsys):

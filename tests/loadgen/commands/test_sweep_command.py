@@ -98,6 +98,22 @@ def test_time_that_is_up_ends_it_and_is_said(tmp_path, capsys):
     assert any("--max-time 0.01 s ended the sweep" in line for line in result["cautions"])
 
 
+def test_no_step_runs_a_second_time_once_the_time_is_up(tmp_path):
+    gateway = ArmGateway()
+    gateway.fault = lambda body: "http 503" if len(gateway.bodies) > 1 else None  # all but the check
+    with in_thread(gateway):
+        sweep.run(
+            [
+                *("--base-url", gateway.url, *SMALL, "--rates", "50,100", "--num-prompts", "5"),
+                *("--point-s", "0.1", "--max-time", "0.01", "--out", str(tmp_path), "--formats", "json"),
+            ]
+        )
+    result = read(tmp_path)
+    assert [(point["rate"], point["saturated"]) for point in result["sweep"]] == [(50.0, True)]
+    assert len(gateway.bodies) == 1 + 5
+    assert "A step that saturated ran once: a hiccup of the machine looks the same." in result["cautions"]
+
+
 def test_a_step_has_enough_requests_for_its_time():
     what = plan(settings(*SMALL, "--num-prompts", "10", "--point-s", "5"))
     assert what.steps.over_concurrency is False

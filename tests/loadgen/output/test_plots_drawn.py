@@ -51,6 +51,15 @@ def test_png_is_an_image_with_room_for_title_and_legend():
         assert image.getpixel((2, 2))[:3] == (255, 255, 255)
 
 
+@pytest.mark.parametrize("name", ["bench", "comparison", "sweep"])
+def test_nothing_is_cut_off_at_the_edge_of_an_image(name):
+    for plot in plots_of(results.named(name)):
+        image = Image.open(io.BytesIO(draw_png(plot))).convert("L")
+        edges = [(0, 0, 1, image.height), (image.width - 1, 0, image.width, image.height), (0, 0, image.width, 1),
+                 (0, image.height - 1, image.width, image.height)]  # fmt: skip
+        assert [image.crop(edge).getextrema() for edge in edges] == [(255, 255)] * 4, plot.slug
+
+
 def test_parts_of_the_time_add_up_to_the_mean_end_to_end():
     result = results.comparison()
     plot = where_time_went(result)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -62,6 +64,34 @@ def test_report_draws_an_old_result_again(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "predicted_ttft won" in printed
     assert str(tmp_path / "new" / "report.html") in printed
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_whoever_reads_may_leave_early(tmp_path, is_writable):
+    """`| head -1`: rich would end the process at the first line, and with it what took an hour to measure."""
+    source = save(results.comparison(), tmp_path, ["json"]).json
+    (tmp_path / "out").write_text("") if not is_writable else None
+    program = """
+import sys
+from pathlib import Path
+from loadgen.commands.finish import report
+from loadgen.output.settings import OutputSettings
+from loadgen.result.files import read_result
+sys.exit(report(read_result(Path(sys.argv[1])), OutputSettings(out=sys.argv[2], formats=["json", "md"]), "prog"))
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, source, tmp_path / "out"], stdout=writes, stderr=subprocess.PIPE, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writes)
+    if is_writable:
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"result.json", "report.md"}
+    else:
+        assert ended.returncode == 1
+        assert "--out cannot be written" in ended.stderr
 
 
 def test_report_goes_beside_the_result_unless_told_otherwise(tmp_path):

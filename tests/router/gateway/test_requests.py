@@ -12,6 +12,7 @@ import orjson
 import pytest
 from aiohttp import web
 from blockbuster import BlockBuster
+from yarl import URL
 
 from engine.contract import headers
 from engine.contract.settings import ConfigError
@@ -83,7 +84,32 @@ async def test_a_body_that_is_not_compressed_as_it_says_is_a_400(
         answer = await gateway.post(body, path=path, **{"Content-Encoding": encoding})
         good = await gateway.post(gzip.compress(orjson.dumps(STREAM)), **{"Content-Encoding": "gzip"})
     assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    assert "\n" not in answer.json["error"]["message"]
     assert (good.status, len(engine.received)) == (200, 1)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nCookie: " + b"c" * 20_000 + b"\r\n\r\n", "more than 8190 bytes"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: two\r\n\r\n{}", "Content-Length"),
+    ],
+    ids=["long header", "no length"],
+)
+async def test_what_aiohttp_refuses_is_a_line_in_the_log_and_no_traceback(
+    sent: bytes, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running(ScriptedEngine("a", GOOD)) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.0 400")
+        assert (await gateway.get("/health")).status == 200
+    told = [record for record in caplog.records if why in record.getMessage()]
+    assert [(record.levelname, record.exc_info) for record in told] == [("INFO", None)]
     assert "Traceback" not in caplog.text
 
 
