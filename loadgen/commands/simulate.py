@@ -63,7 +63,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
     )
     network_ms: float = Field(
-        1.0, ge=0, description="milliseconds between gateway and pod, one way, tokenizing included"
+        1.0, ge=0, le=60_000, description="milliseconds between gateway and pod, one way, tokenizing included"
     )
     sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions of a run at most; in a sweep, at least")
     seeds: list[int] = Field(
@@ -78,9 +78,11 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     rates: list[float] = Field(
         [], description="requests per second to try (--sweep rate); none: --start-rate doubled, then bisected"
     )
-    start_rate: float = Field(8.0, gt=0, description="first rate of a sweep, requests per second")
+    start_rate: float = Field(8.0, gt=0, allow_inf_nan=False, description="first rate of a sweep, requests per second")
     precision: float = Field(0.15, gt=0, le=1, description="relative gap between knee and saturation that is enough")
-    point_s: float = Field(20.0, gt=0, description="virtual seconds over which a sweep's step lasts, at least")
+    point_s: float = Field(
+        20.0, gt=0, allow_inf_nan=False, description="virtual seconds over which a sweep's step lasts, at least"
+    )
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )

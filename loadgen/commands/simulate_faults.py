@@ -9,6 +9,9 @@ from dataclasses import replace
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.pod import PodSpec
 
+SLOWEST = 1e-3
+"""Share of a profile's speed: an answer of a pod that hardly moves would take years of virtual time."""
+
 
 def faults_of(
     die: Sequence[str], join: Sequence[str], slow: Sequence[str], pods: Sequence[PodSpec]
@@ -46,8 +49,11 @@ def _join(text: str, like: PodSpec) -> Fault:
 def _slow(text: str) -> Fault:
     event, sign, speed = text.rpartition("=")
     factor = _number(speed)
-    if not sign or factor is None or factor <= 0:
-        raise ValueError(f"--slow {text!r} must end in a speed above 0, 1 being the profile's: pod-2@10=0.5")
+    if not sign or factor is None or not SLOWEST <= factor <= 1 / SLOWEST:
+        raise ValueError(
+            f"--slow {text!r} must end in a speed of {SLOWEST:g} to {1 / SLOWEST:g}, 1 being the profile's:"
+            " pod-2@10=0.5"
+        )
     pod, at_s = _event(event, "--slow", "pod-2@10=0.5")
     return Fault(at_s, FaultKind.SLOW, pod, speed=factor)
 

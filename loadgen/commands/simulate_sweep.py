@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from loadgen.commands.saturation import reason
+from loadgen.commands.saturation import MIN_ACHIEVED_SHARE, achieved_share, reason
 from loadgen.commands.search import Search
 from loadgen.commands.simulate_result import ISOLATION, METHOD, facts, model_name, play_watched
 from loadgen.experiment.cautions import cautions
@@ -17,8 +17,15 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, mean_turns
 from loadgen.load.progress import Progress
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise
-from loadgen.result.model import Arm, Result, SweepPoint
-from loadgen.simulate.scenario import Scenario
+from loadgen.result.model import Arm, Result, Summary, SweepPoint
+from loadgen.simulate.scenario import Scenario, SimulatedRun
+
+LATENCIES = 10
+"""A step lasts at least so many times the median end-to-end latency of the step below: while a fleet fills up, each
+request takes longer than the one before, as behind a queue that grows. Where a step looks saturated by that, and its
+own latency is more, it is played again for so many times its own."""
+OVERLOADED = 3.0
+"""Unless that latency is so many times the one below: no fleet that only fills up is so much slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class _Curve:
     search: Search
     points: list[SweepPoint] = field(default_factory=list)
     reasons: dict[float, str] = field(default_factory=dict)
+    wanted_s: dict[float, float] = field(default_factory=dict)
+    """Rate -> seconds that its step should last at least, where the workload has not sessions for so many."""
 
 
 def simulate_sweep(
@@ -65,21 +74,32 @@ def simulate_sweep(
         arms=made,
         sweep=tuple(points),
         verdict=tuple(_verdict(curve) for curve in curves),
-        cautions=cautions(made, Contrasts(()), arms[0], 4),
+        cautions=(*cautions(made, Contrasts(()), arms[0], 4), *_short(curves, scenario.workload.length)),
         definitions={**DEFINITIONS, **METHOD, "knee": "the highest rate below every one that saturates the fleet"},
     )
 
 
 def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -> _Curve:
     curve = _Curve(arm, Search(sweep.start, sweep.precision, sweep.rates))
+    length = scenario.workload.length
     turns = mean_turns(scenario.workload, scenario.sessions)
-    while (rate := curve.search.next()) is not None:
-        # As many requests as are due in `point_s`, so that a queue has the time to show that it grows.
-        sessions = max(scenario.sessions, math.ceil(rate * sweep.point_s / turns))
+    requests = math.inf if length is None else length * turns
+
+    def played(rate: float, step_s: float) -> tuple[SimulatedRun, Summary]:
+        # As many requests as are due in that time, so that a queue has the time to show that it grows.
+        sessions = max(scenario.sessions, math.ceil(rate * step_s / turns))
         step = replace(scenario, arrivals=ArrivalSpec(ArrivalKind.POISSON, rate / turns), sessions=sessions)
         progress.note(f"{arm}: {rate:g} requests/s")
         run = play_watched(step, arm, progress)
-        summary = summarise(run, scenario.pods())
+        return run, summarise(run, scenario.pods())
+
+    while (rate := _next(curve, sweep.point_s, requests)) is not None:
+        run, summary = played(rate, _step_s(curve, rate, sweep.point_s))
+        if (longer_s := _longer_s(curve, rate, run, summary)) is not None:
+            if rate * longer_s > requests:
+                curve.wanted_s[rate] = longer_s
+            else:
+                run, summary = played(rate, longer_s)
         lower = sorted((point for point in curve.points if _rate(point) < rate), key=_rate)
         why = reason(summary, run.records, lower, 0.0, sweep.ttft_growth)
         if why:
@@ -87,6 +107,55 @@ def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -
         curve.search.add(rate, saturated=bool(why))
         curve.points.append(SweepPoint(arm=arm, rate=rate, concurrency=None, summary=summary, saturated=bool(why)))
     return curve
+
+
+def _next(curve: _Curve, point_s: float, requests: float) -> float | None:
+    """The rate to try; None: the knee is known, or higher rates would need more than the workload's `requests`."""
+    search = curve.search
+    rate = search.next()
+    if rate is None or rate * (wanted_s := _step_s(curve, rate, point_s)) <= requests:
+        return rate
+    curve.wanted_s[rate] = wanted_s
+    if search.steps or search.bad is not None:
+        return rate  # asked for, or below a rate that was tried
+    most = float(f"{requests / wanted_s:.4g}")
+    return most if most > (search.good or 0.0) else None
+
+
+def _step_s(curve: _Curve, rate: float, point_s: float) -> float:
+    """Seconds that a step at this rate lasts at least."""
+    return max(point_s, LATENCIES * _latency_below_s(curve, rate))
+
+
+def _longer_s(curve: _Curve, rate: float, run: SimulatedRun, summary: Summary) -> float | None:
+    """Seconds to play the step again for, where it may be that the fleet only filled up."""
+    latency_s, below_s = (summary.e2e.median_ms or 0.0) / 1e3, _latency_below_s(curve, rate)
+    longer_s = LATENCIES * latency_s
+    if achieved_share(run.records) >= MIN_ACHIEVED_SHARE or latency_s > OVERLOADED * below_s:
+        return None
+    return longer_s if longer_s > float(run.records.intended_s.max()) else None
+
+
+def _latency_below_s(curve: _Curve, rate: float) -> float:
+    """Median end-to-end latency of the next lower step; 0 where there is none."""
+    below = max((point for point in curve.points if _rate(point) < rate), key=_rate, default=None)
+    return (below.summary.e2e.median_ms or 0.0) / 1e3 if below else 0.0
+
+
+def _short(curves: Sequence[_Curve], length: int | None) -> Iterator[str]:
+    for curve in curves:
+        short = [rate for rate in curve.wanted_s if rate in curve.search.tried]
+        if short:
+            rates = ", ".join(f"{rate:g}" for rate in sorted(short))
+            yield (
+                f"{curve.arm}: at {rates} requests/s the workload's {length:,} sessions last less than the"
+                f" {curve.wanted_s[max(short)]:.0f} s that a step should: too short to see a queue grow."
+            )
+        elif curve.wanted_s:
+            yield (
+                f"{curve.arm}: no higher rate was tried, since the workload's {length:,} sessions would last less than"
+                f" the {min(curve.wanted_s.values()):.0f} s that a step should: a larger workload shows the knee."
+            )
 
 
 def _rate(point: SweepPoint) -> float:

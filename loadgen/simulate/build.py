@@ -9,6 +9,8 @@ from engine.backend.profiles import PROFILES
 from loadgen.simulate.pod import PodSpec
 
 PROFILE_NAMES = tuple(PROFILES)
+MAX_BLOCKS = 100_000_000
+"""Of all pods. Each takes some 50 bytes, whatever it holds."""
 
 
 def emulated_pods(
@@ -22,14 +24,20 @@ def emulated_pods(
 ) -> tuple[PodSpec, ...]:
     """pod-0 and so on; `profile` is a built-in one or a YAML file's path. Raises ValueError naming what is wrong."""
     found = load_profile(profile)
-    if (kv_tokens or found.kv_tokens) < block_size:
-        raise ValueError(f"{kv_tokens or found.kv_tokens} tokens of KV are less than a block of {block_size}")
+    held = kv_tokens or found.kv_tokens
+    if held < block_size:
+        raise ValueError(f"{held} tokens of KV are less than a block of {block_size}")
+    if count * held // block_size > MAX_BLOCKS:
+        raise ValueError(
+            f"{count} pods of {held:,} tokens of KV in blocks of {block_size} are more than {MAX_BLOCKS:,} blocks:"
+            " give fewer tokens or larger blocks"
+        )
     return tuple(
         PodSpec(
             f"pod-{number}",
             found,
             block_size=block_size,
-            kv_tokens=kv_tokens or found.kv_tokens,
+            kv_tokens=held,
             max_step_tokens=max_step_tokens,
             max_running=max_running,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from engine.contract.keys import key_seed
 from engine.sched.request import Request
-from engine.sched.scheduler import TokenOutput
+from engine.sched.scheduler import QueueFull, TokenOutput
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.digests import SharedDigests
@@ -66,6 +67,15 @@ class _Play:
     open_turns: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Periodic:
+    """What is done again and again while requests are under way."""
+
+    every_s: float
+    act: Callable[[], None]
+    due_s: float = 0.0
+
+
 class Simulation:
     """One run. `on_record` hears of each request as it ends."""
 
@@ -95,6 +105,10 @@ class Simulation:
         self._count = 0
         self._unstarted = 0
         self._started_all = False
+        self._known = {pod.name for pod in spec.pods}
+        """What discovery shows."""
+        self._paused: list[_Periodic] = []
+        self._is_sweeping = False
         for pod in spec.pods:
             self._start_pod(pod)
 
@@ -107,13 +121,13 @@ class Simulation:
         """Play everything, requests dealt to the routers in turn."""
         self._routers = routers
         for router in routers:
-            router.pods_changed(sorted(self.pods), 0.0)
+            router.pods_changed(sorted(self._known), 0.0)
             if router.scrape_s:
-                self._scrape(router)
+                self._again(_Periodic(router.scrape_s, partial(self._scrape, router)))
         for fault in self._spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
-        self._exchange_shares()
-        self._sweep()
+        if len(self._gateways()) > 1:
+            self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
         self._begin_sessions()
         while self.busy and self.timeline.step():
             pass
@@ -173,6 +187,7 @@ class Simulation:
 
     def _ask(self, play: _Play, turn: int) -> None:
         self._unstarted -= 1
+        self._resume()
         number = self._count
         self._count += 1
         prompt = self._prompts.prompt(play.session, turn, play.answers)
@@ -209,8 +224,13 @@ class Simulation:
         try:
             pod.submit(flight.request)
         except ValueError:
-            flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
-            self._finish(flight, "too long")
+            self._refused(flight, "too long")
+        except QueueFull:
+            self._refused(flight, "queue full")
+
+    def _refused(self, flight: _Flight, why: str) -> None:
+        flight.router.ended(flight.offered, flight.pod, self.timeline.now_s, completed=False)
+        self._finish(flight, why)
 
     def _lost(self, flight: _Flight, attempt: int) -> None:
         """The pod is gone: another one where nothing was heard yet, else the request has failed. Unless the end of the
@@ -279,6 +299,7 @@ class Simulation:
         self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published, self._digests)
 
     def _fault(self, fault: Fault) -> None:
+        self._resume()
         match fault.kind:
             case FaultKind.SLOW:
                 if fault.pod in self.pods:
@@ -286,10 +307,13 @@ class Simulation:
                 return
             case FaultKind.JOIN:
                 assert fault.spec is not None
+                if fault.pod in self._known:  # the registry tells a new life from the one whose death is not known yet
+                    self._discover(fault.pod, alive=False)
                 self._start_pod(fault.spec)
+                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=True))
             case FaultKind.DIE:
                 self._kill(fault.pod)
-        self.timeline.after(self._spec.discovery_s, self._discover)
+                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=False))
 
     def _kill(self, name: str) -> None:
         pod = self.pods.pop(name, None)
@@ -299,9 +323,14 @@ class Simulation:
         for flight in [flight for flight in self._flights.values() if flight.pod == name and flight.request]:
             self.timeline.after(self._spec.network_s, partial(self._lost, flight, len(flight.tried)))
 
-    def _discover(self) -> None:
+    def _discover(self, pod: str, *, alive: bool) -> None:
+        if alive == (pod in self._known):
+            return
+        (self._known.add if alive else self._known.discard)(pod)
         for router in self._routers:
-            router.pods_changed(sorted(self.pods), self.timeline.now_s)
+            router.pods_changed(sorted(self._known), self.timeline.now_s)
+        if not self._is_sweeping:
+            self._sweep()
 
     def _published(self, pod: str, report: Report) -> None:
         for router in self._routers:
@@ -314,14 +343,31 @@ class Simulation:
 
     # -- what goes on beside the requests -------------------------------------------------------------------------
 
+    def _again(self, periodic: _Periodic) -> None:
+        """Do it, and do it again a period later. On an idle fleet nothing changes: it waits for the next request, so
+        that hours without one take no time.
+        """
+        periodic.act()
+        periodic.due_s = self.timeline.now_s + periodic.every_s
+        if self._flights:
+            self.timeline.at(periodic.due_s, partial(self._again, periodic))
+        else:
+            self._paused.append(periodic)
+
+    def _resume(self) -> None:
+        """Go on with what waits, at a multiple of its period."""
+        now_s = self.timeline.now_s
+        for periodic in self._paused:
+            missed = max(0, math.ceil((now_s - periodic.due_s) / periodic.every_s))
+            self.timeline.at(periodic.due_s + missed * periodic.every_s, partial(self._again, periodic))
+        self._paused.clear()
+
     def _scrape(self, router: Router) -> None:
         for name, pod in self.pods.items():
             load = pod.scheduler.load()
             used = 1 - load.blocks_free / load.blocks_total
             scrape = Scrape(load.running, load.waiting, used)
             self.timeline.after(self._spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
-        if self.busy:
-            self.timeline.after(router.scrape_s, partial(self._scrape, router))
 
     def _scraped(self, router: Router, pod: str, scrape: Scrape) -> None:
         router.scraped(pod, scrape, self.timeline.now_s)
@@ -332,8 +378,6 @@ class Simulation:
     def _exchange_shares(self) -> None:
         """What `router.registry.share_sync` does through Redis."""
         gateways = self._gateways()
-        if len(gateways) < 2:
-            return
         now_s = self.timeline.now_s
         for i, gateway in enumerate(gateways):
             for model, shares in gateway.traffic_shares().items():
@@ -342,11 +386,10 @@ class Simulation:
                     theirs = other.traffic_shares().get(model)
                     if other is not gateway and theirs is not None:
                         theirs.merge(str(i), report, now_s)
-        if self.busy:
-            self.timeline.after(SHARES_EVERY_S, self._exchange_shares)
 
     def _sweep(self) -> None:
-        for gateway in self._gateways():
-            gateway.sweep(SWEEP_KEYS)
-        if self.busy:
+        """After pods left, until nothing of them is left."""
+        left = [gateway.sweep(SWEEP_KEYS) for gateway in self._gateways()]
+        self._is_sweeping = any(left)
+        if self._is_sweeping:
             self.timeline.after(SWEEP_EVERY_S, self._sweep)

@@ -158,9 +158,9 @@ class Gateway:
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
         """See `Router`; it reads no metrics."""
 
-    def sweep(self, keys: int) -> None:
-        """Forget a few keys of pods that left."""
-        self._index.sweep(keys)
+    def sweep(self, keys: int) -> bool:
+        """Forget a few keys of pods that left; False where none is left to forget."""
+        return self._index.sweep(keys) > 0
 
     def traffic_shares(self) -> Mapping[str, TrafficShares]:
         """What gateways exchange through Redis."""

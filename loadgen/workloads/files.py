@@ -17,6 +17,8 @@ from engine.contract.settings import ConfigError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 2**20
+_ENCODING = "utf-8-sig"
+"""With or without the mark that some programs begin a file with."""
 
 
 class DatasetError(ConfigError):
@@ -36,17 +38,18 @@ class Entry:
         given = f"got {str(self.fields[field])[:80]!r}" if field in self.fields else "it is missing"
         return DatasetError(f"{self.where}: field {field!r} must be {wanted}; {given}")
 
-    def whole(self, field: str, low: int = 0) -> int:
-        """A whole number of at least `low`; also from text, as CSV has it. Raises DatasetError."""
+    def whole(self, field: str, low: int = 0, high: int = 2**63 - 1) -> int:
+        """A whole number of at least `low` and at most `high`; also from text, as CSV has it. Raises DatasetError."""
         value = self.fields.get(field)
+        wanted = f"a whole number of at least {low}" + (f" and at most {high:,}" if high < 2**63 - 1 else "")
         try:
             number = int(value) if isinstance(value, str) else value
         except ValueError:
-            raise self.error(field, f"a whole number of at least {low}") from None
+            raise self.error(field, wanted) from None
         if isinstance(number, float) and number.is_integer():
             number = int(number)
-        if not isinstance(number, int) or isinstance(number, bool) or number < low:
-            raise self.error(field, f"a whole number of at least {low}")
+        if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
+            raise self.error(field, wanted)
         return number
 
     def number(self, field: str) -> float:
@@ -84,7 +87,7 @@ def jsonl_entries(path: Path) -> Iterator[Entry]:
                 continue
             where = f"{path}:{number}"
             try:
-                fields = orjson.loads(line)
+                fields = orjson.loads(line.strip())
             except orjson.JSONDecodeError as error:
                 raise DatasetError(f"{where}: not JSON: {error}") from None
             if not isinstance(fields, dict):
@@ -97,7 +100,7 @@ def csv_entries(path: Path, columns: tuple[str, ...]) -> Iterator[Entry]:
     with _opened(path) as file:
         rows = csv.reader(_lines(path, file))
         try:
-            header = [name.strip().removeprefix("\ufeff") for name in next(rows, [])]
+            header = [name.strip() for name in next(rows, [])]
             missing = [name for name in columns if name not in header]
             if missing:
                 raise DatasetError(
@@ -152,7 +155,9 @@ def _opened(path: Path) -> IO[str]:
         with path.open("rb") as file:
             gzipped = file.read(2) == _GZIP_MAGIC
         return (
-            gzip.open(path, "rt", encoding="utf-8", newline="") if gzipped else path.open(encoding="utf-8", newline="")
+            gzip.open(path, "rt", encoding=_ENCODING, newline="")
+            if gzipped
+            else path.open(encoding=_ENCODING, newline="")
         )
     except OSError as error:
         raise _unreadable(path, error) from None

@@ -16,6 +16,10 @@ from loadgen.workloads.draws import checked, rng_of
 from loadgen.workloads.files import DatasetError, Entry, csv_entries, jsonl_entries
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
+MAX_TOKENS = 2**24
+"""Of a prompt or an answer: above what any model takes, and what a prompt can be made of in memory."""
+MAX_SPAN_S = 1e9
+"""Of a trace, 32 years: with more, times are in another unit, and a clock that counts so far is no longer exact."""
 LONG_BLOCK_TOKENS = 64
 """Shorter blocks are questions, whose first words are shorter than the headings of prose: sizes come out closer."""
 
@@ -186,8 +190,8 @@ class _Rows:
     def add(self, time_s: float, entry: Entry, input_field: str, output_field: str, ids: Sequence[int]) -> None:
         """One request."""
         self.times_s.append(time_s)
-        self.inputs.append(entry.whole(input_field, 1))
-        self.outputs.append(max(1, entry.whole(output_field)))
+        self.inputs.append(entry.whole(input_field, 1, MAX_TOKENS))
+        self.outputs.append(max(1, entry.whole(output_field, 0, MAX_TOKENS)))
         self.block_ids.extend(ids)
         self.ends.append(len(self.block_ids))
 
@@ -197,7 +201,11 @@ class _Rows:
         """The trace of what was added. Raises DatasetError where that is nothing."""
         if not self.ends:
             raise DatasetError(f"{path} holds no request")
-        first_s = min(self.times_s)
+        first_s, last_s = min(self.times_s), max(self.times_s)
+        if last_s - first_s > MAX_SPAN_S:
+            raise DatasetError(
+                f"{path}: times from {first_s:g} to {last_s:g} s: a trace of at most {MAX_SPAN_S:g} s can be played"
+            )
         starts_s = array("d", (time_s - first_s for time_s in self.times_s))
         notes = [("distinct times", f"{len(set(starts_s)):,}")]
         if jitter:
@@ -247,7 +255,7 @@ def _ids(entry: Entry, block_tokens: int) -> Sequence[int]:
     ids = entry.fields.get("hash_ids")
     if not isinstance(ids, list) or not all(type(block) is int and -(2**63) <= block < 2**63 for block in ids):
         raise entry.error("hash_ids", "a list of whole numbers")
-    most = -(-entry.whole("input_length", 1) // block_tokens)
+    most = -(-entry.whole("input_length", 1, MAX_TOKENS) // block_tokens)
     if len(ids) > most:
         raise entry.error("hash_ids", f"at most {most} ids of {block_tokens} tokens, as input_length says")
     return ids

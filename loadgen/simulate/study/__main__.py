@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from loadgen.simulate.study.bounds import Bound, check
 from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case, knee_owners, trace_cases
 from loadgen.simulate.study.files import bound_lines, load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
+from loadgen.workloads.files import DatasetError
 
 FILE = "policies.json"
 
@@ -57,10 +59,12 @@ def main(argv: Sequence[str]) -> int:
     """The exit status."""
     settings = load_or_exit(StudySettings, argv, "python -m loadgen.simulate.study")
     screen = Console(stderr=True)
-    known = [
-        replace(case, requests=settings.sessions or case.requests)
-        for case in (*SYNTHETIC, *(trace_cases(Path(settings.traces)) if settings.traces else ()))
-    ]
+    try:
+        traced = trace_cases(Path(settings.traces)) if settings.traces else ()
+    except ValueError as error:
+        screen.print(f"--traces: {error}", markup=False)
+        return 2
+    known = [replace(case, requests=settings.sessions or case.requests) for case in (*SYNTHETIC, *traced)]
     unknown = set(settings.cases) - {case.name for case in known}
     if unknown:
         screen.print(f"--cases: {', '.join(sorted(unknown))} unknown; known are {', '.join(c.name for c in known)}")
@@ -84,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         screen.print(f"stopped; {path} has the seeds that were complete" if shown else "stopped; nothing was written")
         return EXIT_INTERRUPTED
+    except DatasetError as error:
+        screen.print(f"--traces: {error}", markup=False)
+        return 2
     except (OSError, ValueError) as error:
         screen.print(f"--out, --merge: {error}", markup=False)
         return 2
@@ -154,6 +161,8 @@ def play(
                 yield table
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():  # a run takes minutes, and nobody will ask for its result
+                worker.terminate()
             raise
 
 

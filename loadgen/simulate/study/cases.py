@@ -158,7 +158,7 @@ def knee_owners(wanted: Collection[str], known: Sequence[Case]) -> dict[str, Cas
 
 
 def trace_cases(folder: Path) -> tuple[Case, ...]:
-    """The cases of the traces found in `folder`, by their published file names."""
+    """The cases of the traces found in `folder`, by their published file names. Raises ValueError where none is."""
     cases: list[Case] = []
     for name, fast in (("conversation", 3.0), ("synthetic", 3.0)):
         found = [path for path in (folder / f"{name}_trace.jsonl", folder / f"{name}_trace.jsonl.gz") if path.exists()]
@@ -166,4 +166,6 @@ def trace_cases(folder: Path) -> tuple[Case, ...]:
             for label, speed in (("1x", 1.0), (f"{fast:g}x", fast)):
                 about = f"Mooncake's {name} trace at {label} speed"
                 cases.append(Case(f"{name}_{label}", about, TraceWindow(path, 1500, speed), 1500, speed=speed))
+    if not cases:
+        raise ValueError(f"{folder} has neither conversation_trace.jsonl nor synthetic_trace.jsonl, nor .gz of them")
     return tuple(cases)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from loadgen.simulate.arms import ARM_NAMES, PEERS, TRIAL_NAMES
 from loadgen.simulate.study.bounds import OURS, Bound, Table, best, mean, same_seeds
@@ -19,19 +21,21 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 
 
 def save(table: Table, knees: Mapping[str, float], sessions: int, bounds: Sequence[Bound], path: Path) -> None:
-    """Write everything: `<case>.<arm>.<number>` is a list over the seeds. `sessions` of each run; 0: the case's own."""
+    """Write everything: `<case>.<arm>.<number>` is a list over the seeds, null where there is no number. `sessions` of
+    each run; 0: the case's own.
+    """
     found = {
         case: {
-            arm: {field.name: [getattr(cell, field.name) for cell in cells] for field in fields(Cell)}
+            arm: {field.name: [_storable(getattr(cell, field.name)) for cell in cells] for field in fields(Cell)}
             for arm, cells in arms.items()
         }
         for case, arms in table.items()
     }
-    checked = [{**asdict(bound), "kept": bound.kept} for bound in bounds]
+    checked = [{**asdict(bound), "value": _storable(bound.value), "kept": bound.kept} for bound in bounds]
     whole = {**found, "knees_sessions_per_s": dict(knees), "sessions": sessions, "bounds": checked}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(whole, indent=1) + "\n")
+    draft.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     os.replace(draft, path)
 
 
@@ -44,7 +48,7 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
         whole.pop("bounds")
         table = {
             case: {
-                arm: [Cell(**dict(zip(numbers, values, strict=True))) for values in zip(*numbers.values(), strict=True)]
+                arm: [_cell_of(dict(zip(numbers, row, strict=True))) for row in zip(*numbers.values(), strict=True)]
                 for arm, numbers in arms.items()
             }
             for case, arms in whole.items()
@@ -52,6 +56,16 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no policy table: {type(error).__name__} {error}") from None
     return table, knees, sessions
+
+
+def _storable(number: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(number) else number
+
+
+def _cell_of(numbers: dict[str, Any]) -> Cell:
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in numbers.items()}
+    return Cell(**known)
 
 
 def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:

@@ -68,6 +68,35 @@ def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path):
     assert "saturate it" in result.verdict[0]
 
 
+def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path):
+    """Answers of 3 s in steps of 2 s: each request finds more others than the one before, and no queue."""
+    result = simulate(
+        tmp_path, "--sweep", "rate", "--rates", "2,16", "--pods", "1", "--arms", "least_loaded", "--sessions", "20",
+        "--point-s", "2", "--workload", "random", "--random-input-len", "64", "--random-output-len", "500",
+        "--random-range-ratio", "0", "--formats", "json",
+    )  # fmt: skip
+    assert [(point.rate, point.saturated) for point in result.sweep] == [(2.0, False), (16.0, False)]
+    assert result.verdict[0] == "least_loaded keeps up with 16 requests/s, the highest rate that was tried."
+    assert result.sweep[1].summary.completed > 16 * 30
+
+
+def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path):
+    """40 sessions: at 20 requests/s all have come within two seconds, before any queue shows."""
+    flags = (
+        "--sweep", "rate", "--pods", "1", "--arms", "least_loaded", "--point-s", "5", "--workload", "gsp",
+        "--gsp-num-groups", "4", "--gsp-prompts-per-group", "10", "--formats", "json",
+    )  # fmt: skip
+    result = simulate(tmp_path / "free", *flags, "--start-rate", "2")
+    rates = [point.rate or 0.0 for point in result.sweep]
+    assert rates[0] == 2.0
+    assert max(rates) < 40 / 5
+    assert not [point for point in result.sweep if point.saturated]
+    assert "no higher rate was tried, since the workload's 40 sessions would last less than the" in result.cautions[-1]
+    asked = simulate(tmp_path / "asked", *flags, "--rates", "2,20")
+    assert [point.rate for point in asked.sweep] == [2.0, 20.0], "what is asked for is played"
+    assert "at 20 requests/s the workload's 40 sessions last less than the" in asked.cautions[-1]
+
+
 def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
     trace = tmp_path / "trace.jsonl"
     rows: list[dict[str, Any]] = [
@@ -162,12 +191,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--die", "pod-0@1,pod-0@2"], "--die pod-0@2: pod-0 is not there"),
         (["--join", "pod-1@3"], "pod-1 is already there"),
         (["--die", "pod-0@1", "--pods", "1"], "--die leaves no pod"),
-        (["--slow", "pod-1@3"], "must end in a speed above 0"),
+        (["--slow", "pod-1@3"], "must end in a speed of 0.001 to 1000"),
+        (["--slow", "pod-1@3=1e-300"], "must end in a speed of 0.001 to 1000"),
         (["--slow", "pod-1@soon=0.5"], "must name a pod and seconds"),
         (["--rates", "3,4"], "--rates needs --sweep rate"),
         (["--sweep", "rate", "--seeds", "1,2"], "--seeds does not go with --sweep rate"),
         (["--sweep", "rate", "--baseline", "round_robin"], "--baseline does not go with --sweep rate"),
         (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
+        (["--sweep", "rate", "--point-s", "inf"], "--point-s"),
+        (["--sweep", "rate", "--start-rate", "inf"], "--start-rate"),
+        (["--network-ms", "inf"], "--network-ms"),
+        (["--kv-tokens", "60000000000"], "8 pods of 60,000,000,000 tokens of KV in blocks of 16 are more than"),
         (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
         (["--profile", "missing.yaml"], "missing.yaml cannot be read"),
         (["--arms", "fastest"], "fastest is no arm"),

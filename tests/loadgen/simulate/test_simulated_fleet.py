@@ -21,6 +21,7 @@ from loadgen.simulate.gateway import MAX_ATTEMPTS
 from loadgen.simulate.omniscient import Omniscient
 from loadgen.simulate.pod import SimPod
 from loadgen.simulate.scenario import Scenario, play
+from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Piece, Session
 from loadgen.workloads.chat import Chat
 from router.routing.types import PodView
@@ -184,6 +185,67 @@ def test_scrapes_show_what_a_pod_answered_some_time_ago():
     assert 0 < max(scrape.kv_usage for _, _, scrape in router.scrapes) < 1
 
 
+@pytest.mark.parametrize("arm", ["affinity_groups", "llmd_322", "smg_least_load"])
+def test_years_without_a_request_take_no_time(arm: str, monkeypatch: pytest.MonkeyPatch):
+    """Scrapes, exchanges of shares and the index's sweeping wait for the next request; a pod dies and another joins
+    meanwhile.
+    """
+    steps, step = 0, Timeline.step
+
+    def counted(timeline: Timeline) -> bool:
+        nonlocal steps
+        steps += 1
+        assert steps < 10_000
+        return step(timeline)
+
+    monkeypatch.setattr(Timeline, "step", counted)
+    year_s = 365 * 86400.0
+    born = Fault(5 * year_s, FaultKind.JOIN, "pod-x", spec=_named(emulated_pods(1)[0], "pod-x"))
+    sessions = [one(n, at_s, Piece(f"u{n}", 300)) for n, at_s in enumerate([0.0, 0.3, *[9 * year_s] * 12])]
+    scenario = Scenario(fleet(3, die("pod-1", year_s), born), Listed(tuple(sessions)), TRACE, 14, 1, 2)
+    records: list[RequestRecord] = []
+    play(scenario, arm, records.append)
+    assert not [record for record in records if record.failure]
+    assert {record.pod for record in records if record.intended_s} >= {"pod-0", "pod-2", "pod-x"}
+
+
+def test_a_pause_moves_no_scrape():
+    """Two requests with an idle while between them, and the same with a third that is under way all the time."""
+    sessions = (one(0, 0.013, Piece("a", 300)), one(1, 2.345, Piece("b", 300), output=60))
+    long = one(2, 0.0, Piece("c", 300), output=600)
+    paused, steady_on = Told(scrape_s=0.1), Told(scrape_s=0.1)
+    run(fleet(1), Listed(sessions), paused)
+    run(fleet(1), Listed((long, *sessions)), steady_on)
+    assert len(paused.scrapes) < len(steady_on.scrapes) / 2
+    times = [at_s for at_s, _, _ in steady_on.scrapes]
+    assert all(at_s == pytest.approx(min(times, key=lambda t: abs(t - at_s))) for at_s, _, _ in paused.scrapes)
+    assert max(at_s for at_s, _, _ in paused.scrapes) > 2.345
+    idle = [scrape for at_s, _, scrape in paused.scrapes if at_s < 2.345][-1]
+    assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0), "what it waits with is that of an idle pod"
+
+
+def test_each_birth_and_death_is_known_after_its_own_second():
+    new = _named(emulated_pods(1)[0], "pod-x")
+    router = Told()
+    run(fleet(2, die("pod-0", 1.0), Fault(1.9, FaultKind.JOIN, "pod-x", spec=new)), steady(40, 0.1), router)
+    assert router.changes == [
+        (0.0, ["pod-0", "pod-1"]),
+        (pytest.approx(2.0), ["pod-1"]),
+        (pytest.approx(2.9), ["pod-1", "pod-x"]),
+    ]
+
+
+def test_a_pod_that_comes_back_at_once_is_not_taken_for_the_one_that_died():
+    """Its name is listed all the time; what the old life held is not believed of the new one."""
+    prefix = Piece("p", 2000)
+    spec = fleet(1, die("pod-0", 1.0), Fault(1.2, FaultKind.JOIN, "pod-0", spec=emulated_pods(1)[0]))
+    router = Told()
+    records = run(spec, Listed((one(0, 0.1, prefix), one(1, 3.0, prefix))), router)
+    assert [record.cached_tokens for record in records] == [0, 0]
+    assert [pods for _, pods in router.changes] == [["pod-0"], [], ["pod-0"]]
+    assert [at_s for at_s, _ in router.changes] == pytest.approx([0.0, 1.2, 2.2])
+
+
 def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from():
     a, b, c, d = (Piece(name, 100) for name in "abcd")
     turns = (
@@ -223,6 +285,14 @@ def test_a_prompt_larger_than_a_pods_cache_fails_and_the_run_goes_on():
     workload = Listed((one(0, 0.0, Piece("big", 5000)), one(1, 0.1, Piece("small", 50))))
     records = run(fleet(1, kv_tokens=2048), workload, Told())
     assert {record.session: record.failure for record in records} == {0: "too long", 1: None}
+
+
+def test_a_request_that_finds_a_pods_queue_full_fails_and_the_run_goes_on():
+    (pod,) = emulated_pods(1)
+    spec = FleetSpec((replace(pod, max_waiting=3),))
+    records = run(spec, Listed(tuple(one(n, 0.0 if n < 9 else 5.0, Piece(f"u{n}", 50)) for n in range(10))), Told())
+    assert Counter(record.failure for record in records) == {None: 4, "queue full": 6}
+    assert not next(record for record in records if record.session == 9).failure
 
 
 class Watched(Omniscient):

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +209,79 @@ def test_a_table_from_the_shell_says_what_is_missed(tmp_path: Path, capsys: pyte
     }  # fmt: skip
     assert main([*flags, "--arms", "round_robin", "--out", str(tmp_path / "none"), "--merge"]) == 2
     assert main(["--cases", "no_such_case"]) == 2
+
+
+def test_a_quick_look_has_no_numbers_after_500_requests_and_misses_nothing_by_that(tmp_path: Path):
+    """Its file is JSON all the same, and reads back."""
+    quick = {"warm_mean_ttft_ms": math.nan, "completed": 60}
+    table = table_of(
+        **{arm: {**quick, "mean_ttft_ms": 80.0 if arm == "predicted_ttft" else 100.0} for arm in ARM_NAMES}
+    )
+    bounds = list(check(table, [CASE]))
+    assert bounds
+    assert all(bound.kept for bound in bounds)
+    path = tmp_path / "policies.json"
+    save(table, {}, 60, bounds, path)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["small"]["predicted_ttft"]["warm_mean_ttft_ms"] == [None, None]
+    assert math.isnan(load(path)[0]["small"]["predicted_ttft"][0].warm_mean_ttft_ms)
+
+
+def test_an_arm_that_completed_nothing_is_no_best_peer_and_wins_nothing():
+    nothing = {
+        "mean_ttft_ms": math.nan,
+        "p99_ttft_ms": math.nan,
+        "warm_mean_ttft_ms": math.nan,
+        "failed": 50,
+        "completed": 0,
+    }
+    for peer in PEERS:
+        assert not missed(table_of(predicted_ttft={"mean_ttft_ms": 80.0}, **{peer: nothing})), peer
+    assert "small: mean TTFT / best peer's" in missed(table_of(predicted_ttft=nothing))
+
+
+def test_ctrl_c_waits_for_no_run(tmp_path: Path):
+    """Runs of minutes are under way in other processes, and a signal to the program alone does not reach those."""
+    flags = ("--cases", "zero_60", "--arms", "round_robin", "--sessions", "3000000", "--processes", "2", "--seeds", "2")
+    program = [sys.executable, "-m", "loadgen.simulate.study", *flags, "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (workers := children.read_text().split()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert "stopped; nothing was written" in errors
+    assert "Traceback" not in errors
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--traces", str(tmp_path), "--out", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has neither conversation_trace.jsonl nor synthetic_trace.jsonl" in said
+    assert said.startswith("--traces:")
+
+
+def test_a_broken_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("conversation", "synthetic"):
+        (tmp_path / f"{name}_trace.jsonl").write_text("notes\n")
+    flags = ("--cases", "conversation_1x", "--arms", "round_robin", "--seeds", "1", "--processes", "1")
+    assert main([*flags, "--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = "".join(capsys.readouterr().err.split())
+    assert f"--traces:{tmp_path}/conversation_trace.jsonl:1:notJSON" in said
 
 
 QUICK = ("--cases", "gsp_burst", "--arms", "round_robin", "--seeds", "1", "--sessions", "30", "--processes", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,9 @@ def test_custom_prompts(tmp_path: Path):
     ("load", "record", "where", "field"),
     [
         (load_mooncake, MOONCAKE | {"input_length": 0}, ":2", "input_length"),
+        (load_mooncake, MOONCAKE | {"input_length": 10**30}, ":2", "input_length"),
+        (load_mooncake, MOONCAKE | {"input_length": 10**12}, ":2", "input_length"),
+        (load_mooncake, MOONCAKE | {"output_length": 10**12}, ":2", "output_length"),
         (load_mooncake, MOONCAKE | {"output_length": "many"}, ":2", "output_length"),
         (load_mooncake, MOONCAKE | {"timestamp": None}, ":2", "timestamp"),
         (load_mooncake, MOONCAKE | {"hash_ids": [1, "2"]}, ":2", "hash_ids"),
@@ -109,6 +113,7 @@ def test_custom_prompts(tmp_path: Path):
         (load_mooncake, MOONCAKE | {"hash_ids": [2**63]}, ":2", "hash_ids"),
         (load_mooncake, {k: v for k, v in MOONCAKE.items() if k != "hash_ids"}, ":2", "hash_ids"),
         (load_bailian, BAILIAN | {"chat_id": -1}, ":2", "chat_id"),
+        (load_bailian, BAILIAN | {"chat_id": 2**70}, ":2", "chat_id"),
         (load_bailian, BAILIAN | {"parent_chat_id": True}, ":2", "parent_chat_id"),
         (load_custom, {"prompt": ""}, ":2", "prompt"),
         (load_custom, {"prompt": "x", "output_tokens": 0}, ":2", "output_tokens"),
@@ -129,6 +134,7 @@ def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path, load, re
     ("content", "message"),
     [
         (b'{"prompt": "x"}\n{"prompt": \n', ":2: not JSON"),
+        (b'{"prompt": "x"}\n{"prompt": "y\n', ":2: not JSON: unexpected end of data"),
         (b'{"prompt": "x"}\n[1]\n', ":2: must be a JSON object"),
         (b"", "holds nothing to send"),
         (b'{"prompt": "\xff"}\n', "cannot be read"),
@@ -168,6 +174,23 @@ def test_an_array_is_read_in_pieces_of_any_size(tmp_path_factory, items, chunk, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("loadgen.workloads.files._CHUNK_CHARACTERS", chunk)
         assert [dict(entry.fields) for entry in json_entries(path)] == items
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, pack: Callable[[bytes], bytes]):
+    path = tmp_path / "data"
+    path.write_bytes(pack(b"\xef\xbb\xbf" + json.dumps(MOONCAKE).encode() + b"\r\n"))
+    assert load_mooncake(path).length == 1
+    path.write_bytes(pack(b"\xef\xbb\xbf" + json.dumps(CHATS).encode()))
+    assert load_sharegpt(path).length == 2
+    path.write_bytes(pack(b"\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46,3,4\r\n"))
+    assert load_azure(path).length == 1
+
+
+def test_times_that_cannot_be_seconds_are_refused(tmp_path: Path):
+    path = lines(tmp_path / "data.jsonl", MOONCAKE, MOONCAKE | {"timestamp": 1e300})
+    with pytest.raises(DatasetError, match=f"{re.escape(str(path))}: times from 0 to 1e\\+297 s"):
+        load_mooncake(path)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
