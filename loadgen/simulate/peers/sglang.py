@@ -25,6 +25,7 @@ POLL_S = 10.0
 class SglangCacheAware(Peer):
     """Balanced by in-flight requests: the worker that was sent the longest prefix, if that is over 30 % of the text,
     else the least loaded. Imbalanced (max - min > 64 and max > 1.5 min): the least loaded. The tree is what it sent.
+    Of equally loaded workers: the one that was sent the fewest requests so far, then the first.
     """
 
     name = "sglang_cache_aware"
@@ -32,12 +33,13 @@ class SglangCacheAware(Peer):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._tree = History(MAX_TREE_CHARS // CHARS_PER_KEY)
+        self._processed: Counter[str] = Counter()
 
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
         """See `Peer`."""
         loads = [self.in_flight[pod] for pod in pods]
         if max(loads) - min(loads) > BALANCE_ABS and max(loads) > BALANCE_REL * min(loads):
-            return self.fewest(pods, self.in_flight)
+            return self._least_loaded(pods)
         matches = {pod: self._tree.match(pod, request.keys) for pod in pods}
         longest = max(matches.values())
         if request.keys and longest * CHARS_PER_KEY > CACHE_THRESHOLD * 4 * len(request.tokens):
@@ -45,16 +47,21 @@ class SglangCacheAware(Peer):
             return max(
                 [pod for pod in pods if matches[pod] == longest], key=lambda pod: self._tree.last_use_s(pod, deepest)
             )
-        return self.fewest(pods, self.in_flight)
+        return self._least_loaded(pods)
 
     def routed(self, request: Offered, pod: str, now_s: float) -> None:
         """See `Peer`."""
         self._tree.add(pod, request.keys, now_s)
+        self._processed[pod] += 1
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
         super().pods_changed(pods, now_s)
         self._tree.forget(pods)
+        self._processed = Counter({pod: self._processed[pod] for pod in pods})
+
+    def _least_loaded(self, pods: Sequence[str]) -> str:
+        return min(pods, key=lambda pod: (self.in_flight[pod], self._processed[pod]))
 
 
 class SmgLeastLoad(Peer):

@@ -80,6 +80,17 @@ def test_sglang_drops_affinity_only_where_both_thresholds_are_passed():
     assert peer.choose(offered(4, [1, 2]), [], 1.0) == B, "66 more and 196 > 195"
 
 
+def test_sglang_gives_a_tie_to_the_worker_that_was_sent_the_fewest():
+    peer = fresh(SglangCacheAware, A, B, C)
+    chosen = []
+    for number in range(7):
+        pod = peer.choose(offered(number, [100 * number]), [], 1.0)
+        assert pod is not None
+        chosen.append(pod)
+        peer.ended(offered(number, [100 * number]), pod, 2.0, completed=True)
+    assert chosen == [A, B, C, A, B, C, A]
+
+
 def test_smg_adds_queue_tokens_and_kv_pressure():
     peer = fresh(SmgLeastLoad)
     for pod, waiting in ((A, 0), (B, 1)):
