@@ -57,7 +57,9 @@ class ComparedSettings(Settings):
     )
     sessions: int = Field(50, ge=0, le=10_000_000, description="sessions of each block; 0: all that the data set has")
     warmup_requests: int = Field(8, ge=1, le=1000, description="short requests before each block, not counted")
-    settle_s: float = Field(1.0, ge=0, description="seconds of rest between emptying the caches and a block")
+    settle_s: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a block"
+    )
     precision: float = Field(
         0.1, gt=0, description="rounds are added until half the interval of the ratio of mean TTFT is this share of it"
     )

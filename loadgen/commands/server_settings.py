@@ -77,7 +77,7 @@ class ServerSettings(RequestSettings):
         description="a pod's address, to read its counters and reset its cache; repeatable; none: the gateway's pods",
     )
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
-    settle_s: float = Field(0.0, ge=0, description="seconds of rest between preparations and load")
+    settle_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds of rest between preparations and load")
 
     @field_validator("base_url")
     @classmethod

@@ -42,7 +42,9 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     rates: list[float] = Field(
         [], description="requests per second to try, comma-separated; none: --start-rate doubled, then bisected"
     )
-    start_rate: float = Field(1.0, gt=0, description="first rate, requests per second; halved where it saturates")
+    start_rate: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="first rate, requests per second; halved where it saturates"
+    )
     concurrencies: list[int] = Field(
         [], description="sweep over sessions at a time instead: those to try, comma-separated"
     )
@@ -55,13 +57,17 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     max_rate: float = Field(10_000.0, gt=0, description="no rate above it, requests per second")
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
     num_prompts: int = Field(100, ge=1, le=10_000_000, description="requests of a step at least")
-    point_s: float = Field(20.0, gt=0, description="seconds over which the requests of a step are due, at least")
+    point_s: float = Field(
+        20.0, gt=0, allow_inf_nan=False, description="seconds over which the requests of a step are due, at least"
+    )
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )
     confirm: bool = Field(True, description="run a saturated step a second time; it counts as saturated if both are")
     max_time: float = Field(1800.0, gt=0, description="seconds; no step starts that would end later, but the first")
-    settle_s: float = Field(1.0, ge=0, description="seconds of rest between emptying the caches and a step")
+    settle_s: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a step"
+    )
     num_warmups: int = Field(8, ge=0, le=1000, description="short requests before each step, all at once, not counted")
     time_limit_s: float = Field(300.0, gt=0, description="seconds after which a step is cut off")
     out: str = Field("out/sweep", description="folder for result.json, report.html, report.md, result.csv and PNGs")

@@ -14,6 +14,9 @@ from loadgen.workloads.wrappers import Recycled, Sized, with_pressure
 
 __all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload", "distinct_rounds"]
 
+LARGEST = 100_000_000
+"""Of any number that shapes a workload: a prompt of so many tokens is 400 MB."""
+
 
 def _flag(name: str, text: str, **limits: Any) -> Any:
     return Field(None, description=flag_help(name, text), **limits)
@@ -30,6 +33,7 @@ class WorkloadSettings(Settings):
     cache_pressure: float | None = Field(
         None,
         gt=0,
+        le=1e6,
         description="working set / --cluster-kv-tokens: decides how many tenants, documents, ...; none: as given",
     )
     cluster_kv_tokens: int | None = Field(
@@ -126,6 +130,9 @@ class WorkloadSettings(Settings):
                 raise ValueError(f"{_dashed(name)} is a flag of {', '.join(others)}, not of --workload {self.workload}")
 
     def _check_ranges(self) -> None:
+        for name, value in self.shape().items():
+            if isinstance(value, int | float) and not value <= LARGEST:
+                raise ValueError(f"{_dashed(name)} {value:g} is above {LARGEST:,}")
         values = {**KINDS[self.workload].flags, **self.shape()}
         for name in values:
             high = f"{name.removesuffix('_min')}_max"

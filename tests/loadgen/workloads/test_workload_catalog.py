@@ -92,6 +92,10 @@ def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str
         ("--workload gsp --gsp-num-groups 2 --cache-pressure 2 --cluster-kv-tokens 9", "decides --gsp-num-groups"),
         ("--random-range-ratio 0.5", "--random-range-ratio is a flag of random"),
         ("--workload random --random-range-ratio 1", "--random-range-ratio: got '1'"),
+        ("--think-s inf", "--think-s inf is above 100,000,000"),
+        ("--think-s nan", "--think-s: got 'nan'|--think-s nan is above"),
+        ("--workload random --random-input-len 1000000000000", "--random-input-len 1e.12 is above 100,000,000"),
+        ("--cache-pressure inf --cluster-kv-tokens 9", "--cache-pressure: got 'inf'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(flags: str, message: str):
