@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from loadgen.simulate.study.run import Cell, find_knee, run_cell
 from loadgen.workloads.files import DatasetError
 
 FILE = "policies.json"
+_END_S = 5.0
+"""A process that was killed is gone by then."""
 
 
 class StudySettings(Settings):
@@ -144,26 +148,47 @@ def play(
     """All cells so far, after each seed. First of all, measures the knees of `owners` and adds them to `knees`."""
     todo = [(case, arm) for case in cases for arm in settings.arms]
     table: dict[str, dict[str, list[Cell]]] = {}
-    with ProcessPoolExecutor(settings.processes or os.cpu_count()) as pool, Progress(console=screen) as bar:
-        try:
+    pool = ProcessPoolExecutor(settings.processes or os.cpu_count())
+    try:
+        with Progress(console=screen) as bar:
             finding = bar.add_task("knees", total=len(owners))
-            found = {pool.submit(find_knee, case): name for name, case in owners.items()}
+            with _uninterrupted():
+                found = {pool.submit(find_knee, case): name for name, case in owners.items()}
             for future in as_completed(found):
                 knees[found[future]] = future.result()
                 bar.advance(finding)
             playing = bar.add_task("runs", total=len(todo) * settings.seeds)
             for seed in range(1, settings.seeds + 1):
-                runs = [pool.submit(run_cell, case, arm, seed, knees.get(case.knee_of, 1.0)) for case, arm in todo]
+                with _uninterrupted():
+                    runs = [pool.submit(run_cell, case, arm, seed, knees.get(case.knee_of, 1.0)) for case, arm in todo]
                 for _ in as_completed(runs):
                     bar.advance(playing)
                 for (case, arm), run in zip(todo, runs, strict=True):
                     table.setdefault(case.name, {}).setdefault(arm, []).append(run.result())
                 yield table
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():  # a run takes minutes, and nobody will ask for its result
-                worker.terminate()
-            raise
+    except BaseException:
+        # A run takes minutes, and nobody will ask for its result. The pool is not waited for: in Python 3.11 it may
+        # never notice that its processes are gone.
+        workers = multiprocessing.active_children()
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(_END_S)
+        raise
+    pool.shutdown()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: a process that it met in the middle of its start would be nobody's to end, and be waited for."""
+    met: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if met:
+        raise KeyboardInterrupt
 
 
 def report(
@@ -183,4 +208,9 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_status = main(sys.argv[1:])
+    if exit_status == EXIT_INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_status)  # at its end the interpreter would wait for the pool
+    sys.exit(exit_status)
