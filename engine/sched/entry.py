@@ -55,12 +55,11 @@ class Entry:
 
     def decode_chunk(self) -> SequenceChunk:
         """The next token: the last known one, or the one that the step in progress samples."""
-        request, start, blocks = self.request, self.planned_tokens, self.sequence.blocks
-        output = request.output_tokens
-        token = output[-1] if start < len(request.prompt_tokens) + len(output) else PENDING
+        request, start = self.request, self.planned_tokens
+        token = request.output_tokens[-1] if start < self.known_tokens else PENDING
         self.planned_tokens = start + 1
-        if len(self.shown_blocks) != len(blocks):
-            self.shown_blocks = tuple(blocks)
+        if len(self.shown_blocks) != len(self.sequence.blocks):
+            self.shown_blocks = tuple(self.sequence.blocks)
         return SequenceChunk(request, start, (token,), self.shown_blocks, True, True)
 
     def prefill_chunk(self, budget_tokens: int) -> SequenceChunk:

@@ -279,12 +279,8 @@ class Scheduler:
         Oldest first, and the youngest running request of all goes: so the oldest request always proceeds.
         """
         any_preempted = False
-        block_size = self._cache.block_size
         for entry in decoding:
-            known, blocks = entry.known_tokens, entry.sequence.blocks
-            if known <= len(blocks) * block_size:
-                continue
-            while blocks and not self._cache.extend(entry.sequence, known):
+            while entry.sequence.blocks and not self._cache.extend(entry.sequence, entry.known_tokens):
                 self._preempt(self._running[-1])
                 any_preempted = True
         return any_preempted

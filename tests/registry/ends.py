@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
 from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Tier
@@ -51,13 +51,8 @@ class FakeEngine:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[FakeEngine]:
-        task = asyncio.create_task(self.publisher.run())
-        try:
+        async with _at_work(self.publisher.run()):
             yield self
-        finally:
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled(), "it must end at once when told to"
 
 
 class Gateway:
@@ -71,13 +66,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def following(self, *engines: FakeEngine) -> AsyncIterator[Gateway]:
         self.reader.set_pods({engine.pod: MODEL for engine in engines})
-        task = asyncio.create_task(self.reader.run())
-        try:
+        async with _at_work(self.reader.run()):
             yield self
-        finally:
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled(), "it must end at once when told to"
 
     def held(self, pod: PodId) -> dict[PrefixKey, Tier]:
         return {key: tier for tier, keys in self.index.held(pod).items() for key in keys}
@@ -87,3 +77,15 @@ class Gateway:
 
     async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 10.0) -> None:
         await wait_until(lambda: self.agrees(*engines), deadline_s, "the index's equality with what the engines hold")
+
+
+@contextlib.asynccontextmanager
+async def _at_work(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """`work` goes on within it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), "it must end at once when told to"
