@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import paged_prefill
+from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.model.config import ModelConfig
 
@@ -32,20 +32,23 @@ class AttentionKernels(Protocol):
 
 
 class TritonAttention:
-    """See `AttentionKernels`. Uses one scratch: calls must follow each other on one stream."""
+    """See `AttentionKernels`. Uses one scratch of each kind: calls must follow each other on one stream."""
 
     def __init__(self, config: ModelConfig, *, rows: int, tokens: int, device: torch.device) -> None:
         """For decode steps of up to `rows` rows with tables of up to `tokens` tokens."""
         self._windows = config.windows
         self._scale = config.head_dim**-0.5
         self._scratch = DecodeScratch.make(rows, tokens, config.heads, config.head_dim, device)
+        tiling = tiling_for(config.heads, config.kv_heads, device)
+        self._prefill_scratch = PrefillScratch.make(tiling, config.head_dim, device)
 
     def begin(self, step: StepTensors) -> None:
         """Nothing to prepare."""
 
     def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
         """See `AttentionKernels.prefill`."""
-        paged_prefill(q, pool, layer, out, tensors, window=self._windows[layer], scale=self._scale)
+        window, scratch = self._windows[layer], self._prefill_scratch
+        paged_prefill(q, pool, layer, out, tensors, scratch, window=window, scale=self._scale)
 
     def decode(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: DecodeTensors) -> None:
         """See `AttentionKernels.decode`."""

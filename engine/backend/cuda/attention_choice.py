@@ -14,6 +14,7 @@ import torch
 from engine.backend.cuda.attention import AttentionKernels, TritonAttention
 from engine.backend.cuda.attention_adapters import FlashAttention3, FlashInferAttention
 from engine.backend.cuda.step import PrefillTensors, StepTensors
+from engine.backend.cuda.tiling import Round
 from engine.backend.torch_kv import KvPool
 from engine.model.config import ModelConfig
 
@@ -118,7 +119,9 @@ def _prompt_of_two(device: torch.device) -> StepTensors:
             tables=numbers([[1]]),
             query_starts=numbers([0, 2]),
             contexts=numbers([0]),
-            tiles=numbers([[0, 0]]),
+            tiles=numbers([[0, 0, 0, 1, 0]]),
+            merged=numbers([]),
+            rounds=(Round(0, 1, 0, 0),),
         ),
         decode=None,
         rows=None,

@@ -24,6 +24,7 @@ from engine.backend.cuda.graphs import Graphs
 from engine.backend.cuda.packing import Downloads, Uploads
 from engine.backend.cuda.sampler import HostSampling
 from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.tiling import Tiling
 from engine.backend.torch_kv import KvPool
 from engine.model.decoder import Decoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
@@ -60,15 +61,15 @@ class CudaBackend:
     """See `Backend`. `start.start_cuda` makes one with all that belongs to it."""
 
     def __init__(
-        self, device: Device, model: Decoder, forward: Forward, pool: KvPool, *, query_tile: int, max_blocks: int
+        self, device: Device, model: Decoder, forward: Forward, pool: KvPool, *, tiling: Tiling, max_blocks: int
     ) -> None:
-        """`query_tile`: see `StepBuilder`; `max_blocks`: of the longest sequence."""
+        """`tiling`: see `StepBuilder`; `max_blocks`: of the longest sequence."""
         self.model = model
         self.pool = pool
         self._device = device
         self._forward = forward
         self._widths = table_widths(max_blocks, pool.block_size)
-        self._builder = StepBuilder(pool.block_size, query_tile, self._widths)
+        self._builder = StepBuilder(pool.block_size, tiling, self._widths)
         self._uploads = Uploads(device, buffers=_RING)
         self._downloads = Downloads(device, buffers=_RING)
         self._graphs: Graphs | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.backend.cuda.packing import Array
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.tiling import Round, Tiling
 from engine.sched.plan import PENDING, SequenceChunk
 
 _MIN_TABLE_TOKENS = 1024
@@ -40,8 +41,11 @@ class HostStep:
     sampling: tuple[SequenceChunk, ...]
     """Those that sample, in the order of their logits."""
     arrays: tuple[Array, ...]
-    """tokens, slots, positions; decode's lengths, tables; prefill's tables, query_starts, contexts, tiles; rows."""
+    """tokens, slots, positions; decode's lengths, tables; prefill's tables, query_starts, contexts, tiles,
+    merged; rows."""
     prefill_tokens: int
+    rounds: tuple[Round, ...]
+    """Of the prefill chunks."""
     has_decode: bool
     has_rows: bool
     pending_rows: NDArray[np.int64]
@@ -56,8 +60,15 @@ class HostStep:
         decode = DecodeTensors(lengths=next(rest), tables=next(rest)) if self.has_decode else None
         prefill = None
         if self.prefill_tokens:
-            tables, starts, contexts, tiles = next(rest), next(rest), next(rest), next(rest)
-            prefill = PrefillTensors(self.prefill_tokens, tables, starts, contexts, tiles)
+            prefill = PrefillTensors(
+                tokens=self.prefill_tokens,
+                tables=next(rest),
+                query_starts=next(rest),
+                contexts=next(rest),
+                tiles=next(rest),
+                merged=next(rest),
+                rounds=self.rounds,
+            )
         return StepTensors(tokens, positions, slots, prefill, decode, next(rest) if self.has_rows else None)
 
 
@@ -73,10 +84,10 @@ def table_widths(max_blocks: int, block_size: int) -> tuple[int, ...]:
 class StepBuilder:
     """Keeps the block tables of running requests as arrays: to convert thousands of ints anew takes milliseconds."""
 
-    def __init__(self, block_size: int, query_tile: int, widths: Sequence[int]) -> None:
-        """`query_tile`: query tokens that one tile of the prefill kernel takes; `widths`: as `table_widths` says."""
+    def __init__(self, block_size: int, tiling: Tiling, widths: Sequence[int]) -> None:
+        """`tiling`: the prefill kernel's; `widths`: as `table_widths` says."""
         self._block_size = block_size
-        self._query_tile = query_tile
+        self._tiling = tiling
         self._widths = widths
         self._tables: dict[int, tuple[Sequence[int], NDArray[np.int32]]] = {}
         """Request id -> blocks in the last step, as given and as an array."""
@@ -98,16 +109,18 @@ class StepBuilder:
         has_rows = shape is None and len(rows) < int(ends[-1])
         wanted = [np.array(rows, dtype=np.int64)] if has_rows else []
         pending_rows, pending_choices = _pending(ordered, ends, choices)
+        tiles = self._tiling.cut([(len(chunk.tokens), chunk.start) for chunk in prefills]) if prefills else None
         return HostStep(
             chunks=ordered,
             sampling=tuple(chunk for chunk in ordered if chunk.samples),
             arrays=(
                 *self._per_token(ordered, shape.batch if shape else int(ends[-1])),
                 *(self._decode(decodes, shape) if decodes else ()),
-                *(self._prefill(prefills) if prefills else ()),
+                *((*self._prefill(prefills), tiles.tiles, tiles.merged) if tiles else ()),
                 *wanted,
             ),
             prefill_tokens=sum(len(chunk.tokens) for chunk in prefills),
+            rounds=tiles.rounds if tiles else (),
             has_decode=bool(decodes),
             has_rows=has_rows,
             pending_rows=pending_rows,
@@ -151,15 +164,13 @@ class StepBuilder:
         lengths[: len(chunks)] = [chunk.start + 1 for chunk in chunks]
         return lengths, self._stacked(chunks, shape)
 
-    def _prefill(self, chunks: Sequence[SequenceChunk]) -> tuple[Array, Array, Array, Array]:
-        """tables, query_starts, contexts, tiles."""
+    def _prefill(self, chunks: Sequence[SequenceChunk]) -> tuple[Array, Array, Array]:
+        """tables, query_starts, contexts."""
         counts = [len(chunk.tokens) for chunk in chunks]
-        tiles = [(i, tile) for i, count in enumerate(counts) for tile in range(-(-count // self._query_tile))]
         return (
             self._stacked(chunks, DecodeShape(len(chunks), self._width(chunks))),
             np.cumsum([0, *counts]).astype(np.int32),
             np.array([chunk.start for chunk in chunks], dtype=np.int32),
-            np.array(tiles, dtype=np.int32),
         )
 
     def _width(self, chunks: Sequence[SequenceChunk]) -> int:

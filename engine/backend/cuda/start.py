@@ -18,7 +18,7 @@ from engine.backend.cuda.build import table_widths
 from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
 from engine.backend.cuda.device import CudaDevice, Device, is_out_of_memory
 from engine.backend.cuda.graphs import decode_shapes, inputs_bytes
-from engine.backend.cuda.kernels.prefill import query_tile
+from engine.backend.cuda.kernels.prefill import tiling_for
 from engine.backend.cuda.memory import (
     GRAPH_BYTES,
     CudaStartError,
@@ -136,7 +136,7 @@ class Starter:
         wants[3:] = [self._pool(blocks, model.dtype)]
         try:
             backend = self._backend(model, forward, blocks, min(self._max_blocks(), blocks))
-            for plan in warm_up_steps(*self._bounds()):
+            for plan in warm_up_steps(*self._bounds(blocks)):
                 backend.warm_up(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
@@ -219,8 +219,8 @@ class Starter:
         settings = self.settings
         with torch.inference_mode(False):  # tiers write into the pool outside of it
             pool = KvPool(self.config, blocks, settings.block_size, dtype=model.dtype, device=model.device)
-        tile = query_tile(self.config.heads, self.config.kv_heads)
-        return CudaBackend(self.device, model, forward, pool, query_tile=tile, max_blocks=longest)
+        tiling = tiling_for(self.config.heads, self.config.kv_heads, model.device)
+        return CudaBackend(self.device, model, forward, pool, tiling=tiling, max_blocks=longest)
 
     def _asked_blocks(self, dtype: torch.dtype) -> int:
         """Blocks that the settings ask for; 0: none. Raises CudaStartError where the bytes hold no block."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.backend.cuda.tiling import Round
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTensors:
@@ -20,7 +22,11 @@ class PrefillTensors:
     contexts: Tensor
     """Tokens of each sequence before its chunk, [S]."""
     tiles: Tensor
-    """(sequence, query tile within its chunk), [N, 2]; sequence -1 is padding."""
+    """Programs for each KV head, [N, 5], as `tiling.Tiles` says."""
+    merged: Tensor
+    """Rows of `tiles` whose tile has more than one part, [M], as `tiling.Tiles` says."""
+    rounds: tuple[Round, ...]
+    """Launches of the prefill kernel, on the host."""
 
 
 @dataclass(frozen=True, slots=True)

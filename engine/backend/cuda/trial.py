@@ -5,6 +5,7 @@ All of them use block 0 alone, so any pool will do, and leave nothing in it that
 
 from __future__ import annotations
 
+from engine.backend.cuda.tiling import MAX_PARTS, PART_KEYS
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
@@ -21,19 +22,29 @@ def largest_step(max_step_tokens: int, max_running: int, max_tokens: int, block_
 
 
 def warm_up_steps(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> list[StepPlan]:
-    """Prefill, decode and both, within these bounds, in sizes for which Triton compiles variants of their own."""
+    """Prefill, a prompt's end behind a long prefix, decode, and prefill with decode, within these bounds, in sizes for
+    which Triton compiles variants of their own."""
     counts = [count for count in (1, 5, 16) if count <= min(max_step_tokens, max_tokens)]
     prefills = [_prefill(-1, count, block_size, _GREEDY) for count in counts]
     decodes = [_decode(request_id) for request_id in (-2, -3)]
-    steps = [StepPlan((chunk,)) for chunk in (*prefills, decodes[0])]
+    # Whatever block 0 holds may be no number: what is read behind a prefix is written first.
+    whole = min(block_size, max_tokens)
+    written = [
+        _prefill(-4, min(max_step_tokens, whole - start), block_size, _GREEDY, start=start)
+        for start in range(0, whole, max_step_tokens)
+    ]
+    behind = _prefill(-4, 1, block_size, _GREEDY, start=min(max_tokens - 1, MAX_PARTS * PART_KEYS))
+    steps = [StepPlan((chunk,)) for chunk in (*prefills, *written, behind, decodes[0])]
     if max_running > 2 and max_step_tokens > 6:
         steps.append(StepPlan((*prefills[-2:-1], *decodes)))
     return steps
 
 
-def _prefill(request_id: int, count: int, block_size: int, sampling: SamplingParams) -> SequenceChunk:
-    prompt, blocks = [0] * count, [0] * -(-count // block_size)
-    return SequenceChunk(Request(request_id, prompt, 2, sampling), 0, prompt, blocks, True, False)
+def _prefill(
+    request_id: int, count: int, block_size: int, sampling: SamplingParams, *, start: int = 0
+) -> SequenceChunk:
+    prompt, blocks = [0] * (start + count), [0] * -(-(start + count) // block_size)
+    return SequenceChunk(Request(request_id, prompt, 2, sampling), start, prompt[start:], blocks, True, False)
 
 
 def _decode(request_id: int) -> SequenceChunk:

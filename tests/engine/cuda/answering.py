@@ -13,7 +13,7 @@ from engine.backend.cuda.attention import TritonAttention
 from engine.backend.cuda.backend import CudaBackend, Forward
 from engine.backend.cuda.decoder import CudaDecoder
 from engine.backend.cuda.device import Device
-from engine.backend.cuda.kernels.prefill import query_tile
+from engine.backend.cuda.kernels.prefill import tiling_for
 from engine.backend.torch_kv import KvPool
 from engine.cache.prefix_cache import PrefixCache
 from engine.loop import EngineLoop
@@ -36,9 +36,9 @@ def cuda_backend(model: Decoder, device: Device, *, graphs: int = 0, forward: Fo
     """With the model in plain torch, or another forward pass; `graphs`: largest batch captured."""
     pool = KvPool(model.config, BLOCKS, BLOCK_SIZE, dtype=model.dtype, device=model.device)
     pool.data.fill_(torch.nan)
-    tile = query_tile(model.config.heads, model.config.kv_heads)
+    tiling = tiling_for(model.config.heads, model.config.kv_heads, model.device)
     forward = forward or torch_forward(model, STEP_TOKENS)
-    backend = CudaBackend(device, model, forward, pool, query_tile=tile, max_blocks=32)
+    backend = CudaBackend(device, model, forward, pool, tiling=tiling, max_blocks=32)
     if graphs:
         backend.capture_graphs(graphs, 1 << 30)
     return backend

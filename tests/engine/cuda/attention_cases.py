@@ -10,8 +10,9 @@ from hypothesis import Phase
 from torch import Tensor
 
 from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import paged_prefill, query_tile
+from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from engine.backend.cuda.tiling import Tiling
 
 LAYERS = 3
 LAYER = 1
@@ -103,15 +104,20 @@ class Paged:
         return pool.to(self.device), tables.to(self.device)
 
     def prefill(
-        self, chunks: Sequence[tuple[Vectors, int, int]], *, padding: int = 0, forget: bool = False
+        self,
+        chunks: Sequence[tuple[Vectors, int, int]],
+        *,
+        padding: int = 0,
+        forget: bool = False,
+        tiling: Tiling | None = None,
     ) -> list[Tensor]:
-        """Attention of chunks (sequence, start, end) in one launch, each [end - start, heads * dim], on the CPU.
+        """Attention of chunks (sequence, start, end), each [end - start, heads * dim], on the CPU.
 
-        `padding`: rows and tiles more than the chunks need. `forget`: what is before the window of a chunk's first
-        token is NaN too, as if its block had been taken by another sequence.
+        `padding`: rows more than the chunks need. `forget`: what is before the window of a chunk's first token is NaN
+        too, as if its block had been taken by another sequence. `tiling`: another cut than the kernel's own.
         """
         shape = self.shape
-        tile = query_tile(shape.heads, shape.kv_heads)
+        tiling = tiling or tiling_for(shape.heads, shape.kv_heads, self.device)
         starts = [0]
         for _, start, end in chunks:
             starts.append(starts[-1] + end - start)
@@ -119,18 +125,23 @@ class Paged:
         if forget and shape.window is not None:
             for row, (_, start, _) in enumerate(chunks):
                 self._forget(pool, tables[row], start - shape.window + 1)
-        tiles = [(row, i) for row, (_, a, b) in enumerate(chunks) for i in range(-(-(b - a) // tile))]
+        cut = tiling.cut([(end - start, start) for _, start, end in chunks])
         tensors = PrefillTensors(
             tokens=starts[-1],
             tables=tables,
             query_starts=self._ints(starts),
             contexts=self._ints([start for _, start, _ in chunks]),
-            tiles=self._ints(tiles + [(-1, 0)] * padding),
+            tiles=torch.from_numpy(cut.tiles).to(self.device),
+            merged=torch.from_numpy(cut.merged).to(self.device),
+            rounds=cut.rounds,
         )
         q = self._rows([s.q[a:b] for s, a, b in chunks], padding)
         out = torch.full((starts[-1] + padding, shape.heads * shape.dim), float("nan"), dtype=shape.dtype)
         out = out.to(self.device)
-        paged_prefill(q, pool, LAYER, out, tensors, window=shape.window, scale=shape.dim**-0.5)
+        scratch = PrefillScratch.make(tiling, shape.dim, self.device)
+        for part in (scratch.sums, scratch.peaks, scratch.totals):
+            part.fill_(float("nan"))
+        paged_prefill(q, pool, LAYER, out, tensors, scratch, window=shape.window, scale=shape.dim**-0.5)
         assert out[starts[-1] :].isnan().all(), "rows that no tile names were written"
         return list(out[: starts[-1]].cpu().split([b - a for _, a, b in chunks]))
 

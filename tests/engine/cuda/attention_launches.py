@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import paged_prefill
+from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from engine.backend.cuda.tiling import Round
 
 HEADS, KV_HEADS = 32, 8
 DIMS = (64, 80, 96, 128, 256)
@@ -48,9 +49,16 @@ def launch(dtype: torch.dtype, dim: int, window: int | None) -> None:
     out = _meta(100, HEADS * dim, dtype=dtype)
     pool = _meta(1 << 15, 32, 2, 64, KV_HEADS, dim, dtype=dtype)
     chunks = PrefillTensors(
-        tokens=100, tables=_meta(2, 129), query_starts=_meta(3), contexts=_meta(2), tiles=_meta(5, 2)
+        tokens=100,
+        tables=_meta(2, 129),
+        query_starts=_meta(3),
+        contexts=_meta(2),
+        tiles=_meta(9, 5),
+        merged=_meta(2),
+        rounds=(Round(0, 5, 0, 0), Round(5, 9, 0, 2)),
     )
-    paged_prefill(q, pool, 3, out, chunks, window=window, scale=dim**-0.5)
+    parts = PrefillScratch.make(tiling_for(HEADS, KV_HEADS, q.device), dim, q.device)
+    paged_prefill(q, pool, 3, out, chunks, parts, window=window, scale=dim**-0.5)
     rows = DecodeTensors(tables=_meta(100, 129), lengths=_meta(100))
     scratch = DecodeScratch.make(100, 129 * 64, HEADS, dim, torch.device("meta"))
     paged_decode(q, pool, 3, out, rows, scratch, window=window, scale=dim**-0.5)

@@ -12,6 +12,7 @@ from engine.backend.cuda.kernels.activation import silu_mul
 from engine.backend.cuda.kernels.norm import add_rms_norm, rms_norm
 from engine.backend.cuda.kernels.rope_store import rope_store
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.tiling import Round
 from engine.backend.torch_kv import KvPool
 from engine.model.config import ModelConfig, parse_config
 from engine.model.decoder import Decoder
@@ -148,7 +149,13 @@ def _step() -> StepTensors:
         positions=numbers(1007),
         slots=numbers(1007, dtype=torch.int64),
         prefill=PrefillTensors(
-            tokens=1000, tables=numbers(2, 512), query_starts=numbers(3), contexts=numbers(2), tiles=numbers(32, 2)
+            tokens=1000,
+            tables=numbers(2, 512),
+            query_starts=numbers(3),
+            contexts=numbers(2),
+            tiles=numbers(32, 5),
+            merged=numbers(2),
+            rounds=(Round(0, 20, 0, 0), Round(20, 32, 0, 2)),
         ),
         decode=DecodeTensors(tables=numbers(7, 512), lengths=numbers(7)),
         rows=numbers(9, dtype=torch.int64),

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.backend.cuda.attention import AttentionKernels
 from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
-from engine.backend.cuda.kernels.prefill import query_tile
+from engine.backend.cuda.kernels.prefill import tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.backend.torch_backend import TorchBackend
 from engine.backend.torch_kv import KvPool
@@ -67,14 +67,16 @@ def _step_of(config: ModelConfig, block_size: int, chunks: Sequence[SequenceChun
 
 def _prefill(config: ModelConfig, chunks: Sequence[SequenceChunk]) -> PrefillTensors:
     lengths = [len(chunk.tokens) for chunk in chunks]
-    tile = query_tile(config.heads, config.kv_heads)
-    tiles = [[i, part] for i, length in enumerate(lengths) for part in range(-(-length // tile))]
+    tiling = tiling_for(config.heads, config.kv_heads, torch.device("cpu"))
+    cut = tiling.cut([(len(chunk.tokens), chunk.start) for chunk in chunks])
     return PrefillTensors(
         tokens=sum(lengths),
         tables=_tables(chunks),
         query_starts=_int32([0, *accumulate(lengths)]),
         contexts=_int32([chunk.start for chunk in chunks]),
-        tiles=_int32([*tiles, [-1, -1]]),
+        tiles=torch.from_numpy(cut.tiles),
+        merged=torch.from_numpy(cut.merged),
+        rounds=cut.rounds,
     )
 
 

@@ -8,14 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.backend.cuda import tiling
 from engine.backend.cuda.kernels import prefill as kernel
 from engine.backend.cuda.kernels.attend import INTERPRETED, Launch
-from engine.backend.cuda.kernels.prefill import paged_prefill, query_tile
+from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, query_tile, tiling_for
 from engine.backend.cuda.step import PrefillTensors
+from engine.backend.cuda.tiling import Tiling
 from tests.engine.cuda.attention_cases import TOLERANCE, UNSHRUNK, Paged, Shape, expected, sequence
 
 windows = st.none() | st.integers(1, 90)
@@ -44,6 +46,13 @@ def parts_of(draw: st.DrawFn) -> tuple[int, int]:
     """Start and end of a chunk: nothing, a page's edge or anything before it; one token or some tiles of keys."""
     start = draw(st.sampled_from([0, 0, 16, 64, 65]) | st.integers(0, 150))
     return start, start + draw(st.sampled_from([1, 2, 63, 64]) | st.integers(1, 90))
+
+
+@st.composite
+def behind(draw: st.DrawFn) -> tuple[int, int]:
+    """Start and end of a short chunk far from its sequence's start."""
+    start = draw(st.integers(130, 400))
+    return start, start + draw(st.sampled_from([1, 32, 33]) | st.integers(1, 50))
 
 
 def close(shape: Shape, found: Tensor, exact: Tensor) -> bool:
@@ -127,6 +136,34 @@ def test_slices_of_a_tile_are_its_rows(device: torch.device, monkeypatch: pytest
         assert close(shape, out, expected(shape, whole, range(start, end)))
 
 
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are parted from the second tile of keys on, where a card would only part thousands."""
+    monkeypatch.setattr(tiling, "PART_KEYS", INTERPRETED.tile)
+    monkeypatch.setattr(tiling, "OVERHEAD_KEYS", 1)
+    monkeypatch.setattr(tiling, "SCRATCH_PROGRAMS", 1)  # 16 slots, so that some chunks take more than one launch
+
+
+@pytest.mark.usefixtures("short_parts")
+@given(shape=small, parts=st.lists(behind(), min_size=1, max_size=3), padding=st.integers(0, 2))
+@example(shape=Shape(group=4), parts=[(100, 400), (300, 340)], padding=1)
+@example(shape=Shape(group=4), parts=[(300, 340), (350, 390), (380, 382)], padding=0)
+@settings(max_examples=8, phases=UNSHRUNK, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_short_chunks_behind_long_prefixes_equal_float32(
+    device: torch.device, shape: Shape, parts: list[tuple[int, int]], padding: int
+) -> None:
+    """Tiles cut along the keys, beside others that are not; each chunk with the bits that it has alone."""
+    chunks = [(sequence(shape, end, seed), start, end) for seed, (start, end) in enumerate(parts)]
+    cut = Tiling(query_tile(shape.heads, shape.kv_heads), shape.kv_heads, processors=132)
+    assert any(cut.parts(end - start, end) > 1 for start, end in parts)
+    found = Paged(shape, device).prefill(chunks, padding=padding, forget=True, tiling=cut)
+    for out, (whole, start, end) in zip(found, chunks, strict=True):
+        assert close(shape, out, expected(shape, whole, range(start, end)))
+    if len(chunks) > 1:
+        (alone,) = Paged(shape, device, seed=1).prefill(chunks[-1:], tiling=cut)
+        assert torch.equal(found[-1], alone)
+
+
 def test_a_window_wider_than_the_prompt_changes_no_bit(device: torch.device) -> None:
     """Tiles that are seen whole take a shorter way where there is no window."""
     whole = sequence(Shape(), 150, 0)
@@ -150,15 +187,20 @@ def test_blocks_beyond_what_32_bits_count(device: torch.device) -> None:
     whole = sequence(shape, 5, 0)
     pool[-1, 0, 0, :5] = whole.k.to(device)
     pool[-1, 0, 1, :5] = whole.v.to(device)
+    cut_for = tiling_for(shape.heads, shape.kv_heads, device)
+    cut = cut_for.cut([(5, 0)])
     tensors = PrefillTensors(
         tokens=5,
         tables=torch.tensor([[blocks - 1]], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, 5], dtype=torch.int32, device=device),
         contexts=torch.tensor([0], dtype=torch.int32, device=device),
-        tiles=torch.tensor([[0, 0]], dtype=torch.int32, device=device),
+        tiles=torch.from_numpy(cut.tiles).to(device),
+        merged=torch.from_numpy(cut.merged).to(device),
+        rounds=cut.rounds,
     )
+    scratch = PrefillScratch.make(cut_for, shape.dim, device)
     out = torch.full((5, shape.heads * shape.dim), float("nan"), dtype=shape.dtype, device=device)
-    paged_prefill(whole.q.to(device), pool, 0, out, tensors, window=None, scale=shape.dim**-0.5)
+    paged_prefill(whole.q.to(device), pool, 0, out, tensors, scratch, window=None, scale=shape.dim**-0.5)
     assert close(shape, out.cpu(), expected(shape, whole, range(5)))
 
 

@@ -15,6 +15,7 @@ from engine.backend.cuda.build import DecodeShape, StepBuilder
 from engine.backend.cuda.graphs import Graphs, decode_batches, decode_shapes, inputs_bytes
 from engine.backend.cuda.packing import Uploads
 from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.tiling import Tiling
 from engine.sched.plan import SequenceChunk
 from engine.sched.request import Request
 from tests.engine.cuda.devices import CpuDevice
@@ -66,7 +67,7 @@ def test_a_replay_is_the_step(count: int, start: int) -> None:
     device = CpuDevice()
     graphs = Graphs(device, forward, 8, WIDTHS)
     graphs.capture(1 << 20)
-    builder, uploads = StepBuilder(4, 1, WIDTHS), Uploads(device, buffers=3)
+    builder, uploads = StepBuilder(4, Tiling(1, kv_heads=1, processors=1), WIDTHS), Uploads(device, buffers=3)
     for step in (chunks(8, 40), chunks(count, start)):
         shape = graphs.find(len(step), max(len(c.blocks) for c in step))
         assert shape is not None

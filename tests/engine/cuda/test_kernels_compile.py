@@ -11,7 +11,7 @@ from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
 
 pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute on a busy machine
 
-KERNELS = {"_prefill", "_attend_parts", "_add_parts"}
+KERNELS = {"_prefill", "_add_tile_parts", "_attend_parts", "_add_parts"}
 
 
 def attention(scenario: str, arch: int) -> list[Compiled]:
@@ -40,7 +40,7 @@ def test_small_heads_compile() -> None:
     """The interpreter multiplies matrices of any size."""
     kernels = attention("small", 90)
     check(kernels, 90)
-    assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, 2))
+    assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, 2) | {"_prefill": 4})
 
 
 @pytest.mark.compile
@@ -49,5 +49,8 @@ def test_small_heads_compile() -> None:
 def test_every_variant_fits_without_spills(arch: int, dtype: str) -> None:
     kernels = attention(dtype, arch)
     check(kernels, arch)
-    assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, len(DIMS) * len(WINDOWS)))
+    variants = len(DIMS) * len(WINDOWS)
+    # Prefill has one for whole tiles and one for parts, whose sum no window changes.
+    expected = dict.fromkeys(KERNELS, variants) | {"_prefill": 2 * variants, "_add_tile_parts": len(DIMS)}
+    assert Counter(kernel.name for kernel in kernels) == Counter(expected)
     assert dtype == "float32" or is_fast(kernels, arch)

@@ -15,11 +15,13 @@ from engine.backend.cuda.build import DecodeShape, HostStep, StepBuilder, table_
 from engine.backend.cuda.kernels.decode import MAX_PARTS, PART_TOKENS
 from engine.backend.cuda.packing import ALIGN_BYTES, Downloads, Uploads, packed_bytes
 from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.tiling import Tiling
 from engine.sched.plan import PENDING, SequenceChunk
 from engine.sched.request import Request
 from tests.engine.cuda.devices import CpuDevice
 
 SIZE, TILE, BLOCKS = 4, 3, 40
+TILING = Tiling(TILE, kv_heads=1, processors=1)
 WIDTHS = (2, 6, 10)
 
 
@@ -56,7 +58,7 @@ def steps(draw: Any) -> list[list[SequenceChunk]]:
 @settings(max_examples=60)
 @given(steps())
 def test_arrays_say_what_the_plan_says(plans: list[list[SequenceChunk]]) -> None:
-    builder = StepBuilder(SIZE, TILE, WIDTHS)
+    builder = StepBuilder(SIZE, TILING, WIDTHS)
     for chunks in plans:
         host = builder.build(chunks, {})
         step = on_cpu(host)
@@ -89,11 +91,12 @@ def check_prefill(step: StepTensors, chunks: list[SequenceChunk]) -> None:
     assert found.query_starts.tolist() == np.cumsum([0, *(len(c.tokens) for c in chunks)]).tolist()
     assert found.contexts.tolist() == [c.start for c in chunks]
     # Each token of each chunk is in exactly one tile.
-    tiles = [(i, part * TILE + k) for i, part in found.tiles.tolist() for k in range(TILE)]
+    tiles = [(i, tile * TILE + k) for i, tile, *_ in found.tiles.tolist() for k in range(TILE)]
     assert [t for t in tiles if t[1] < len(chunks[t[0]].tokens)] == [
         (i, k) for i, c in enumerate(chunks) for k in range(len(c.tokens))
     ]
-    assert len({i for i, _ in found.tiles.tolist()}) == len(chunks)
+    assert len({i for i, *_ in found.tiles.tolist()}) == len(chunks)
+    assert found.rounds == TILING.cut([(len(c.tokens), c.start) for c in chunks]).rounds
     check_tables(found.tables, chunks)
 
 
@@ -115,20 +118,23 @@ def check_tables(tables: torch.Tensor, chunks: list[SequenceChunk]) -> None:
 def test_dtypes_are_those_that_kernels_read() -> None:
     prefill = chunk_of(1, 0, 5, [1, 2], decodes=False, samples=False)
     step = on_cpu(
-        StepBuilder(SIZE, TILE, WIDTHS).build([chunk_of(2, 8, 1, [3, 4, 5], decodes=True, samples=True), prefill], {})
+        StepBuilder(SIZE, TILING, WIDTHS).build([chunk_of(2, 8, 1, [3, 4, 5], decodes=True, samples=True), prefill], {})
     )
     assert step.prefill is not None
     assert step.decode is not None
     assert step.rows is not None
     wide = {step.tokens.dtype, step.slots.dtype, step.rows.dtype}
-    narrow = [step.positions, *(getattr(step.prefill, n) for n in ("tables", "query_starts", "contexts", "tiles"))]
+    narrow = [
+        step.positions,
+        *(getattr(step.prefill, n) for n in ("tables", "query_starts", "contexts", "tiles", "merged")),
+    ]
     assert wide == {torch.int64}
     assert {t.dtype for t in (*narrow, step.decode.tables, step.decode.lengths)} == {torch.int32}
 
 
 def test_a_padded_step_has_empty_rows_behind_its_own() -> None:
     chunks = [chunk_of(i, 4 + i, 1, [i, i + 10], decodes=True, samples=True) for i in (1, 2, 3)]
-    host = StepBuilder(SIZE, TILE, WIDTHS).build(chunks, {}, DecodeShape(8, 6))
+    host = StepBuilder(SIZE, TILING, WIDTHS).build(chunks, {}, DecodeShape(8, 6))
     step = on_cpu(host)
     assert step.rows is None
     assert step.decode is not None
@@ -143,7 +149,7 @@ def test_pending_tokens_name_the_choice_they_are() -> None:
     known = chunk_of(1, 5, 1, [1, 2], decodes=True, samples=True)
     request = Request(2, [1, 2, 3], 9)
     pending = SequenceChunk(request, 3, (PENDING,), (4,), True, True)
-    builder = StepBuilder(SIZE, TILE, WIDTHS)
+    builder = StepBuilder(SIZE, TILING, WIDTHS)
     host = builder.build([chunk_of(3, 0, 6, [5, 6], decodes=False, samples=True), known, pending], {9: 0, 2: 4})
     assert (host.pending_rows.tolist(), host.pending_choices.tolist()) == ([7], [4])
     assert on_cpu(host).tokens[7] == 0, "an id of the vocabulary until the device knows better"
@@ -152,7 +158,7 @@ def test_pending_tokens_name_the_choice_they_are() -> None:
 
 
 def test_tables_of_requests_that_left_are_forgotten() -> None:
-    builder = StepBuilder(SIZE, TILE, WIDTHS)
+    builder = StepBuilder(SIZE, TILING, WIDTHS)
     for i in range(50):
         builder.build([chunk_of(i, 0, 3, [1], decodes=False, samples=True)], {})
     assert list(builder._tables) == [49]

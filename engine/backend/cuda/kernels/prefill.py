@@ -1,10 +1,13 @@
 """Attention of prompt chunks to their sequences' pages, many chunks in one launch.
 
 A tile is some neighbouring tokens of one chunk with all query heads that share one KV head, so that a key is loaded
-once for the whole group. A program computes one, or a slice of one where registers want fewer rows.
+once for the whole group. A program computes one, or a slice of one where registers want fewer rows; of the tiles of a
+short chunk with many keys it computes a part of the keys, and a second kernel adds the parts up (`tiling.py`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,14 +25,49 @@ from engine.backend.cuda.kernels.attend import (
 )
 from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import PrefillTensors
+from engine.backend.cuda.tiling import Tiling
 
 ROWS = 128
 """Rows (token, query head) of a tile: two warp groups of 64, the least that a wgmma takes, share the keys in shared
 memory. With half as many rows a Hopper card's matrix rate would ask for more keys per second than its L2 gives."""
+ADDED_ROWS = 16
+"""Rows of a tile that one program adds up: few, as a short chunk has few tiles."""
+_WITHOUT_CARD = 132
+"""Multiprocessors to cut for where nothing is to be fast, as many as an H200 has."""
+
+
+def tiling_for(heads: int, kv_heads: int, device: torch.device) -> Tiling:
+    """The cut for these heads on this card. Raises ValueError where the heads do not fit."""
+    processors = _WITHOUT_CARD
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Tiling(query_tile(heads, kv_heads), kv_heads, processors)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScratch:
+    """Where parts leave their sums until they are added up; free again after each launch."""
+
+    sums: Tensor
+    """Values, weighted relative to the part's peak: float32 [slots, kv_heads, ROWS, dim]."""
+    peaks: Tensor
+    """Highest score of a row in a part, in powers of two: float32 [slots, kv_heads, ROWS]."""
+    totals: Tensor
+    """Sum of a row's weights in a part: float32 [slots, kv_heads, ROWS]."""
+
+    @staticmethod
+    def make(tiling: Tiling, dim: int, device: torch.device) -> PrefillScratch:
+        """Room for what `tiling` cuts, with heads of `dim`."""
+        shape = (tiling.slots, tiling.kv_heads, ROWS)
+        return PrefillScratch(
+            sums=torch.empty((*shape, dim), dtype=torch.float32, device=device),
+            peaks=torch.empty(shape, dtype=torch.float32, device=device),
+            totals=torch.empty(shape, dtype=torch.float32, device=device),
+        )
 
 
 def query_tile(heads: int, kv_heads: int) -> int:
-    """Tokens per tile: what `PrefillTensors.tiles` counts in. Raises ValueError where the heads do not fit."""
+    """Tokens per tile: what tiles are counted in. Raises ValueError where the heads do not fit."""
     group, rest = divmod(heads, kv_heads)
     if rest or not 1 <= group <= ROWS:
         raise ValueError(f"{heads} query heads over {kv_heads} KV heads: want a multiple of at most {ROWS} times")
@@ -57,6 +95,7 @@ def paged_prefill(
     layer: int,
     out: Tensor,
     tensors: PrefillTensors,
+    scratch: PrefillScratch,
     *,
     window: int | None,
     scale: float,
@@ -64,45 +103,72 @@ def paged_prefill(
     """Write the attention of q [T, heads, dim] to `out` [T, heads * dim], rows that no tile names untouched.
 
     `pool` [block, layer, 2, slot, kv_head, dim] holds the chunks' own keys and values already. Rows of q and out may be
-    apart, elements of a row not. A row's bits depend on its sequence and position alone: not on other chunks, and not
-    on where the chunk begins.
+    apart, elements of a row not. A row's bits depend on its sequence and position, and, where its chunk is cut along
+    the keys, on the chunk's length: not on other chunks.
     """
     _, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
     launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, q.device)
-    _prefill[(tensors.tiles.shape[0] * (ROWS // launch.rows), kv_heads)](
-        q,
-        q.stride(0),
-        pool[:, layer],
-        pool.stride(0),
-        tensors.tables,
-        tensors.tables.stride(0),
-        tensors.query_starts,
-        tensors.contexts,
-        tensors.tiles,
-        out,
-        out.stride(0),
-        window or 0,
-        scale * LOG2_E,
-        TOKENS=query_tile(heads, kv_heads),
-        GROUP=heads // kv_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PADDED=columns_for(dim),
-        PAGE=page,
-        ROWS=launch.rows,
-        SLICES=ROWS // launch.rows,
-        TILE=launch.tile,
-        WINDOWED=window is not None,
-        WIDE=multiplies_wide(q),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-        enable_fp_fusion=False,
-        **early(q.device),
-    )
+    columns = columns_for(dim)
+    tile = {"TOKENS": query_tile(heads, kv_heads), "GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "TILE_ROWS": ROWS}
+    slices = ROWS // launch.rows
+    for first, last, first_merged, last_merged in tensors.rounds:
+        parted = last_merged > first_merged
+        _prefill[((last - first) * slices, kv_heads)](
+            q,
+            q.stride(0),
+            pool[:, layer],
+            pool.stride(0),
+            tensors.tables,
+            tensors.tables.stride(0),
+            tensors.query_starts,
+            tensors.contexts,
+            tensors.tiles,
+            first,
+            scratch.sums,
+            scratch.peaks,
+            scratch.totals,
+            out,
+            out.stride(0),
+            window or 0,
+            scale * LOG2_E,
+            **tile,
+            DIM=dim,
+            PADDED=columns,
+            PAGE=page,
+            ROWS=launch.rows,
+            SLICES=slices,
+            TILE=launch.tile,
+            WINDOWED=window is not None,
+            PARTED=parted,
+            WIDE=multiplies_wide(q),
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            enable_fp_fusion=False,
+            **early(q.device),
+        )
+        if parted:
+            _add_tile_parts[(ROWS // ADDED_ROWS, kv_heads, last_merged - first_merged)](
+                tensors.query_starts,
+                tensors.tiles,
+                tensors.merged,
+                first_merged,
+                scratch.sums,
+                scratch.peaks,
+                scratch.totals,
+                out,
+                out.stride(0),
+                **tile,
+                DIM=dim,
+                PADDED=columns,
+                ROWS=ADDED_ROWS,
+                num_warps=4,
+                enable_fp_fusion=False,
+                **early(q.device),
+            )
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "first_tile", "window"])
 def _prefill(
     q,
     q_stride,
@@ -113,6 +179,10 @@ def _prefill(
     query_starts,
     contexts,
     tiles,
+    first_tile,
+    sums,
+    peaks,
+    totals,
     out,
     out_stride,
     window,
@@ -120,6 +190,7 @@ def _prefill(
     TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -127,6 +198,7 @@ def _prefill(
     SLICES: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PARTED: tl.constexpr,
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -134,12 +206,10 @@ def _prefill(
     # The last tiles of a chunk see most keys: they go first, so that the short ones fill the end of the launch.
     # All tiles of a head come before the next head's: neighbours share their keys in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile = program // SLICES
     head = tl.program_id(1)
-    sequence = tl.load(tiles + 2 * tile)
-    if sequence < 0:
-        return
-    tile_start = tl.load(tiles + 2 * tile + 1) * TOKENS
+    entry = tiles + 5 * (first_tile + program // SLICES)
+    sequence = tl.load(entry)
+    tile_start = tl.load(entry + 1) * TOKENS
     begin = tl.load(query_starts + sequence)
     tile_end = tl.minimum(tile_start + TOKENS, tl.load(query_starts + sequence + 1) - begin)
     first_row = program % SLICES * ROWS
@@ -170,19 +240,90 @@ def _prefill(
     first = 0
     if WINDOWED:
         first = tl.maximum(lowest - window + 1, 0)
-        masked_start = first // TILE * TILE
-    else:
+    first_key = first // TILE * TILE
+    part_end = end
+    if PARTED:
+        # Whole tiles of keys, cut at multiples of their length as those of an undivided tile are.
+        part_keys = tl.cdiv(tl.cdiv(end - first_key, tl.load(entry + 3)), TILE) * TILE
+        first_key += tl.load(entry + 2) * part_keys
+        part_end = tl.minimum(first_key + part_keys, end)
+    masked_start = first_key
+    if not (WINDOWED or PARTED):  # a part is short: a second loop would fill its pipeline anew
         masked_start = (lowest + 1) // TILE * TILE
         for start in range(0, masked_start, TILE):
             acc, peak, total = attend_tile(
                 queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
                 KV_HEADS, DIM, PAGE, TILE, False, WINDOWED, WIDE,
             )  # fmt: skip
-    for start in range(masked_start, end, TILE):
+    for start in range(masked_start, part_end, TILE):
         acc, peak, total = attend_tile(
             queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
             KV_HEADS, DIM, PAGE, TILE, True, WINDOWED, WIDE,
         )  # fmt: skip
-    # Rows beyond the chunk may have seen nothing.
+    if PARTED:
+        row = (tl.load(entry + 4) * KV_HEADS + head) * TILE_ROWS + rows
+        tl.store(sums + row[:, None] * DIM + dims[None, :], acc, mask=(dims < DIM)[None, :])
+        # Rows that do not exist have room too.
+        tl.store(peaks + row, peak)
+        tl.store(totals + row, total)
+    else:
+        # Rows beyond the chunk may have seen nothing.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + at * out_stride + columns, acc.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit(do_not_specialize=["first_merged"])
+def _add_tile_parts(
+    query_starts,
+    tiles,
+    merged,
+    first_merged,
+    sums,
+    peaks,
+    totals,
+    out,
+    out_stride,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    follow(EARLY)
+    head = tl.program_id(1)
+    entry = tiles + 5 * tl.load(merged + first_merged + tl.program_id(2))
+    sequence = tl.load(entry)
+    tile_start = tl.load(entry + 1) * TOKENS
+    parts = tl.load(entry + 3)
+    slot = tl.load(entry + 4)
+    begin = tl.load(query_starts + sequence)
+    tile_end = tl.minimum(tile_start + TOKENS, tl.load(query_starts + sequence + 1) - begin)
+
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED)
+    tokens = tile_start + rows // GROUP
+    there = tokens < tile_end
+    written = there[:, None] & (dims < DIM)[None, :]
+    acc = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    for part in range(parts):
+        row = ((slot + part) * KV_HEADS + head) * TILE_ROWS + rows
+        part_peak = tl.load(peaks + row, mask=there, other=float("-inf"))
+        part_total = tl.load(totals + row, mask=there, other=0.0)
+        part_acc = tl.load(sums + row[:, None] * DIM + dims[None, :], mask=written, other=0.0)
+        higher = tl.maximum(peak, part_peak)
+        # As in `attend_tile`: a part, or all parts so far, may have seen nothing.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peak - level)
+        weight = tl.exp2(part_peak - level)
+        total = tl.fma(total, shrink, part_total * weight)
+        acc = tl.fma(acc, shrink[:, None], part_acc * weight[:, None])
+        peak = higher
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    columns = (head * GROUP + rows % GROUP)[:, None] * DIM + dims[None, :]
+    at = (begin + tokens).to(tl.int64)[:, None]
     tl.store(out + at * out_stride + columns, acc.to(out.dtype.element_ty), mask=written)
