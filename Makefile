@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test gpu-bench compile-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test gpu-bench gpu-tune compile-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python 
 
 gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench
 	$(GPU_PYTHON) -m tests.bench.gpu $(GPU_BENCH_ARGS)
+
+gpu-tune: ## other settings for the GPU kernels than those in use, timed on this card; writes out/gpu-tune
+	$(GPU_PYTHON) -m tests.bench.gpu.tune $(GPU_TUNE_ARGS)
 
 compile-test: $(STAMP) ## every variant of the GPU kernels down to machine code for sm_80 and sm_90, without a card (minutes)
 	$(BIN)/python -m pytest -m compile --timeout=600 tests/engine/cuda $(PYTEST_ARGS)

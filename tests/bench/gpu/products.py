@@ -77,12 +77,12 @@ def _measure(name: str, weights: Sequence[Tensor], rows: int, copy_bytes_per_s: 
         for weight in weights:
             torch.mm(x, weight.t(), out=out)
 
-    ours_s, torch_s = (timed_s(device, _recorded(device, work), _REPEATS) / len(weights) for work in (ours, theirs))
+    ours_s, torch_s = (timed_s(device, recorded(device, work), _REPEATS) / len(weights) for work in (ours, theirs))
     read_s = weights[0].nbytes / copy_bytes_per_s
     return ProductFigure(f"{name}, {inputs} x {columns}", rows, ours_s, torch_s, read_s)
 
 
-def _recorded(device: torch.device, work: Callable[[], None]) -> Callable[[], object]:
+def recorded(device: torch.device, work: Callable[[], None]) -> Callable[[], object]:
     """`work` as a CUDA graph: launched one by one, the host would be what is measured."""
     work()
     if device.type != "cuda":

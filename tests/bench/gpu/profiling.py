@@ -13,7 +13,10 @@ from engine.backend.cuda.backend import CudaBackend
 from engine.sched.plan import StepPlan
 
 _KINDS = (
-    ("attention", ("attend", "_add_parts", "_prefill", "fmha", "flash", "batch_decode", "batch_prefill")),
+    (
+        "attention",
+        ("attend", "_add_parts", "_add_tile_parts", "_prefill", "fmha", "flash", "batch_decode", "batch_prefill"),
+    ),
     ("rotation and KV store", ("rope_store",)),
     ("norm", ("_norm",)),
     ("activation", ("silu_mul",)),

@@ -120,9 +120,13 @@ class Bench:
                 plans = steps.decode_plans(tables, context, sizes.profiled_steps + 1)
                 results.profiles.append(profile_steps(backend, f"decode, batch {batch}, context {context}", plans))
                 self._keep()
-            one = list(steps.prefill_plans(sizes.profiled_prefill, sizes.profiled_prefill))
-            name = f"prefill of {sizes.profiled_prefill} tokens"
-            results.profiles.append(profile_steps(backend, name, one * 2))
+            prompt, cached = sizes.warm_prompt_tokens, sizes.warm_cached_tokens
+            for what, tokens, start in (
+                (f"prefill of {sizes.profiled_prefill} tokens", sizes.profiled_prefill, 0),
+                (f"prefill of {prompt - cached} tokens behind {cached}", prompt, cached),
+            ):
+                (one,) = steps.prefill_plans(tokens, tokens, start)
+                results.profiles.append(profile_steps(backend, what, [one] * 2))
 
         async def transformers() -> None:
             if find_spec("transformers") is None:

@@ -128,14 +128,14 @@ class Steps:
                 )
             )
 
-    def prefill_plans(self, tokens: int, step_tokens: int) -> Iterable[StepPlan]:
-        """One prompt, cold."""
+    def prefill_plans(self, tokens: int, step_tokens: int, cached: int = 0) -> Iterable[StepPlan]:
+        """One prompt, behind its first `cached` tokens."""
         size = self._block_size
         blocks = self._blocks[: -(-tokens // size)]
         prompt = [1 + i % 100 for i in range(tokens)]
         self._next_id += 1
         request = Request(self._next_id, prompt, 1, GREEDY)
-        for start in range(0, tokens, step_tokens):
+        for start in range(cached, tokens, step_tokens):
             end = min(tokens, start + step_tokens)
             yield StepPlan(
                 (SequenceChunk(request, start, prompt[start:end], blocks[: -(-end // size)], end == tokens, False),)

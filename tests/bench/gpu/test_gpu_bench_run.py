@@ -69,7 +69,7 @@ def test_a_tiny_run_measures_everything(tiny: tuple[subprocess.CompletedProcess[
     for what, verdict in verdicts.items():
         assert f"{verdict:12} {what}: " in done.stdout
     assert [check["what"] for check in report["checks"]] == list(verdicts)
-    assert len(report["profiles"]) == 2
+    assert len(report["profiles"]) == 3
     assert all(profile["kernels"] for profile in report["profiles"])
     assert all(f"\n{section}\n" in f"\n{done.stderr}" for section in SECTIONS)
 
@@ -103,7 +103,7 @@ def test_a_tiny_runs_shares_are_of_its_own_ceilings(
     text = (tiny[1] / "report.md").read_text()
     for title in ("Decode", "Prefill", "Time to first token", "Promotion from the host tier", "Against", "Bounds"):
         assert f"\n## {title}" in text
-    assert text.count("| kernel | calls | ms | share |") == 2
+    assert text.count("| kernel | calls | ms | share |") == 3
 
 
 def test_all_bounds_of_the_project_are_checked() -> None:
@@ -375,6 +375,7 @@ def test_on_a_card_kernels_alone_are_counted() -> None:
     ("module", "kernel", "kind"),
     [
         (prefill, "_prefill", "attention"),
+        (prefill, "_add_tile_parts", "attention"),
         (decode, "_attend_parts", "attention"),
         (decode, "_add_parts", "attention"),
         (norm, "_norm", "norm"),

@@ -21,30 +21,34 @@ FEW_ROWS = 16
 """Rows of x at most: as many as one product on tensor cores takes anyhow."""
 _LINE = 128
 """Bytes of a line of the L2 cache."""
-_LINES_AHEAD = 8
+LINES_AHEAD = 8
 """Lines of each row of weights that are asked for before the input is there: with the 128 programs of a product of
 4,096 columns 4 MiB, which a card of 4.8 TB/s reads while the kernel before it ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class ProductLaunch:
+    """How a product is cut and run on one generation of cards."""
+
     tile: int
     """Outputs of a program: with few, even a product of 4,096 has a program for each multiprocessor of an H200."""
     depth: int
     """Inputs that are in work at a time: 256 bytes of each row."""
     stages: int
     """Some 50 KiB of weights in flight for each program: bandwidth times latency is 40 KiB for a multiprocessor."""
+    warps: int = 4
 
 
-_INTERPRETED = _Launch(tile=64, depth=256, stages=1)
+INTERPRETED = ProductLaunch(tile=64, depth=256, stages=1)
 
 
-def _launch_for(device: torch.device, *, is_gated: bool) -> _Launch:
+def launch_for(device: torch.device, *, is_gated: bool) -> ProductLaunch:
+    """Settings of the product, or of the one with gate, up and SiLU; fixed, as those of attention are."""
     if device.type == "cpu":
-        return _INTERPRETED
+        return INTERPRETED
     if is_hopper(device):
-        return _Launch(tile=32, depth=128, stages=5 if is_gated else 8)
-    return _Launch(tile=32, depth=128, stages=4 if is_gated else 6)
+        return ProductLaunch(tile=32, depth=128, stages=5 if is_gated else 8)
+    return ProductLaunch(tile=32, depth=128, stages=4 if is_gated else 6)
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
@@ -66,7 +70,7 @@ def gated_linear(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
-    launch = _launch_for(x.device, is_gated=is_gated)
+    launch = launch_for(x.device, is_gated=is_gated)
     rows, columns = out.shape
     _linear[(triton.cdiv(columns, launch.tile),)](
         x,
@@ -81,10 +85,10 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_g
         ROWS=FEW_ROWS,
         TILE=launch.tile,
         DEPTH=launch.depth,
-        LINES=_LINES_AHEAD,
+        LINES=LINES_AHEAD,
         LINE=_LINE // weight.itemsize,
         WIDE=multiplies_wide(x),
-        num_warps=4,
+        num_warps=launch.warps,
         num_stages=launch.stages,
         enable_fp_fusion=False,
         **early(x.device),

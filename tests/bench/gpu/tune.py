@@ -1,0 +1,330 @@
+"""Other settings for the kernels than those in use, on this card: which are faster, for which sizes.
+
+    python -m tests.bench.gpu.tune [--kernels decode,prefill,products] [--device cuda:0] [--limit-s 540] [--out FOLDER]
+
+The settings in use are constants, as a result's bits are to follow from the sizes, not from a race at start. This says
+what the constants should be: every kernel of a Llama-3-8B step (bfloat16) at a few sizes, with each candidate; the
+ratio is the time of the settings in use over the candidate's, so above 1 is faster. The table in the folder is
+written anew with every size. Exit status: 0, or 2 where there is no card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine.backend.cuda.kernels import decode, linear, prefill
+from engine.backend.cuda.kernels.attend import Launch
+from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from tests.bench.gpu.ceilings import timed_s
+from tests.bench.gpu.products import recorded
+
+KERNELS = ("decode", "prefill", "products")
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is measured, by size."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    hidden: int = 4096
+    inner: int = 14_336
+    page: int = 16
+    layers: int = 8
+    """That take turns, so that no cache holds what one reads."""
+    decodes: Sequence[tuple[int, int]] = ((1, 8192), (8, 1024), (64, 8192), (256, 1024))
+    """Sequences, and tokens of each."""
+    prefills: Sequence[tuple[int, int]] = ((8192, 0), (2048, 6144), (292, 7900), (100, 8092))
+    """Tokens of a chunk, and tokens before it."""
+    rows: Sequence[int] = (1, 8, 16)
+    """Of a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Settings by the names of the modules' constants; none: those in use."""
+
+    name: str
+    module: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, value in self.values.items():
+                stack.enter_context(mock.patch.object(self.module, name, value))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One candidate at one size."""
+
+    kernel: str
+    what: str
+    """The size."""
+    settings: str
+    seconds: float
+    """Infinite: it does not fit the card."""
+    ratio: float
+    """Time of the settings in use over this."""
+
+
+def decode_candidates() -> list[Candidate]:
+    """Tiles of keys, warps and depths of the pipeline, with short parts and with long ones."""
+    launches = ((64, 4, 3), (64, 4, 7), (64, 2, 5), (64, 8, 5), (32, 4, 7), (32, 2, 9), (128, 4, 3), (128, 8, 3))
+    found = [_attention(decode, "PART_TOKENS", 16, *launch, part) for launch in launches for part in (256, 512)]
+    return [*found, Candidate("PART_TOKENS 512", decode, {"PART_TOKENS": 512})]
+
+
+def prefill_candidates() -> list[Candidate]:
+    """Rows, tiles of keys, warps and depths of the pipeline."""
+    launches = (
+        (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3), (128, 32, 8, 5),
+        (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 5),
+    )  # fmt: skip
+    return [_attention(prefill, None, *launch) for launch in launches]
+
+
+def product_candidates() -> list[Candidate]:
+    """Outputs and inputs of a program's tile, depths of the pipeline, warps; lines asked for ahead."""
+    launches = ((16, 128, 8, 4), (16, 256, 6, 4), (32, 64, 8, 4), (32, 128, 4, 4), (32, 128, 6, 8), (32, 256, 4, 4),
+                (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8))  # fmt: skip
+    found = [
+        Candidate(
+            f"tile {tile}, depth {depth}, {stages} stages, {warps} warps",
+            linear,
+            _for_all(linear.ProductLaunch(tile=tile, depth=depth, stages=stages, warps=warps)),
+        )
+        for tile, depth, stages, warps in launches
+    ]
+    return [*found, *(Candidate(f"LINES_AHEAD {lines}", linear, {"LINES_AHEAD": lines}) for lines in (1, 4, 16))]
+
+
+def _attention(
+    module: Any, part: str | None, rows: int, tile: int, warps: int, stages: int, length: int = 0
+) -> Candidate:
+    values = _for_all(Launch(rows=rows, tile=tile, warps=warps, stages=stages)) | ({part: length} if part else {})
+    name = f"{rows} x {tile}, {warps} warps, {stages} stages" + (f", parts of {length}" if part else "")
+    return Candidate(name, module, values)
+
+
+def _for_all(launch: object) -> dict[str, Any]:
+    return {"launch_for": lambda *_, **__: launch, "INTERPRETED": launch}
+
+
+class Tuner:
+    """Runs kernels with other settings, and keeps what came of it."""
+
+    def __init__(self, shape: Shape, device: torch.device, *, keep: Callable[[], None], until_s: float) -> None:
+        """`keep`: called whenever `tried` has grown; `until_s`: of the monotonic clock, no candidate begins later."""
+        self.tried: list[Tried] = []
+        self._shape = shape
+        self._device = device
+        self._keep = keep
+        self._until_s = until_s
+
+    def decode(self, candidates: Sequence[Candidate]) -> None:
+        """Attention of decode steps."""
+        s = self._shape
+        pool, blocks = self._pool(max(batch * tokens for batch, tokens in s.decodes))
+        for batch, tokens in s.decodes:
+            tables = blocks[: batch * tokens // s.page].view(batch, -1)
+            rows = DecodeTensors(tables=tables, lengths=self._ints([tokens] * batch))
+            q, out = self._queries(batch)
+
+            # No candidate has shorter parts than those in use, so more of them.
+            scratch = decode.DecodeScratch.make(batch, tokens, s.heads, s.dim, self._device)
+
+            def work(
+                q: Tensor = q, out: Tensor = out, rows: DecodeTensors = rows, scratch: decode.DecodeScratch = scratch
+            ) -> None:
+                for layer in range(s.layers):
+                    decode.paged_decode(q, pool, layer, out, rows, scratch, window=None, scale=s.dim**-0.5)
+
+            self._try("decode", f"decode of {batch} x {tokens}", work, candidates, calls=s.layers)
+
+    def prefill(self, candidates: Sequence[Candidate]) -> None:
+        """Attention of chunks, long ones and short ones behind a prefix."""
+        s = self._shape
+        pool, blocks = self._pool(max(sum(chunk) for chunk in s.prefills))
+        cut_for = prefill.tiling_for(s.heads, s.kv_heads, self._device)
+        scratch = prefill.PrefillScratch.make(cut_for, s.dim, self._device)
+        for tokens, context in s.prefills:
+            cut = cut_for.cut([(tokens, context)])
+            tensors = PrefillTensors(
+                tokens=tokens,
+                tables=blocks[None, : -(-(tokens + context) // s.page)],
+                query_starts=self._ints([0, tokens]),
+                contexts=self._ints([context]),
+                tiles=torch.from_numpy(cut.tiles).to(self._device),
+                merged=torch.from_numpy(cut.merged).to(self._device),
+                rounds=cut.rounds,
+            )
+            q, out = self._queries(tokens)
+
+            def work(q: Tensor = q, out: Tensor = out, tensors: PrefillTensors = tensors) -> None:
+                for layer in range(s.layers):
+                    prefill.paged_prefill(q, pool, layer, out, tensors, scratch, window=None, scale=s.dim**-0.5)
+
+            self._try("prefill", f"prefill of {tokens} behind {context}", work, candidates, calls=s.layers)
+
+    def products(self, candidates: Sequence[Candidate]) -> None:
+        """Products of few rows; gate, up and SiLU in one."""
+        s = self._shape
+        qkv = (s.heads + 2 * s.kv_heads) * s.dim
+        sizes = {"qkv": (s.hidden, qkv), "output": (s.heads * s.dim, s.hidden), "down": (s.inner, s.hidden)}
+        for name, (inputs, columns) in (*sizes.items(), ("gate, up", (s.hidden, 2 * s.inner))):
+            weights = [self._random(columns, inputs) for _ in range(s.layers)]
+            for rows in s.rows:
+                x, is_gated = self._random(rows, inputs), name == "gate, up"
+                out = self._random(rows, columns // 2 if is_gated else columns)
+
+                def work(x: Tensor = x, out: Tensor = out, gate: bool = is_gated, w: list[Tensor] = weights) -> None:
+                    for weight in w:
+                        if gate:
+                            linear.gated_linear(x, weight, out)
+                        else:
+                            linear.linear(x, weight, None, out)
+
+                kernel = "gated product" if is_gated else "product"
+                self._try(kernel, f"{name}, {rows} rows", work, candidates, calls=s.layers)
+
+    def _try(
+        self, kernel: str, what: str, work: Callable[[], None], candidates: Sequence[Candidate], *, calls: int
+    ) -> None:
+        in_use_s = self._measured(Candidate("in use"), work) / calls
+        self._add(Tried(kernel, what, "in use", in_use_s, 1.0))
+        for candidate in candidates:
+            if time.monotonic() > self._until_s:
+                print(f"  {what}: the time is over", file=sys.stderr, flush=True)
+                break
+            seconds = self._measured(candidate, work) / calls
+            self._add(Tried(kernel, what, candidate.name, seconds, in_use_s / seconds))
+        self._keep()
+
+    def _add(self, tried: Tried) -> None:
+        self.tried.append(tried)
+        time_us = f"{tried.seconds * 1e6:.1f} us" if math.isfinite(tried.seconds) else "does not fit"
+        print(f"  {tried.what}: {tried.settings}: {time_us}, {tried.ratio:.2f}", file=sys.stderr, flush=True)
+
+    def _measured(self, candidate: Candidate, work: Callable[[], None]) -> float:
+        """Seconds of `work`; infinite where it does not fit."""
+        with candidate.in_use():
+            try:
+                work()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+            except RuntimeError as error:  # Triton: out of resource; ptxas: too many registers
+                print(f"  {candidate.name}: {str(error)[:200]}", file=sys.stderr, flush=True)
+                return math.inf
+            return timed_s(self._device, recorded(self._device, work), _REPEATS)
+
+    def _pool(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """A pool for so many tokens, and its blocks in no order."""
+        s = self._shape
+        count = -(-tokens // s.page)
+        blocks = torch.randperm(count, device=self._device).to(torch.int32)
+        return self._random(count, s.layers, 2, s.page, s.kv_heads, s.dim), blocks
+
+    def _queries(self, tokens: int) -> tuple[Tensor, Tensor]:
+        s = self._shape
+        return self._random(tokens, s.heads, s.dim), self._random(tokens, s.heads * s.dim)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=self._device)
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+
+def best(tried: Sequence[Tried]) -> list[tuple[str, str, float]]:
+    """For each kernel the settings best for all its sizes, and the geometric mean of their ratios."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for one in tried:
+        ratios.setdefault((one.kernel, one.settings), []).append(one.ratio)
+    sizes = {kernel: len(ratios[kernel, "in use"]) for kernel, settings in ratios if settings == "in use"}
+    means = [
+        (kernel, settings, math.exp(sum(map(math.log, found)) / len(found)))
+        for (kernel, settings), found in ratios.items()
+        if len(found) == sizes[kernel] and all(found)
+    ]
+    return [max((mean for mean in means if mean[0] == kernel), key=lambda mean: mean[2]) for kernel in sizes]
+
+
+def as_markdown(tried: Sequence[Tried]) -> str:
+    """Best settings first, then all."""
+    lines = [
+        "# Settings of the CUDA kernels",
+        "",
+        "| kernel | best for all its sizes | time in use / best |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {kernel} | {settings} | {ratio:.3f} |" for kernel, settings, ratio in best(tried)]
+    lines += ["", "| what | settings | us | time in use / this |", "|---|---|---|---|"]
+    for what in dict.fromkeys(one.what for one in tried):
+        rows = sorted((one for one in tried if one.what == what), key=lambda one: one.seconds)
+        lines += [f"| {what} | {one.settings} | {one.seconds * 1e6:.1f} | {one.ratio:.3f} |" for one in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gpu.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernels", type=_kernels, default=KERNELS, help=",".join(KERNELS))
+    parser.add_argument("--device", default="cuda:0", help="cuda:N")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which no candidate begins")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-tune"), help="folder for report.json and report.md")
+    arguments = parser.parse_args(argv)
+    until_s = time.monotonic() + arguments.limit_s
+    if not torch.cuda.is_available():
+        print("gpu-tune: torch sees no CUDA device; there is nothing to measure", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    torch.cuda.set_device(device)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        found = {"card": torch.cuda.get_device_name(device), "tried": [dataclasses.asdict(one) for one in tuner.tried]}
+        (arguments.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
+        (arguments.out / "report.md").write_text(as_markdown(tuner.tried))
+
+    tuner = Tuner(Shape(), device, keep=keep, until_s=until_s)
+    for kernel in arguments.kernels:
+        if kernel == "decode":
+            tuner.decode(decode_candidates())
+        elif kernel == "prefill":
+            tuner.prefill(prefill_candidates())
+        else:
+            tuner.products(product_candidates())
+    print(as_markdown(tuner.tried))
+    return 0
+
+
+def _kernels(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(KERNELS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(KERNELS)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
