@@ -35,11 +35,13 @@ from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, KeyFile, require_key
 from router.gateway.proxy import Limits, Proxy
 from router.gateway.registry import NoRegistry
+from router.gateway.shadow import Shadows
 from router.gateway.status import Status
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
+from router.routing.types import Policy
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import Metrics
 
@@ -90,6 +92,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     for endpoint in Endpoint:
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle))
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
+    app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
     app.router.add_get("/v1/pods", _to(STATUS, Status.pods))
     app.router.add_get("/health", _to(STATUS, Status.health))
     app.router.add_get("/ready", _to(STATUS, Status.ready))
@@ -279,17 +282,22 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
     )
+
+    def make_policies() -> dict[str, Policy]:
+        return {name: make_policy(name, options) for name in POLICY_NAMES}
+
     app[CHOOSER] = chooser = Chooser(
         fleet,
         index,
         registry,
-        lambda: {name: make_policy(name, options) for name in POLICY_NAMES},
+        make_policies,
         estimates,
         metrics,
         clock=asyncio.get_running_loop().time,
         stride=settings.stride,
         speculation_ttl_s=settings.speculation_ttl_s,
         foreign_ttl_s=settings.foreign_ttl_s,
+        shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
     )
     limits = Limits(
         first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s, retries=settings.retries

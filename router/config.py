@@ -107,6 +107,13 @@ class GatewaySettings(Settings):
     allow_policy_header: bool = Field(
         False, description="let a request choose its policy with the header x-warmroute-policy"
     )
+    shadow_policies: list[PolicyName] = Field(
+        [],
+        json_schema_extra={"uniqueItems": True},
+        description="policies, comma-separated, that are asked about every request beside --policy and never followed: "
+        "metrics tell what each would choose as caches and loads are under --policy, not what they would be under it; "
+        "that, warmroute-loadgen compare and simulate tell",
+    )
     hash_depth_strides: int = Field(8, ge=1, description="strides of the prompt that prefix_hash and bounded_hash hash")
     load_bound: float = Field(
         1.25, gt=1, description="load a pod may have relative to the mean, for bounded_hash and affinity_groups"
@@ -158,6 +165,13 @@ class GatewaySettings(Settings):
             raise ValueError(f"{', '.join(sorted(twice))} is listed twice")
         return cleaned
 
+    @field_validator("shadow_policies")
+    @classmethod
+    def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
+        return names
+
     @field_validator("kube_port")
     @classmethod
     def _check_kube_port(cls, port: str) -> str:
@@ -190,6 +204,14 @@ class GatewaySettings(Settings):
         if not getattr(self, name):
             about = type(self).model_fields[name].description
             raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_shadows_differ(self) -> Self:
+        if self.policy in self.shadow_policies:
+            raise ValueError(
+                f"--shadow-policies has {self.policy}, which is the --policy that acts: leave it out, or act by another"
+            )
         return self
 
     @model_validator(mode="after")

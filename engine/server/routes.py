@@ -16,7 +16,7 @@ from engine.contract.requests import Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
 from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
-from engine.server.service import ServerState
+from engine.server.service import EngineService, ServerState
 from engine.server.wire import finish, read_body
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def make_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
             web.post(Endpoint.CHAT, _generate),
             web.post(Endpoint.COMPLETIONS, _generate),
             web.get("/v1/models", _models),
+            web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),
             web.post("/detokenize", _detokenize),
             web.get("/health", _health),
@@ -95,7 +96,21 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 async def _models(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    card = {
+    response = _json({"object": "list", "data": [_card(service)]})
+    response.headers[headers.POD] = service.pod_id
+    response.headers[headers.EPOCH] = str(service.epoch)
+    return response
+
+
+async def _model(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    check_model(service.model, request.match_info["model"])
+    return _json(_card(service))
+
+
+def _card(service: EngineService) -> dict[str, Any]:
+    """The model as the API describes one."""
+    return {
         "id": service.model.name,
         "object": "model",
         "created": service.created_s,
@@ -104,10 +119,6 @@ async def _models(request: web.Request) -> web.Response:
         "parent": None,
         "max_model_len": service.model.max_model_len,
     }
-    response = _json({"object": "list", "data": [card]})
-    response.headers[headers.POD] = service.pod_id
-    response.headers[headers.EPOCH] = str(service.epoch)
-    return response
 
 
 async def _tokenize(request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.contract.load import LoadReport
 from router.fleet.discovery import Discovery, EngineAddress
+from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.routing.types import PodId
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 JITTER = 0.2
 MAX_SEEN_MODELS = 1024
 """Each is a time series, and a name that is answered 503 rather than 404; the oldest are forgotten."""
+MOST_EJECTED = 0.5
+"""Share of a model's pods that may be out for failing requests. Where more seem broken it is likelier the requests, or
+something that all pods need, and the load of the pods that are left has a bound. Clients lose nothing by it: a pod that
+stays and is in doubt costs a request that begins there a second attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Member:
         self.address = address
         self.pod: Pod | None = None
         self.admitted = False
-        """The probe says that it answers. Requests need discovery's word too: `takes_requests`."""
+        """The probe says that it answers. Requests need discovery's word too: `answers`."""
         self.failures = 0
         self.last_error: str | None = None
         self.probed = False
@@ -52,9 +57,14 @@ class Member:
         return self.address.url
 
     @property
-    def takes_requests(self) -> bool:
+    def answers(self) -> bool:
         """Whether both the probe and discovery say so."""
         return self.admitted and self.address.is_ready
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it answers, and is not ejected for failing requests."""
+        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
 
 
 @dataclass(slots=True)
@@ -62,7 +72,7 @@ class _Table:
     """What requests read; replaced whole on every change."""
 
     by_model: dict[str, tuple[Pod, ...]] = field(default_factory=dict)
-    """Admitted pods in order of pod id."""
+    """Pods to choose among, in order of pod id."""
     cards: dict[str, ServedModel] = field(default_factory=dict)
     """Every model of an identified pod, admitted or not."""
     by_id: dict[PodId, Pod] = field(default_factory=dict)
@@ -92,6 +102,8 @@ class Fleet:
         self._listeners: list[Callable[[FleetChange], None]] = []
         self._probed = asyncio.Event()
         self._numbers = itertools.count()
+        self.ejections = 0
+        """Times that a pod was ejected for failing requests."""
         self._seen_models = dict.fromkeys(expected)
         """The names alone, in the order in which they became known."""
 
@@ -121,8 +133,19 @@ class Fleet:
         """Every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
 
+    def answering(self) -> tuple[Pod, ...]:
+        """Every pod that answers, in order of URL; those that are ejected for failing requests too."""
+        return tuple(member.pod for member in self.members() if member.pod and member.answers)
+
+    def doubtful(self, model: str) -> frozenset[PodId]:
+        """Pods for `model` that have failed a request since they last answered one."""
+        return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_suspect or pod.faults.is_ejected)
+
     def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
         """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
+        if pod.faults.is_on_trial:  # with this request, and with no other before its end or the next probe
+            pod.faults.is_on_trial = False
+            self._changed()
         return Lease(
             pod,
             str(next(self._numbers)),
@@ -151,6 +174,37 @@ class Fleet:
         if member is not None and member.pod is pod:
             self._failure(member, ProbeFailed(reason))
             member.wake.set()
+
+    def served(self, pod: Pod, *, sent_s: float) -> None:
+        """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
+        if pod.faults.ended(sent_s=sent_s, now_s=asyncio.get_running_loop().time()):
+            log.info("fleet: pod %s at %s takes requests again", pod.pod_id, pod.url)
+            self._changed()
+
+    def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
+        """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
+        faults = pod.faults
+        faults.failed(fault, is_begun=is_begun)
+        if self._table.by_id.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
+            return
+        if not (faults.is_ejected or self._can_spare(pod)):
+            return
+        pause_s = faults.eject(asyncio.get_running_loop().time())
+        self.ejections += 1
+        log.warning(
+            "fleet: pod %s at %s is ejected for %g s: it failed its last requests (%d), though its probes go well",
+            *(pod.pod_id, pod.url, pause_s, faults.count),
+        )
+        self._changed()
+
+    def _can_spare(self, pod: Pod) -> bool:
+        """Whether enough pods are left for each of its models when it is ejected."""
+        answering = [other for other in self.answering() if other is not pod]
+        for model in pod.identity.models:
+            others = [other for other in answering if model.name in (served.name for served in other.identity.models)]
+            if 1 + sum(other.faults.is_ejected for other in others) > MOST_EJECTED * (1 + len(others)):
+                return False
+        return True
 
     async def wait_probed(self) -> None:
         """Until every engine of the first complete set has answered, or failed to, once."""
@@ -239,13 +293,18 @@ class Fleet:
             ended.add(identity.pod_id)
         pod = member.pod
         if pod is not None and self._goes_on(member, pod, identity):
+            may_be_tried = pod.faults.try_again(asyncio.get_running_loop().time())
             if member.admitted and pod.identity == identity:
+                if may_be_tried:
+                    self._changed()
                 return
             pod.identity = identity
         else:
             if pod is not None:
                 ended.add(pod.pod_id)
             member.pod = Pod(member.url, identity, member.address.weight)
+            if pod is not None and pod.epoch is None and pod.is_same_life(identity):
+                member.pod.faults = pod.faults  # it may as well be the same, and closing connections is how it fails
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
@@ -275,14 +334,17 @@ class Fleet:
     def _changed(self, ended: frozenset[PodId] = frozenset()) -> None:
         table = _Table()
         pods: dict[PodId, str] = {}
-        known = [(m.pod, m.takes_requests) for m in self._members.values() if m.pod is not None]
-        for pod, takes_requests in sorted(known, key=lambda item: item[0].pod_id):
+        ejected: dict[str, tuple[Pod, ...]] = {}
+        known = [(m.pod, m.answers) for m in self._members.values() if m.pod is not None]
+        for pod, answers in sorted(known, key=lambda item: item[0].pod_id):
             pods[pod.pod_id] = pod.model
             table.by_id[pod.pod_id] = pod
             for model in pod.identity.models:
                 table.cards.setdefault(model.name, model)
-                if takes_requests:
-                    table.by_model[model.name] = (*table.by_model.get(model.name, ()), pod)
+                if answers:
+                    by_model = ejected if pod.faults.is_out else table.by_model
+                    by_model[model.name] = (*by_model.get(model.name, ()), pod)
+        table.by_model = ejected | table.by_model  # where every pod that answers is ejected, all are used
         self._table = table
         for name in table.cards:
             self._seen_models.setdefault(name)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from yarl import URL
 
 from engine.contract.requests import Endpoint
+from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.routing.pod_state import PodState
 from router.routing.types import PodId
@@ -18,7 +19,7 @@ Clock = Callable[[], float]
 class Pod:
     """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
 
-    __slots__ = ("epoch", "identity", "in_flight", "pod_id", "state", "targets", "url", "weight")
+    __slots__ = ("epoch", "faults", "identity", "in_flight", "pod_id", "state", "targets", "url", "weight")
 
     def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
         self.url = url
@@ -27,6 +28,7 @@ class Pod:
         self.pod_id: PodId = identity.pod_id
         self.epoch = identity.epoch
         self.state = PodState()
+        self.faults = Faults()
         self.in_flight = 0
         self.weight = weight
 

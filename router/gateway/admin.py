@@ -75,7 +75,7 @@ class Admin:
         """Empty the prefix cache of every engine: 200 when all did, 502 with each one's answer otherwise."""
         if not self._is_enabled:
             raise Forbidden("POST /reset_prefix_cache is switched off: start the gateway with --enable-admin")
-        pods = self._fleet.admitted()
+        pods = self._fleet.answering()
         answers = await asyncio.gather(*(self._reset(pod) for pod in pods))
         failed = {pod.pod_id: answer for pod, answer in zip(pods, answers, strict=True) if answer != "ok"}
         body = {"pods": {pod.pod_id: failed.get(pod.pod_id, "ok") for pod in pods}}

@@ -14,6 +14,7 @@ from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
+from router.gateway.shadow import Shadows
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
 from router.routing.affinity_groups import AffinityGroups
@@ -71,6 +72,7 @@ class Chooser:
         stride: int,
         speculation_ttl_s: float,
         foreign_ttl_s: float,
+        shadows: Shadows | None = None,
     ) -> None:
         """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys."""
         self._clock = clock
@@ -84,6 +86,7 @@ class Chooser:
         self._stride = stride
         self._speculation_ttl_s = speculation_ttl_s
         self._foreign_ttl_s = foreign_ttl_s
+        self._shadows = shadows
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -91,11 +94,13 @@ class Chooser:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
         started_s = time.perf_counter()
         now_s = self._clock()
-        choice, _, _ = self._decide(inbound, excluded, now_s)
+        choice, _, views = self._decide(inbound, excluded, now_s)
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
         self._remember(choice.pod.pod_id, inbound, now_s)
         self._metrics.decided(time.perf_counter() - started_s)
+        if self._shadows is not None and not excluded:  # a retry is no further request
+            self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
         return choice
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
@@ -175,7 +180,10 @@ class Chooser:
             if expired != self._is_expired:
                 log.warning("registry: %s", "expired, routing by bounded_hash" if expired else "back in use")
             self._is_expired = expired
-        return policies[FALLBACK_POLICY if self._is_expired and inbound.policy in INDEX_POLICIES else inbound.policy]
+        return policies[self._in_force(inbound.policy)]
+
+    def _in_force(self, policy: str) -> str:
+        return FALLBACK_POLICY if self._is_expired and policy in INDEX_POLICIES else policy
 
     def _views(
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float

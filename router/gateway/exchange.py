@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.fleet.faults import Fault
+from router.fleet.pod import Pod
 from router.gateway.chooser import Choice
 from router.gateway.inbound import Inbound
 from router.gateway.usage import Usage
@@ -28,3 +30,5 @@ class Exchange:
     first_byte_s: float | None = None
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    faults: list[tuple[Pod, Fault]] = field(default_factory=list)
+    """Pods that failed the request, until it is known whether another does better."""

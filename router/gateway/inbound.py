@@ -11,6 +11,7 @@ from engine.contract.errors import BadRequest, ModelNotFound, Unavailable
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
 from router.fleet.fleet import Fleet
+from router.fleet.probe import ServedModel
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 
@@ -105,22 +106,28 @@ class Reader:
         return asked
 
     def _model(self, name: str | None) -> str:
+        if name is not None:
+            return find_model(self._fleet, name).name
         known = self._fleet.models()
-        if name is not None and name in known:
-            return name
-        if name is not None and self._fleet.is_known(name):
-            raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
         if not known:
             raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
-        if name is not None:
-            raise ModelNotFound(
-                f"model {name!r} does not exist; known: {', '.join(sorted(known))}",
-                param="model",
-                code="model_not_found",
-            )
         if len(known) > 1:
             raise BadRequest(f"model is required, one of: {', '.join(sorted(known))}", param="model")
         return next(iter(known))
+
+
+def find_model(fleet: Fleet, name: str) -> ServedModel:
+    """The model of that name. Raises ModelNotFound, or Unavailable for one that no engine serves at the moment."""
+    known = fleet.models()
+    if name in known:
+        return known[name]
+    if fleet.is_known(name):
+        raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
+    if not known:
+        raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+    raise ModelNotFound(
+        f"model {name!r} does not exist; known: {', '.join(sorted(known))}", param="model", code="model_not_found"
+    )
 
 
 def _is_token_ids(prompt: object) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Set
+from dataclasses import dataclass, replace
 
 import aiohttp
 from aiohttp import web
@@ -12,8 +12,10 @@ from multidict import CIMultiDict
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, Unavailable
+from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
 from router.gateway.chooser import Choice, Chooser
+from router.gateway.error_events import engine_error
 from router.gateway.errors import BadGateway
 from router.gateway.exchange import CLIENT_GONE, Exchange
 from router.gateway.headers import UpstreamHeaders, answer_headers
@@ -26,6 +28,10 @@ from router.telemetry.metrics import Metrics
 
 WHOLE_ATTEMPT_SHARE = 0.5
 """Of the request's time that is left, for an answer that is no stream while another pod may still be tried."""
+MAX_DEFECTS = 2
+"""Pods that may break over one request. Of two it is likely the request that breaks them: it is spread no further."""
+TELLING_BYTES = 4096
+"""At the end of a body, which tell requests apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An attempt of which the client has seen nothing. `answer`: the engine's own error, if it gave one."""
+    """An attempt of which the client has seen nothing. `answer`: the engine's own error, if it gave one.
+
+    `is_defect`: by the pod's fault, unless it is the request's; `is_risky`: it may be, as it was not refused unread.
+    """
 
     reason: str
     error: ApiError
     answer: web.Response | None = None
+    is_defect: bool = False
+    is_risky: bool = False
 
 
 class Proxy:
@@ -68,12 +79,19 @@ class Proxy:
 
     async def forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
         """The answer, already sent where it is a stream. Raises ApiError when there is none to pass on."""
+        try:
+            return await self._forward(request, exchange, inbound)
+        finally:
+            self._settle(exchange)  # where the client has left between two attempts
+
+    async def _forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
         excluded: set[PodId] = set()
         answer: web.Response | None = None
         failure: Failure | None = None
+        defects = 0
         while exchange.attempts <= self._limits.retries:
             try:
-                choice = self._chooser.choose(inbound, excluded)
+                choice = self._chooser.choose(inbound, self._to_avoid(inbound, excluded))
             except Unavailable:
                 if failure is None:
                     raise
@@ -90,12 +108,38 @@ class Proxy:
             answer = failure.answer or answer
             exchange.error = failure.error.message
             self._metrics.retried(failure.reason)
-            if self._clock() >= exchange.deadline_s:
+            if failure.is_defect:
+                choice.pod.faults.is_suspect = True
+                exchange.faults.append((choice.pod, self._fault(exchange, inbound)))
+            defects += failure.is_risky
+            if defects == MAX_DEFECTS or self._clock() >= exchange.deadline_s:
                 break
+        self._settle(exchange)
         if answer is not None:
             return await self._send_whole(request, exchange, answer)
         assert failure is not None
         raise failure.error
+
+    def _to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
+        """Pods that `tried` it, and for a further attempt those in doubt, unless there is no other.
+
+        So with several broken pods a request meets two of them at most once for each: then all but one are in doubt.
+        """
+        if not tried:
+            return tried
+        avoided = tried | self._fleet.doubtful(inbound.model)
+        return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
+
+    def _fault(self, exchange: Exchange, inbound: Inbound) -> Fault:
+        """The present attempt as a failure of its pod."""
+        return Fault(hash(inbound.body[-TELLING_BYTES:]), exchange.sent_s, self._clock())
+
+    def _settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
+        """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
+        if len(exchange.faults) == 1:
+            ((pod, fault),) = exchange.faults
+            self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
+        exchange.faults.clear()
 
     def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound, tried: Collection[PodId]) -> float:
         """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.
@@ -135,22 +179,32 @@ class Proxy:
                 )
                 if opened.is_retryable:
                     error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
-                    return Failure("status", error, _whole_answer(opened, exchange, choice))
-                exchange.first_byte_s = self._clock()
+                    return Failure(
+                        "status",
+                        error,
+                        _whole_answer(opened, exchange, choice),
+                        is_defect=opened.is_defect,
+                        is_risky=opened.is_defect and opened.response.status != 503,
+                    )
+                now_s = exchange.first_byte_s = self._clock()
                 has_run = opened.has_run
                 if not has_run:
+                    exchange.faults.clear()  # the request is wrong: no pod is to blame
                     return _whole_answer(opened, exchange, choice)
+                choice.pod.faults.began(now_s)
+                self._settle(exchange, is_made_good=True)
                 if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
                     exchange.usage = header_usage(opened.response.headers)
                     lease.first_token(exchange.usage.cached_tokens)
                 if opened.is_stream:
-                    return await self._stream(request, exchange, choice, opened)
+                    return await self._stream(request, exchange, inbound, choice, opened)
+                self._fleet.served(choice.pod, sent_s=exchange.sent_s)
                 exchange.usage = usage_in(opened.first[-TAIL_BYTES:]).or_else(exchange.usage)
                 return _whole_answer(opened, exchange, choice)
         except PodFailed as failed:
             if failed.is_down:
                 self._fleet.failed(choice.pod, str(failed))
-            return Failure(failed.reason, failed.error)
+            return Failure(failed.reason, failed.error, is_defect=failed.is_defect, is_risky=failed.is_defect)
         finally:
             if opened is not None:
                 opened.close()
@@ -158,7 +212,7 @@ class Proxy:
                 self._chooser.undo(inbound, choice)
 
     async def _stream(
-        self, request: web.Request, exchange: Exchange, choice: Choice, opened: Opened
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice, opened: Opened
     ) -> web.StreamResponse:
         """Send the stream. From here on nothing is retried: the client sees the head."""
         response = web.StreamResponse(
@@ -176,6 +230,8 @@ class Proxy:
                 await relay.copy(opened.first)
             except UpstreamBroke as error:
                 exchange.error = str(error)
+                if error.is_defect:
+                    self._fleet.blame(choice.pod, self._fault(exchange, inbound), is_begun=True)
                 self._metrics.broke()
                 response.force_close()
                 await relay.end_with(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
@@ -183,6 +239,12 @@ class Proxy:
                 if request.transport is not None:
                     request.transport.close()
             else:
+                message = engine_error(tail.last_bytes())
+                if message is None:
+                    self._fleet.served(choice.pod, sent_s=exchange.sent_s)
+                else:
+                    exchange.error = message
+                    self._fleet.blame(choice.pod, self._fault(exchange, inbound), is_begun=True)
                 await response.write_eof()
             is_ended = True
         except (ClientStalled, ConnectionError) as error:

@@ -25,7 +25,11 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
 class UpstreamBroke(Exception):
-    """The engine's stream ended wrongly, or went silent, after its first byte."""
+    """The engine's stream ended wrongly, or went silent, after its first byte. `is_defect`: it is not merely slow."""
+
+    def __init__(self, message: str, *, is_defect: bool = False) -> None:
+        super().__init__(message)
+        self.is_defect = is_defect
 
 
 class ClientStalled(Exception):
@@ -74,7 +78,8 @@ class EventRelay:
                     try:
                         chunk = await read()
                     except (ClientError, OSError) as error:
-                        raise UpstreamBroke(f"the engine's stream broke: {error or type(error).__name__}") from None
+                        text = f"the engine's stream broke: {error or type(error).__name__}"
+                        raise UpstreamBroke(text, is_defect=True) from None
                     is_reading = False
                 if self._held:
                     await write(self._held)

@@ -14,6 +14,7 @@ from engine.contract.errors import BadRequest
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet, Member
 from router.gateway.admission import Admission
+from router.gateway.inbound import find_model
 from router.gateway.registry import NoRegistry, RegistryView
 from router.telemetry.metrics import GaugeValues, Metrics
 
@@ -60,7 +61,7 @@ class Status:
         detail = {
             "ready": not missing,
             "missing": missing,
-            "pods": {"known": len(self._fleet.members()), "admitted": admitted},
+            "pods": {"known": len(self._fleet.members()), "admitted": admitted, "ejected": self._ejected()},
             "discovery": {
                 "synced": discovery.synced_at_s is not None,
                 "sync_age_s": round(self._sync_age_s(discovery), 3),
@@ -70,6 +71,10 @@ class Status:
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
         }
         return json_response(detail, status=503 if missing else 200)
+
+    def _ejected(self) -> int:
+        """Pods that are ejected for failing requests, though their probes go well."""
+        return sum(pod.faults.is_ejected for pod in self._fleet.answering())
 
     def _sync_age_s(self, discovery: DiscoveryStatus) -> float:
         """Seconds since the set of engines was last known to be complete; since the start before the first time."""
@@ -86,6 +91,8 @@ class Status:
             pods_known=len(pods),
             pods_admitted=len(self._fleet.admitted()),
             engine_in_flight={pod.pod_id: pod.in_flight for pod in pods},
+            engine_ejected={pod.pod_id: pod.faults.is_ejected for pod in pods},
+            ejections=self._fleet.ejections,
             model_engines=self._fleet.engines_by_model(),
             discovery_synced=discovery.synced_at_s is not None,
             discovery_sync_age_seconds=self._sync_age_s(discovery),
@@ -103,10 +110,15 @@ class Status:
         cards = self._fleet.models()
         return json_response({"object": "list", "data": [orjson.Fragment(cards[name].card) for name in sorted(cards)]})
 
+    async def model(self, request: web.Request) -> web.Response:
+        """One model, as in the list. Raises ModelNotFound or Unavailable."""
+        return json_response(orjson.Fragment(find_model(self._fleet, request.match_info["model"]).card))
+
     async def pods(self, request: web.Request) -> web.Response:
         """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it.
 
-        It takes requests when it is both `ready`, as discovery has it, and `admitted`, as the probe has it.
+        It takes requests when it is `ready`, as discovery has it, and `admitted`, as the probe has it, and is not
+        `ejected` for failing them.
         """
         now_s = self._clock()
         return json_response({"pods": [self._pod(member, now_s) for member in self._fleet.members()]})
@@ -126,6 +138,8 @@ class Status:
                 "epoch": None if pod.epoch is None else str(pod.epoch),
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
+                "ejected": pod.faults.is_ejected,
+                "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),

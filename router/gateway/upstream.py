@@ -11,6 +11,7 @@ import aiohttp
 from yarl import URL
 
 from engine.contract.errors import ApiError
+from router.gateway.error_events import engine_error
 from router.gateway.errors import BadGateway, DeadlineExceeded
 
 MAX_WHOLE_BYTES = 64 * 2**20
@@ -75,6 +76,12 @@ class Opened:
         return self.response.status == 429 or self.response.status >= 500
 
     @property
+    def is_defect(self) -> bool:
+        """Whether the pod is broken, not full (429, 503 with Retry-After) or asked for what it cannot do (501)."""
+        status = self.response.status
+        return status >= 500 and status != 501 and not (status == 503 and "Retry-After" in self.response.headers)
+
+    @property
     def has_run(self) -> bool:
         """Whether the pod did what was asked; else it refused, mostly at once, and computed nothing."""
         return self.response.status < 300
@@ -88,14 +95,16 @@ class Opened:
 class PodFailed(Exception):
     """An attempt that came to nothing. `error` is for the client, should no other attempt do better.
 
-    `reason` is one of connect, disconnect, timeout; `is_down`: the pod could not be reached, rather than slow.
+    `reason` is one of connect, disconnect, error, timeout, too_large; `is_down`: the pod could not be reached, rather
+    than slow; `is_defect`: it had the request, and broke off or began with an error.
     """
 
-    def __init__(self, reason: str, error: ApiError, *, is_down: bool) -> None:
+    def __init__(self, reason: str, error: ApiError, *, is_down: bool, is_defect: bool = False) -> None:
         super().__init__(error.message)
         self.reason = reason
         self.error = error
         self.is_down = is_down
+        self.is_defect = is_defect
 
 
 async def open_answer(
@@ -116,7 +125,9 @@ async def open_answer(
             first = await response.content.readany() if is_stream else await _whole(response)
             if is_stream and not first:
                 error: ApiError = BadGateway(f"{target.authority} sent a stream without a byte")
-                raise PodFailed("disconnect", error, is_down=False)
+                raise PodFailed("disconnect", error, is_down=False, is_defect=True)
+            if is_stream and (message := engine_error(first)) is not None:
+                raise PodFailed("error", BadGateway(message), is_down=False, is_defect=True)
         opened, response = Opened(response, first, is_stream, watch), None
         return opened
     except aiohttp.ConnectionTimeoutError:
@@ -129,7 +140,7 @@ async def open_answer(
         raise PodFailed("connect", BadGateway(str(cause)), is_down=True) from None
     except (aiohttp.ClientError, OSError) as cause:
         text = f"{target.authority} broke off: {cause or type(cause).__name__}"
-        raise PodFailed("disconnect", BadGateway(text), is_down=True) from None
+        raise PodFailed("disconnect", BadGateway(text), is_down=True, is_defect=True) from None
     finally:
         if response is not None:
             if watch is not None:

@@ -48,7 +48,11 @@ class Tail:
 
     def usage(self) -> Usage:
         """The counts in the last TAIL_BYTES."""
-        return usage_in(b"".join(self._chunks)[-TAIL_BYTES:])
+        return usage_in(self.last_bytes())
+
+    def last_bytes(self) -> bytes:
+        """TAIL_BYTES at most."""
+        return b"".join(self._chunks)[-TAIL_BYTES:]
 
 
 def usage_in(tail: bytes) -> Usage:

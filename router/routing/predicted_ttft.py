@@ -105,6 +105,11 @@ class PredictedTtft:
         self._recent.add(pods[chosen].pod_id, uncached + request.output_tokens, request.now_s)
         return decide(self.name, pods, chosen, predicted_ttft_s=costs[chosen].ttft_s)
 
+    def ttfts_s(self, request: RequestInfo, pods: Sequence[PodView]) -> list[float]:
+        """Seconds to the first token on each pod, as `choose` predicts them. The requests seen before play no part in
+        them, and this one leaves no trace."""
+        return [cost.ttft_s for cost in self._costs(request, pods, 0, 0.0)[0]]
+
     def _choose_equal(
         self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[PodCost], scores: Sequence[float]
     ) -> int:

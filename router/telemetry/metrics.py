@@ -31,6 +31,9 @@ class GaugeValues:
     pods_admitted: int
     engine_in_flight: Mapping[str, int]
     """By pod id."""
+    engine_ejected: Mapping[str, bool]
+    """Whether for failing requests, by pod id."""
+    ejections: int
     model_engines: Mapping[str, int]
     """Engines that take requests, by model."""
     discovery_synced: bool
@@ -129,23 +132,57 @@ class Metrics:
             ("direction",),
             TTFT_ERROR_BUCKETS_S,
         )
+        self._shadow_decisions = Tally(
+            "warmroute_gateway_shadow_decisions",
+            "Requests on which a shadow policy was asked, by the policy that acted, and whether the shadow policy "
+            "chose the same engine, another, or failed",
+            ("policy", "shadow", "outcome"),
+        )
+        self._shadow_tokens = Tally(
+            "warmroute_gateway_shadow_tokens",
+            "Prompt tokens of requests on which a shadow policy was asked, and those believed cached on the engine of "
+            "the acting and of the shadow policy",
+            ("policy", "shadow", "kind"),
+        )
+        self._shadow_ttft = Distribution(
+            "warmroute_gateway_shadow_ttft_seconds",
+            "Seconds to the first token predicted for the engine of the acting and of the shadow policy",
+            ("policy", "shadow", "choice"),
+            TTFB_BUCKETS_S,
+        )
+        self._shadow_time = Distribution(
+            "warmroute_gateway_shadow_seconds",
+            "Seconds to ask all shadow policies about one request, after its decision",
+            (),
+            DECISION_BUCKETS_S,
+        )
         self._unserved = Tally(
             "warmroute_gateway_unserved", "Requests for a known model that no engine served at the moment", ("model",)
         )
         self._unauthorized = Tally("warmroute_gateway_unauthorized", "Requests without a valid API key", ())
         self._unauthorized.counts[()] = 0
+        self._ejections = Tally(
+            "warmroute_gateway_ejections", "Times that an engine was ejected because it only failed requests", ()
+        )
         self._discovery_errors = Tally("warmroute_gateway_discovery_errors", "Failed looks for engines", ())
         self._relists = Tally(
             "warmroute_gateway_discovery_relists", "Complete looks for engines, by what led to them", ("reason",)
         )
         for collector in (
             *(self._requests, self._first_byte, self._decision, self._tokens, self._ttft_error),
-            *(self._unserved, self._unauthorized, self._discovery_errors, self._relists),
+            *(self._shadow_decisions, self._shadow_tokens, self._shadow_ttft, self._shadow_time),
+            *(self._unserved, self._unauthorized, self._ejections, self._discovery_errors, self._relists),
         ):
             registry.register(collector)
         self._engine_in_flight = Gauge(
             "warmroute_gateway_engine_in_flight",
             "Requests in flight on an engine, from here",
+            ("engine",),
+            registry=registry,
+        )
+        self._engine_ejected = Gauge(
+            "warmroute_gateway_engine_ejected",
+            "1 while an engine that answers its probes is ejected because it only failed requests",
             ("engine",),
             registry=registry,
         )
@@ -200,6 +237,33 @@ class Metrics:
         """Observe the time of one decision."""
         self._decision.observe(seconds)
 
+    def shadowed(
+        self,
+        policy: str,
+        shadow: str,
+        *,
+        is_same: bool,
+        prompt_tokens: int,
+        cached_tokens: tuple[int, int],
+        ttft_s: tuple[float, float],
+    ) -> None:
+        """Count a request on which both policies chose; the pairs are of the choice of `policy`, then of `shadow`'s."""
+        outcomes, tokens = self._shadow_decisions.counts, self._shadow_tokens.counts
+        outcomes[policy, shadow, "same"] += is_same
+        outcomes[policy, shadow, "other"] += not is_same
+        tokens[policy, shadow, "prompt"] += prompt_tokens
+        for choice, cached, seconds in zip(("acting", "shadow"), cached_tokens, ttft_s, strict=True):
+            tokens[policy, shadow, choice] += cached
+            self._shadow_ttft.observe(seconds, (policy, shadow, choice))
+
+    def shadow_failed(self, policy: str, shadow: str) -> None:
+        """Count a request on which a shadow policy failed."""
+        self._shadow_decisions.counts[policy, shadow, "failed"] += 1
+
+    def compared_shadows(self, seconds: float) -> None:
+        """Observe the time of asking all shadow policies."""
+        self._shadow_time.observe(seconds)
+
     def predicted(self, predicted_s: float, actual_s: float) -> None:
         """Observe what a predicted time to the first byte was worth."""
         error_s = actual_s - predicted_s
@@ -237,11 +301,13 @@ class Metrics:
             gauge.set(getattr(values, name))
         for family, counts in (
             (self._engine_in_flight, values.engine_in_flight),
+            (self._engine_ejected, values.engine_ejected),
             (self._model_engines, values.model_engines),
         ):
             family.clear()
             for label, count in counts.items():
                 family.labels(label).set(count)
+        self._ejections.counts[()] = values.ejections
         self._discovery_errors.counts[()] = values.discovery_errors
         self._relists.counts.update({(reason,): count for reason, count in values.discovery_relists.items()})
         return generate_latest(self._registry)

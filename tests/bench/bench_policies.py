@@ -1,17 +1,28 @@
-"""Microseconds per routing decision, views of the pods included: `python -m tests.bench.bench_policies`."""
+"""Microseconds per routing decision, views of the pods included, and what shadow policies add to it:
+`python -m tests.bench.bench_policies`."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
+from engine.contract.requests import Endpoint
+from router.fleet.pod import Pod
+from router.fleet.probe import PodIdentity
+from router.gateway.chooser import Chooser
+from router.gateway.estimates import Estimates
+from router.gateway.inbound import Inbound
+from router.gateway.registry import NoRegistry
+from router.gateway.shadow import Shadows
 from router.registry.index import Match, PrefixIndex
 from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.types import PodId, PodView, Policy, RequestInfo
+from router.telemetry.metrics import Metrics
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
 STRIDES = 32
@@ -64,12 +75,76 @@ def decide_us(policy: Policy | None, pods: int, rounds: int = 600) -> float:
     return statistics.median(times)
 
 
+class Serving:
+    """A fleet of pods that all serve every model."""
+
+    def __init__(self, fleet: Mapping[PodId, PodState]) -> None:
+        self._pods = [Pod("http://pod", PodIdentity(pod_id, 1, ())) for pod_id in fleet]
+        for pod in self._pods:
+            pod.state = fleet[pod.pod_id]
+
+    def pods(self, model: str) -> Sequence[Pod]:
+        """All."""
+        return self._pods
+
+
+def make_policies() -> Mapping[str, Policy]:
+    """Every policy, new."""
+    return {name: make_policy(name) for name in POLICY_NAMES}
+
+
+def shadowed_us(shadow_counts: Sequence[Sequence[str]], pods: int, rounds: int = 600) -> list[float]:
+    """Median microseconds of `Chooser.choose` by `predicted_ttft`, for each of some sets of shadow policies; taken in
+    turn for each request, so that a busy neighbour slows all of them."""
+    choosers, now_s = [], 0.1
+    for shadows in shadow_counts:
+        rng, metrics, index = random.Random(1), Metrics(), PrefixIndex()
+        fleet, requests = loaded_fleet(pods, rng), prompts(rng)
+        for keys in requests:
+            index.apply(rng.choice(list(fleet)), (), (keys, (), ()))
+        choosers.append(
+            Chooser(
+                Serving(fleet),
+                index,
+                NoRegistry(),
+                make_policies,
+                Estimates(),
+                metrics,
+                clock=lambda: now_s,
+                stride=4 * STRIDE_TOKENS,
+                speculation_ttl_s=10.0,
+                foreign_ttl_s=600.0,
+                shadows=Shadows(shadows, make_policies, metrics) if shadows else None,
+            )
+        )
+    times: list[list[float]] = [[] for _ in choosers]
+    for i in range(rounds):
+        keys = requests[i % len(requests)]
+        now_s = 0.1 + i * 1e-3
+        size, tokens = 4 * STRIDE_TOKENS * STRIDES, STRIDE_TOKENS * STRIDES
+        inbound = Inbound(
+            *(Endpoint.COMPLETIONS, "m", True, "predicted_ttft", keys, size, tokens, float(STRIDE_TOKENS), 128),
+            teaches_tokens=True,
+            body=b"",
+        )
+        for chooser, taken in zip(choosers, times, strict=True):
+            start = time.perf_counter()
+            chooser.choose(inbound)
+            taken.append((time.perf_counter() - start) * 1e6)
+    return [statistics.median(taken) for taken in times]
+
+
 def main() -> None:
     """Measure and print."""
     print(f"{'us per decision':20} {'8 pods':>8} {'64 pods':>8}")
     print(f"{'match and views':20} {decide_us(None, 8):8.0f} {decide_us(None, 64):8.0f}")
     for name in POLICY_NAMES:
         print(f"{name:20} {decide_us(make_policy(name), 8):8.0f} {decide_us(make_policy(name), 64):8.0f}")
+    names = ("cache_aware", "affinity_groups", "round_robin")
+    shadow_sets = [(), *((name,) for name in names), names]
+    print(f"\n{'predicted_ttft in the gateway, shadow policies':46} {'8 pods':>8} {'64 pods':>8}")
+    for shadows, few, many in zip(shadow_sets, shadowed_us(shadow_sets, 8), shadowed_us(shadow_sets, 64), strict=True):
+        print(f"{', '.join(shadows) or 'none':46} {few:8.0f} {many:8.0f}")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ def gateway_text() -> str:
     metrics.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
     metrics.decided(1e-4)
     metrics.predicted(0.1, 0.2)
+    metrics.shadowed(
+        "predicted_ttft", "cache_aware", is_same=False, prompt_tokens=3, cached_tokens=(2, 1), ttft_s=(0.1, 0.2)
+    )
+    metrics.shadow_failed("predicted_ttft", "cache_aware")
+    metrics.compared_shadows(1e-4)
     metrics.unserved("m")
     metrics.unauthorized()
     metrics.retried("connect")
@@ -37,6 +42,8 @@ def gateway_text() -> str:
         pods_known=1,
         pods_admitted=1,
         engine_in_flight={"engine-1": 1},
+        engine_ejected={"engine-1": True},
+        ejections=1,
         model_engines={"m": 1},
         discovery_synced=True,
         discovery_sync_age_seconds=1.0,

@@ -66,6 +66,7 @@ def test_settings_arrive_with_their_values(any_helm: Helm):
                 "max_in_flight_body_mib": 64,
                 "load_bound": 1.5,
                 "log_requests": True,
+                "shadow_policies": ["predicted_ttft", "round_robin"],
             },
             "models.a": {
                 "source": "random://",
@@ -78,6 +79,7 @@ def test_settings_arrive_with_their_values(any_helm: Helm):
     gateway = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
     assert (gateway.policy, gateway.max_in_flight, gateway.load_bound) == ("cache_aware", 10, 1.5)
     assert gateway.max_in_flight_body_mib == 64
+    assert gateway.shadow_policies == ["predicted_ttft", "round_robin"]
     assert (gateway.log_requests, gateway.total_timeout_s, gateway.models) == (True, 77, ["a"])
     engine = load(container(named(objects, "Deployment", "rel-warmroute-engine-a")["spec"]["template"], "engine"))
     assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, False, 77)

@@ -171,6 +171,8 @@ def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, 
     "values",
     [
         {"gateway.settings": {"policy": "nearest"}},
+        {"gateway.settings": {"shadow_policies": ["nearest"]}},
+        {"gateway.settings": {"shadow_policies": ["cache_aware", "cache_aware"]}},
         {"gateway.settings": {"drain_timeout_s": 5}},
         {"gateway.settings": {"retries": -1}},
         {"models.a": {**SIM, "device": "tpu"}},

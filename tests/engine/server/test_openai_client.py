@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import openai
 import pytest
@@ -35,6 +36,17 @@ async def test_a_conversation_grows_its_cached_tokens(client: AsyncOpenAI) -> No
         messages.append(answer.choices[0].message.model_dump())
     assert cached[0] == 0
     assert cached[0] < cached[1] < cached[2]
+
+
+@pytest.mark.parametrize("name", [MODEL, "meta-llama/Llama-3-8B", "org/a b%2Fc/d?e#f"])
+async def test_a_model_is_retrieved_as_it_is_listed(client: AsyncOpenAI, engine: Engine, name: str) -> None:
+    engine.state.service = replace(engine.service, model=replace(engine.service.model, name=name))
+    (listed,) = (await client.models.list()).data
+    assert await client.models.retrieve(name) == listed
+    assert listed.id == name
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.models.retrieve(f"{name}/other")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
 
 
 async def test_streaming_says_what_not_streaming_says(client: AsyncOpenAI) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
+from yarl import URL
 
 from engine.app import BackendStuck, listening
 from engine.config import EngineSettings
@@ -42,6 +43,15 @@ async def test_models_say_who_serves_what(engine: Engine) -> None:
         assert int(response.headers[headers.EPOCH]) == engine.service.epoch
         body = await response.json()
     assert [(card["id"], card["object"], card["max_model_len"]) for card in body["data"]] == [(MODEL, "model", 4096)]
+
+
+@pytest.mark.parametrize("path", ["meta-llama/Llama-3-8B", "meta-llama%2FLlama-3-8B", "meta-llama%2fLlama-3-8B"])
+async def test_a_models_name_may_be_encoded_or_not(engine: Engine, path: str) -> None:
+    name = "meta-llama/Llama-3-8B"
+    engine.state.service = replace(engine.service, model=replace(engine.service.model, name=name))
+    async with engine.http.get(URL(f"{engine.url}/v1/models/{path}", encoded=True)) as response:
+        assert (response.status, (await response.json())["id"]) == (200, name)
+    assert 'path="/v1/models/{model}"' in await engine.text("/metrics"), "clients make no time series"
 
 
 @pytest.mark.parametrize("text", ["hello there", "Größe 你好 🙂 <|im_end|>", "", " \n"])
@@ -280,6 +290,7 @@ async def test_the_port_answers_before_the_model_is_loaded() -> None:
             ("GET", "/health", 503),
             ("GET", "/metrics", 200),
             ("GET", "/v1/models", 503),
+            ("GET", "/v1/models/none", 503),
             ("POST", CHAT, 503),
             ("POST", "/tokenize", 503),
         ):

@@ -78,7 +78,7 @@ async def test_unready_until_discovery_has_a_first_set_and_ready_with_an_empty_o
         discovery.put()
         await eventually(lambda: gateway.app[FLEET].is_probed)
         ready = await gateway.get("/ready")
-        assert (ready.status, ready.json["pods"]) == (200, {"known": 0, "admitted": 0})
+        assert (ready.status, ready.json["pods"]) == (200, {"known": 0, "admitted": 0, "ejected": 0})
         answer = await gateway.post(ask("m"))
         assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (503, True)
         assert answer.json["error"]["type"] == "service_unavailable_error"
@@ -99,7 +99,7 @@ async def test_an_engine_that_answers_and_is_not_ready_is_told_from_one_that_tak
         await gateway.wait_pods(1)
         shown = (await gateway.get("/v1/pods")).json["pods"]
         assert {pod["pod"]: (pod["ready"], pod["admitted"]) for pod in shown} == {"a": (False, True), "b": (True, True)}
-        assert (await gateway.get("/ready")).json["pods"] == {"known": 2, "admitted": 1}
+        assert (await gateway.get("/ready")).json["pods"] == {"known": 2, "admitted": 1, "ejected": 0}
     for engine in engines:
         await engine.stop()
 

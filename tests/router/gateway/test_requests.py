@@ -270,7 +270,7 @@ async def test_health_ready_and_metrics() -> None:
         assert (await gateway.get("/health")).status == 200
         ready = await gateway.get("/ready")
         text = (await gateway.get("/metrics")).body.decode()
-    assert (ready.status, ready.json["pods"]) == (200, {"known": 1, "admitted": 1})
+    assert (ready.status, ready.json["pods"]) == (200, {"known": 1, "admitted": 1, "ejected": 0})
     assert 'warmroute_gateway_requests_total{engine="a",policy="round_robin",status="200"} 1.0' in text
     assert 'warmroute_gateway_first_byte_seconds_count{policy="round_robin"} 1.0' in text
     assert "warmroute_gateway_decision_seconds_count 1.0" in text
@@ -287,7 +287,7 @@ async def test_an_engine_that_never_said_who_it_is_is_no_known_pod() -> None:
         text = (await gateway.get("/metrics")).body.decode()
         known = (await gateway.get("/ready")).json["pods"]
     assert "warmroute_gateway_pods_known 1.0" in text
-    assert known == {"known": 2, "admitted": 1}, "those that discovery found"
+    assert known == {"known": 2, "admitted": 1, "ejected": 0}, "those that discovery found"
 
 
 async def test_a_model_that_a_pod_lists_twice_has_the_pod_once() -> None:

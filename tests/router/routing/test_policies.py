@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodView, RequestInfo
 
 NOW_S = 100.0
@@ -73,6 +74,22 @@ def test_the_choice_is_the_lowest_score_and_explaining_leaves_no_trace(name, req
         assert decision.policy == name
         assert decision.predicted_cached_tokens == pods[decision.pod].matched_tokens
         assert (decision.predicted_ttft_s is not None) == (name == "predicted_ttft")
+
+
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=4), pods=fleets())
+def test_estimates_for_other_policies_are_predicted_ttfts_own_and_leave_no_trace(requests, pods) -> None:
+    policy, silent = make_policy("predicted_ttft"), make_policy("predicted_ttft")
+    assert isinstance(policy, PredictedTtft)
+    for request in requests:
+        ttfts_s = policy.ttfts_s(request, pods)
+        explained = policy.choose(request, pods, explain=True)
+        assert explained == silent.choose(request, pods, explain=True)
+        for score, ttft_s in zip(explained.scores, ttfts_s, strict=True):
+            parts = score.parts
+            assert ttft_s == parts["wait_s"] + parts["own_s"] + parts["step_s"] + parts["fetch_s"]
+        decision = policy.choose(request, pods)
+        assert decision == silent.choose(request, pods)
+        assert decision.predicted_ttft_s == ttfts_s[decision.pod]
 
 
 @NAMES

@@ -1,0 +1,340 @@
+"""Ejection of pods that only fail requests, and their way back: in virtual time, with a probe that always goes well."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.fleet.discovery import EngineAddress
+from router.fleet.faults import FIRST_EJECTION_S, LONGEST_EJECTION_S, Fault, Faults
+from router.fleet.fleet import Fleet
+from router.fleet.pod import Pod
+from router.fleet.probe import ProbeFailed
+from tests.router.fleet.test_fleet import World, identity
+
+BODIES = itertools.count()
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def fail(fleet: Fleet, pod: Pod, *, body: int | None = None, is_made_good: bool = True, is_begun: bool = False) -> None:
+    """A request that the pod fails at once."""
+    with fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+        fault = Fault(next(BODIES) if body is None else body, now_s(), now_s(), is_made_good)
+        fleet.blame(pod, fault, is_begun=is_begun)
+
+
+def serve(fleet: Fleet, pod: Pod) -> None:
+    """A request that the pod answers at once."""
+    with fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+        pod.faults.began(now_s())
+        fleet.served(pod, sent_s=now_s())
+
+
+def world_of(count: int) -> World:
+    """As many pods: a, b, c ..."""
+    urls = [f"http://{chr(ord('a') + i)}" for i in range(count)]
+    world = World(*urls)
+    world.probe.pods = {url: identity(url[-1]) for url in urls}
+    return world
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("is_begun", [False, True], ids=["errors", "broken streams"])
+async def test_failures_in_a_row_eject_and_a_success_between_them_does_not(is_begun: bool) -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for _ in range(5):
+            fail(world.fleet, pod, is_begun=is_begun)
+            fail(world.fleet, pod, is_begun=is_begun)
+            serve(world.fleet, pod)
+        assert world.ids() == ["a", "b", "c"]
+        for _ in range(3):
+            assert world.ids() == ["a", "b", "c"]
+            fail(world.fleet, pod, is_begun=is_begun)
+        assert world.ids() == ["b", "c"]
+        assert [member.admitted for member in world.fleet.members()] == [True] * 3
+        assert world.fleet.ejections == 1
+
+
+@pytest.mark.looptime
+async def test_the_first_byte_ends_a_row_of_errors_but_not_one_of_broken_streams() -> None:
+    world = world_of(3)
+    async with world.running():
+        errs, breaks, _ = world.fleet.pods("m")
+        for _ in range(2):
+            fail(world.fleet, errs)
+            fail(world.fleet, breaks, is_begun=True)
+        for pod in (errs, breaks):
+            pod.faults.is_suspect = True
+            pod.faults.began(now_s())
+            await asyncio.sleep(0.01)
+        fail(world.fleet, errs)
+        assert world.ids() == ["a", "b", "c"]
+        fail(world.fleet, breaks, is_begun=True)
+        assert world.ids() == ["a", "c"]
+
+
+@pytest.mark.looptime
+async def test_what_was_on_its_way_when_a_failure_came_to_light_is_the_same_event() -> None:
+    """A step that fails takes all its requests with it, and a network all connections: that ejects nobody."""
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        sent_s = now_s()
+        await asyncio.sleep(1)
+        for body in range(50):
+            world.fleet.blame(pod, Fault(body, sent_s, now_s(), True), is_begun=False)
+        assert world.ids() == ["a", "b", "c"]
+
+
+@pytest.mark.looptime
+async def test_a_verdict_that_comes_after_a_success_is_out_of_date() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        faults = []
+        for body in range(3):
+            faults.append(Fault(body, now_s(), now_s(), True))
+            await asyncio.sleep(0.01)
+        serve(world.fleet, pod)
+        for fault in faults:
+            world.fleet.blame(pod, fault, is_begun=False)
+        assert world.ids() == ["a", "b", "c"]
+
+
+@pytest.mark.looptime
+async def test_one_body_again_and_again_counts_once_unless_another_pod_answers_it() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for _ in range(9):
+            fail(world.fleet, pod, body=7, is_made_good=False)
+        assert world.ids() == ["a", "b", "c"]
+        for _ in range(2):
+            fail(world.fleet, pod, body=7)
+        assert world.ids() == ["b", "c"]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(("pods", "left"), [(1, 1), (2, 1), (3, 2), (4, 2), (8, 4)])
+async def test_half_of_a_models_pods_stay(pods: int, left: int) -> None:
+    world = world_of(pods)
+    async with world.running():
+        for _ in range(20):
+            for pod in world.fleet.pods("m"):
+                fail(world.fleet, pod)
+        assert len(world.ids()) == left
+
+
+@pytest.mark.looptime
+async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
+    world = world_of(4)
+    world.probe.pods["http://d"] = identity("d", 1, "m", "n")
+    world.probe.pods["http://c"] = ProbeFailed("refused")
+    async with world.running():
+        a, b, d = world.fleet.pods("m")
+        for _ in range(3):
+            fail(world.fleet, d)
+        assert (world.ids("m"), world.ids("n")) == (["a", "b", "d"], ["d"]), "nobody else serves n"
+        for _ in range(3):
+            fail(world.fleet, a)
+            fail(world.fleet, b)
+        assert world.ids("m") == ["b", "d"]
+
+
+@pytest.mark.looptime
+async def test_where_every_pod_that_answers_is_ejected_all_are_used() -> None:
+    world = world_of(4)
+    async with world.running():
+        a, b = world.fleet.pods("m")[:2]
+        for _ in range(3):
+            fail(world.fleet, a)
+            fail(world.fleet, b)
+        assert world.ids() == ["c", "d"]
+        world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
+        await asyncio.sleep(0.1)
+        assert world.ids() == ["a", "b"]
+        serve(world.fleet, a)
+        assert world.ids() == ["a"], "it is the better one, as it has shown"
+
+
+@pytest.mark.looptime
+async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for _ in range(3):
+            fail(world.fleet, pod)
+        for length_s in (FIRST_EJECTION_S, 2 * FIRST_EJECTION_S):
+            await asyncio.sleep(length_s - 0.1)
+            assert world.ids() == ["b", "c"]
+            await asyncio.sleep(1.4)  # the probe that finds the time over
+            assert world.ids() == ["a", "b", "c"]
+            assert world.fleet.doubtful("m") == {"a"}, "no place for a second attempt"
+            with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+                assert world.ids() == ["b", "c"]
+                sent_s = now_s()
+                await asyncio.sleep(0.1)
+                world.fleet.blame(pod, Fault(next(BODIES), sent_s, now_s(), True), is_begun=False)
+            assert world.ids() == ["b", "c"]
+        await asyncio.sleep(4 * FIRST_EJECTION_S + 1.4)
+        serve(world.fleet, pod)
+        assert world.ids() == ["a", "b", "c"]
+        assert not world.fleet.doubtful("m")
+    said = [record.getMessage() for record in caplog.records if "pod a " in record.getMessage()]
+    assert [line.partition(" is ejected for ")[2].partition(":")[0] for line in said[1:-1]] == ["5 s", "10 s", "20 s"]
+    assert said[-1] == "fleet: pod a at http://a takes requests again"
+
+
+@pytest.mark.looptime
+async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> None:
+    """The client left, or another pod failed the request too."""
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for _ in range(3):
+            fail(world.fleet, pod)
+        await asyncio.sleep(FIRST_EJECTION_S + 1.3)
+        for _ in range(3):
+            assert world.ids() == ["a", "b", "c"]
+            with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+                pass
+            assert world.ids() == ["b", "c"]
+            await asyncio.sleep(1.3)
+
+
+@pytest.mark.looptime
+async def test_what_was_sent_before_the_ejection_neither_ends_nor_prolongs_it() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        sent_s = now_s()
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            fail(world.fleet, pod)
+        await asyncio.sleep(1)
+        world.fleet.blame(pod, Fault(next(BODIES), sent_s, now_s(), True), is_begun=True)
+        world.fleet.served(pod, sent_s=sent_s)
+        assert (world.ids(), world.fleet.ejections) == (["b", "c"], 1)
+        await asyncio.sleep(FIRST_EJECTION_S + 0.3)
+        assert world.ids() == ["a", "b", "c"]
+
+
+@pytest.mark.looptime
+async def test_ejections_grow_to_a_bound_and_a_pod_that_stayed_long_enough_starts_anew() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for i in range(6):
+            for _ in range(3):
+                fail(world.fleet, pod)
+            await asyncio.sleep(min(FIRST_EJECTION_S * 2**i, LONGEST_EJECTION_S) - 0.1)
+            assert world.ids() == ["b", "c"]
+            await asyncio.sleep(1.4)
+            assert world.ids() == ["a", "b", "c"]
+            serve(world.fleet, pod)
+        await asyncio.sleep(LONGEST_EJECTION_S + 1)
+        for _ in range(3):
+            fail(world.fleet, pod)
+        await asyncio.sleep(FIRST_EJECTION_S + 1.3)
+        assert world.ids() == ["a", "b", "c"]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("new", ["epoch", "life", "pod id"])
+async def test_a_new_life_at_the_same_address_has_a_clean_record(new: str) -> None:
+    world = world_of(3)
+    world.discovery.sets.get_nowait()
+    others = [EngineAddress("http://b"), EngineAddress("http://c")]
+    world.discovery.put(EngineAddress("http://a", "uid-1"), *others)
+    async with world.running():
+        for _ in range(3):
+            fail(world.fleet, world.fleet.pods("m")[0])
+        assert world.ids() == ["b", "c"]
+        match new:
+            case "epoch":
+                world.probe.pods["http://a"] = identity("a", 2)
+            case "pod id":
+                world.probe.pods["http://a"] = identity("z", 1)
+            case "life":
+                world.discovery.put(EngineAddress("http://a", "uid-2"), *others)
+        await asyncio.sleep(1.3)
+        assert len(world.ids()) == 3
+        assert not world.fleet.doubtful("m")
+
+
+@pytest.mark.looptime
+async def test_a_foreign_engine_is_not_cleared_by_the_connections_it_breaks() -> None:
+    """They count as failed probes as well, and the next probe finds what may be another life of it."""
+    world = world_of(3)
+    world.probe.pods["http://a"] = identity("a", None)
+    async with world.running():
+        for _ in range(3):
+            pod = world.fleet.pods("m")[0]
+            assert pod.pod_id == "a"
+            for _ in range(3):
+                world.fleet.failed(pod, "it broke off")
+            fail(world.fleet, pod)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["b", "c"]
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_has_left_is_not_ejected() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        world.discovery.put(EngineAddress("http://b"), EngineAddress("http://c"))
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            fail(world.fleet, pod)
+        assert (world.ids(), world.fleet.ejections) == (["b", "c"], 0)
+
+
+@pytest.mark.looptime
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pods=st.integers(1, 6),
+    steps=st.lists(st.sampled_from(["fail", "break", "serve", "lose", "wait"]), max_size=60),
+)
+async def test_whatever_happens_half_are_left_and_who_serves_comes_back(seed: int, pods: int, steps: list[str]) -> None:
+    world, rng = world_of(pods), random.Random(seed)
+    async with world.running():
+        for step in steps:
+            pod = rng.choice(world.fleet.pods("m"))
+            match step:
+                case "wait":
+                    await asyncio.sleep(rng.choice([0.01, 2.0, 20.0]))
+                case "serve":
+                    serve(world.fleet, pod)
+                case "lose":
+                    with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+                        pass
+                case _:
+                    fail(world.fleet, pod, is_made_good=rng.random() < 0.5, is_begun=step == "break")
+            ejected = sum(p.faults.is_ejected for p in world.fleet.answering())
+            assert ejected <= pods / 2
+            assert len(world.fleet.pods("m")) >= pods - ejected
+        await asyncio.sleep(LONGEST_EJECTION_S + 1.3)
+        for pod in world.fleet.pods("m"):
+            serve(world.fleet, pod)
+        assert len(world.fleet.admitted()) == pods
+
+
+def test_a_record_has_a_bound() -> None:
+    faults = Faults()
+    for i in range(5000):
+        faults.failed(Fault(i, i, i), is_begun=False)
+    assert faults.count == 1000

@@ -1,0 +1,47 @@
+"""`GET /v1/models` and `/v1/models/{model}`, asked by the official client and by hand."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from blockbuster import BlockBuster
+from yarl import URL
+
+from tests.router.gateway.helpers import ScriptedEngine, event, running, streams
+
+GOOD = streams([event("a"), b"data: [DONE]\n\n"])
+NAMES = ["m", "meta-llama/Llama-3-8B", "org/a b%2Fc/d?e#f", "\N{SNOWMAN}"]
+
+
+async def test_a_model_is_retrieved_as_it_is_listed(no_blocking_calls: BlockBuster) -> None:
+    no_blocking_calls.deactivate()  # the client reads versions of packages from disk
+    engine = ScriptedEngine("a", GOOD, models=NAMES)
+    async with (
+        running(engine) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        listed = {model.id: model for model in (await client.models.list()).data}
+        assert set(listed) == set(NAMES)
+        for name in NAMES:
+            assert await client.models.retrieve(name) == listed[name]
+        for name in ("meta-llama", "meta-llama/Llama-3-8B/", "M", "m/../m"):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.models.retrieve(name)
+            assert missing.value.code == "model_not_found", name
+
+
+@pytest.mark.parametrize("path", ["meta-llama/Llama-3-8B", "meta-llama%2FLlama-3-8B", "meta-llama%2fLlama-3-8B"])
+async def test_a_models_name_may_be_encoded_or_not(path: str) -> None:
+    async with running(ScriptedEngine("a", GOOD, models=NAMES)) as gateway:
+        url = URL(f"{gateway.url}/v1/models/{path}", encoded=True)
+        response = await gateway.session.get(url)
+        assert (response.status, (await response.json())["id"]) == (200, NAMES[1])
+
+
+async def test_one_that_nobody_serves_now_is_told_from_one_that_never_was() -> None:
+    async with running(ScriptedEngine("a", GOOD), models=["asleep"]) as gateway:
+        asleep, missing = await gateway.get("/v1/models/asleep"), await gateway.get("/v1/models/nowhere")
+        assert (await gateway.post({"model": "m", "prompt": "x", "stream": True})).status == 200
+    assert (asleep.status, asleep.json["error"]["code"], "Retry-After" in asleep.headers) == (503, "no_engine", True)
+    assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+    assert missing.json["error"]["type"] == "invalid_request_error"
