@@ -37,6 +37,7 @@ HEALTH = {
     gateway("broken_streams_total"): "0+1x1600",
     gateway("tokens_total", policy="predicted_ttft", kind="prompt"): "0+1000x1600",
     gateway("tokens_total", policy="predicted_ttft", kind="cached"): "0+600x1600",
+    gateway("engine_ejected", engine="b"): "0x1600",
     gateway("registry_configured"): "1x1600",
     gateway("registry_connected"): "1x1600",
     gateway("registry_expired"): "0x1600",
@@ -59,12 +60,14 @@ TROUBLE: dict[str, tuple[int, dict[str, str]]] = {
     ),
     "WarmrouteRegistryDown": (HOUR, {gateway("registry_connected"): "1x40 0x1600"}),
     "WarmrouteRegistryExpired": (HOUR, {gateway("registry_expired"): "0x40 1x1600"}),
+    "WarmrouteEngineEjected": (HOUR, {gateway("engine_ejected", engine="b"): "0x40 1x1600"}),
     "WarmrouteQueueGrowing": (HOUR, {engine("warmroute_uncached_tokens"): "1000+2000x1600"}),
     "WarmrouteStepFailures": (HOUR, {engine("warmroute_step_failures_total"): "0x55 1x1600"}),
 }
 HARMLESS: dict[str, tuple[int, dict[str, str]]] = {
     "all is well": (HOUR, {}),
     "all was well for a day": (DAY, {}),
+    "an engine is ejected and passes its trial": (HOUR, {gateway("engine_ejected", engine="b"): "0x40 1x3 0x1600"}),
     "an engine restarts": (HOUR, {gateway("model_engines", model="m"): "2x50 0x1 2x1600"}),
     "nothing is shared": (
         DAY,
