@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backend.cuda.kernels.linear import linear
+from engine.backend.cuda.kernels.activation import silu_mul
+from engine.backend.cuda.kernels.linear import gated_linear, linear
 from engine.model.config import ModelConfig
 from tests.bench.gpu.ceilings import timed_s
 
 _REPEATS = 3
 _BYTES = 2 << 30
 """Of matrices that take turns, so that no cache holds them ..."""
+_GATED = "gate, up, SiLU"
 _MOST = 32
 """... and of small ones so many."""
 
@@ -44,12 +46,13 @@ class ProductFigure:
 def measure_products(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, rows: Sequence[int], copy_bytes_per_s: float
 ) -> list[ProductFigure]:
-    """Every kind of matrix of the model with every number of `rows`, in bfloat16 where `dtype` has no kernel."""
+    """Every kind of matrix of the model with every number of `rows`, in bfloat16 where `dtype` has no kernel. What
+    makes gates and ups comes with their SiLU, as it does in the engine."""
     hidden, inner, queries = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
     shapes = {
         "qkv": (hidden, queries + 2 * config.kv_heads * config.head_dim),
         "output": (queries, hidden),
-        "gate, up": (hidden, 2 * inner),
+        _GATED: (hidden, 2 * inner),
         "down": (inner, hidden),
         "head": (hidden, config.vocab_size),
     }
@@ -67,15 +70,21 @@ def _measure(name: str, weights: Sequence[Tensor], rows: int, copy_bytes_per_s: 
     columns, inputs = weights[0].shape
     device = weights[0].device
     x = torch.randn((rows, inputs), device=device, dtype=weights[0].dtype)
-    out = torch.empty((rows, columns), device=device, dtype=weights[0].dtype)
+    product = torch.empty((rows, columns), device=device, dtype=weights[0].dtype)
+    activated = torch.empty((rows, columns // 2), device=device, dtype=weights[0].dtype)
 
     def ours() -> None:
         for weight in weights:
-            linear(x, weight, None, out)
+            if name == _GATED:
+                gated_linear(x, weight, activated)
+            else:
+                linear(x, weight, None, product)
 
     def theirs() -> None:
         for weight in weights:
-            torch.mm(x, weight.t(), out=out)
+            torch.mm(x, weight.t(), out=product)
+            if name == _GATED:
+                silu_mul(product, activated)
 
     ours_s, torch_s = (timed_s(device, recorded(device, work), _REPEATS) / len(weights) for work in (ours, theirs))
     read_s = weights[0].nbytes / copy_bytes_per_s

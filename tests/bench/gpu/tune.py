@@ -52,7 +52,7 @@ class Shape:
     """Sequences, and tokens of each."""
     prefills: Sequence[tuple[int, int]] = ((8192, 0), (2048, 6144), (292, 7900), (100, 8092))
     """Tokens of a chunk, and tokens before it."""
-    rows: Sequence[int] = (1, 8, 16)
+    rows: Sequence[int] = (1, 16, 32, 64)
     """Of a product."""
 
 

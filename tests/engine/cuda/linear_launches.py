@@ -15,6 +15,13 @@ def llama_8b() -> None:
     gated_linear(_meta(7, 4096), _meta(2 * 14336, 4096), _meta(7, 14336))
 
 
+def more_rows() -> None:
+    """The same with as many rows as the kernels take, of which the engine uses them for fewer."""
+    for rows in (32, 64):
+        linear(_meta(rows, 4096), _meta(6144, 4096), None, _meta(rows, 6144))
+        gated_linear(_meta(rows, 4096), _meta(2 * 14336, 4096), _meta(rows, 14336))
+
+
 def odd() -> None:
     """Inputs and outputs that do not fill their tiles, and a bias: a small Qwen's QKV and MLP, and worse."""
     for inputs, outputs in ((896, 1152), (4864, 896), (50, 30)):

@@ -55,6 +55,14 @@ def test_products_of_few_rows_are_what_a_fast_kernel_must_be(arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", list(SHARED_BYTES))
+def test_products_of_more_rows_fit(arch: int) -> None:
+    kernels = compiled("tests.engine.cuda.linear_launches:more_rows", arch)
+    check(kernels, arch)
+    assert Counter(kernel.name for kernel in kernels) == Counter({"_linear": 4})
+    assert all(kernel.wide_copies and (kernel.mma or kernel.wgmma) for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch", list(SHARED_BYTES))
 def test_products_of_odd_sizes_fit(arch: int) -> None:
     kernels = compiled("tests.engine.cuda.linear_launches:odd", arch)
     check(kernels, arch)

@@ -8,14 +8,22 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from engine.backend.cuda.kernels.activation import silu_mul
-from engine.backend.cuda.kernels.linear import FEW_ROWS, gated_linear, linear, suits
+from engine.backend.cuda.kernels.linear import FEW_ROWS, LEAST_ROWS, MOST_ROWS, gated_linear, linear, suits
 from tests.engine.cuda.poisoned import Poisoned, random, units_off
 
 HALF = [torch.float16, torch.bfloat16]
 UNITS_OFF = {torch.float16: 1, torch.bfloat16: 2}
 """One rounding; Triton's interpreter truncates to bfloat16 where devices round."""
 # Rows, inputs, outputs: one of each, whole tiles, beyond a tile in both directions.
-SHAPES = [(1, 1, 1), (2, 40, 3), (FEW_ROWS, 256, 64), (5, 700, 65), (3, 512, 200)]
+SHAPES = [
+    (1, 1, 1),
+    (2, 40, 3),
+    (LEAST_ROWS, 256, 64),
+    (5, 700, 65),
+    (3, 512, 200),
+    (17, 300, 70),
+    (MOST_ROWS, 256, 64),
+]
 
 
 def poisoned_behind(values: Tensor) -> Tensor:
@@ -60,11 +68,14 @@ def test_gated_linear_is_the_product_then_silu(
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_rows_bits_do_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
-    x, weight = random(FEW_ROWS, 300, dtype=dtype, device=device), random(70, 300, dtype=dtype, device=device, seed=1)
-    together = torch.empty(FEW_ROWS, 70, dtype=dtype, device=device)
+@pytest.mark.parametrize(("most", "counts"), [(LEAST_ROWS, (1, 3)), (MOST_ROWS, (33, 50))])
+def test_a_rows_bits_do_not_depend_on_the_others(
+    most: int, counts: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = random(most, 300, dtype=dtype, device=device), random(70, 300, dtype=dtype, device=device, seed=1)
+    together = torch.empty(most, 70, dtype=dtype, device=device)
     linear(x, weight, None, together)
-    for rows in (1, 3):
+    for rows in counts:
         alone = torch.empty(rows, 70, dtype=dtype, device=device)
         linear(x[5 : 5 + rows], weight, None, alone)
         assert torch.equal(alone, together[5 : 5 + rows])

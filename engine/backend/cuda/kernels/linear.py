@@ -1,4 +1,4 @@
-"""Matrix products for a few rows, as a decode step of a few sequences has: all the work is reading the weights, once.
+"""Matrix products of up to 64 rows, as a decode step of a few sequences has: all the work is reading weights, once.
 
 cuBLAS cuts such products for its tensor cores. Here a program reads some rows of the weights from end to end, and with
 programmatic dependent launch it begins before its input is there: the weights do not depend on it.
@@ -17,8 +17,10 @@ from engine.backend.cuda.kernels.activation import gated
 from engine.backend.cuda.kernels.attend import is_hopper, multiplies_wide
 from engine.backend.cuda.kernels.early import early, follow
 
+LEAST_ROWS, MOST_ROWS = 16, 64
+"""Rows of a tile of x, which is all of it: as many as one product on tensor cores takes anyhow, at least."""
 FEW_ROWS = 16
-"""Rows of x at most: as many as one product on tensor cores takes anyhow."""
+"""Rows up to which the engine uses these kernels. cuBLAS should be as good beyond; `make gpu-bench` times both."""
 _LINE = 128
 """Bytes of a line of the L2 cache."""
 LINES_AHEAD = 8
@@ -42,13 +44,17 @@ class ProductLaunch:
 INTERPRETED = ProductLaunch(tile=64, depth=256, stages=1)
 
 
-def launch_for(device: torch.device, *, is_gated: bool) -> ProductLaunch:
-    """Settings of the product, or of the one with gate, up and SiLU; fixed, as those of attention are."""
+def launch_for(device: torch.device, rows: int, *, is_gated: bool) -> ProductLaunch:
+    """Settings of the product of a tile of `rows`, or of the one with gate, up and SiLU; fixed, as those of attention
+    are."""
     if device.type == "cpu":
         return INTERPRETED
+    tile = 32 if rows == LEAST_ROWS else 64  # every program reads all of x, from L2
     if is_hopper(device):
-        return ProductLaunch(tile=32, depth=128, stages=5 if is_gated else 8)
-    return ProductLaunch(tile=32, depth=128, stages=4 if is_gated else 6)
+        stages = {16: 5, 32: 4, 64: 3} if is_gated else {16: 8, 32: 5, 64: 4}
+    else:
+        stages = {16: 4, 32: 3, 64: 2} if is_gated else {16: 6, 32: 4, 64: 3}
+    return ProductLaunch(tile=tile, depth=128, stages=stages[rows])
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
@@ -57,21 +63,22 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x [T, in] times weight [out, in] transposed, plus bias [out], rounded once -> out [T, out]; T up to `FEW_ROWS`.
+    """x [T, in] times weight [out, in] transposed, plus bias [out], rounded once -> out [T, out]; T up to `MOST_ROWS`.
 
-    A row's bits do not depend on the others.
+    A row's bits do not depend on the others, but on whether they are up to 16, 32 or 64.
     """
     _launch(x, weight, bias, out, is_gated=False)
 
 
 def gated_linear(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """x [T, in], weight [2 I, in], gates before ups -> out [T, I]: `silu_mul` of the product; T up to `FEW_ROWS`."""
+    """x [T, in], weight [2 I, in], gates before ups -> out [T, I]: `silu_mul` of the product; T up to `MOST_ROWS`."""
     _launch(x, weight, None, out, is_gated=True)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_gated: bool) -> None:
-    launch = launch_for(x.device, is_gated=is_gated)
     rows, columns = out.shape
+    tile_rows = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    launch = launch_for(x.device, tile_rows, is_gated=is_gated)
     _linear[(triton.cdiv(columns, launch.tile),)](
         x,
         weight,
@@ -82,7 +89,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, is_g
         OUT=columns,
         GATED=is_gated,
         BIASED=bias is not None,
-        ROWS=FEW_ROWS,
+        ROWS=tile_rows,
         TILE=launch.tile,
         DEPTH=launch.depth,
         LINES=LINES_AHEAD,
