@@ -164,6 +164,20 @@ def test_short_chunks_behind_long_prefixes_equal_float32(
         assert torch.equal(found[-1], alone)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("chunk", [(8092, 8192), (7900, 8192), (0, 2048)])
+def test_the_sizes_of_llama_8b(device: torch.device, chunk: tuple[int, int], window: int | None) -> None:
+    """As a card cuts them; the interpreter would take minutes."""
+    if device.type == "cpu":
+        pytest.skip("needs a CUDA device")
+    shape = Shape(kv_heads=8, group=4, dim=128, dtype=torch.bfloat16, window=window)
+    start, end = chunk
+    whole = sequence(shape, end, 0)
+    (found,) = Paged(shape, device).prefill([(whole, start, end)], forget=True)
+    assert close(shape, found, expected(shape, whole, range(start, end)))
+
+
 def test_a_window_wider_than_the_prompt_changes_no_bit(device: torch.device) -> None:
     """Tiles that are seen whole take a shorter way where there is no window."""
     whole = sequence(Shape(), 150, 0)
