@@ -21,7 +21,7 @@ demo-fleet: $(DEMO_STAMP) ## the same on eight emulated H100 pods, in three minu
 	@exec $(BIN)/warmroute-loadgen demo-fleet --out out/demo-fleet $(DEMO_ARGS)
 
 test: check ## everything: format, lint, types, import contracts, file sizes, tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=worksteal $(PYTEST_ARGS)
 
 check: $(STAMP) ## all but the tests
 	$(BIN)/ruff format --check .
