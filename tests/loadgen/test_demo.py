@@ -111,6 +111,7 @@ def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
         ("starting 2 engines", signal.SIGINT),
         ("gateway is ready", signal.SIGTERM),
         ("Round 1", signal.SIGINT),
+        ("Round 1", signal.SIGHUP),
         ("stopping the children", signal.SIGINT),
     ],
 )
