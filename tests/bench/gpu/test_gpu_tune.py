@@ -66,6 +66,8 @@ def test_candidates_are_measured_and_put_back(kernel: str) -> None:
     expected = [(what, name) for what in sizes for name in ("in use", *(c.name for c in candidates))]
     assert sorted((one.what, one.settings) for one in tuner.tried) == sorted(expected)
     assert all(0 < one.seconds < math.inf and one.ratio > 0 for one in tuner.tried)
+    work = {"decode": 2 * 320 * 16 * 2, "prefill": 4 * 2 * 16 * (1101 + 1102)}
+    assert {one.work for one in tuner.tried} >= ({work[kernel]} if kernel in work else {2 * 64 * 32 * 2})
 
 
 @pytest.mark.parametrize("kernel", list(CANDIDATES))

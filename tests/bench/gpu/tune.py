@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,7 @@ from torch import Tensor
 from engine.backend.cuda.kernels import decode, linear, prefill
 from engine.backend.cuda.kernels.attend import Launch
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from tests.bench.gpu.arithmetic import causal_pairs
 from tests.bench.gpu.ceilings import timed_s
 from tests.bench.gpu.products import recorded
 
@@ -79,11 +80,19 @@ class Tried:
     kernel: str
     what: str
     """The size."""
-    settings: str
-    seconds: float
+    settings: str = "in use"
+    seconds: float = math.inf
     """Infinite: it does not fit the card."""
-    ratio: float
+    ratio: float = 1.0
     """Time of the settings in use over this."""
+    work: float = 0.0
+    """Bytes that must be read, or FLOPs where `unit` says so."""
+    unit: str = "B"
+
+    @property
+    def rate(self) -> str:
+        """Work per second."""
+        return f"{self.work / self.seconds / 1e12:.3g} T{self.unit}/s"
 
 
 def decode_candidates() -> list[Candidate]:
@@ -158,7 +167,8 @@ class Tuner:
                 for layer in range(s.layers):
                     decode.paged_decode(q, pool, layer, out, rows, scratch, window=None, scale=s.dim**-0.5)
 
-            self._try("decode", f"decode of {batch} x {tokens}", work, candidates, calls=s.layers)
+            size = batch * tokens * 2 * s.kv_heads * s.dim * pool.itemsize
+            self._try(Tried("decode", f"decode of {batch} x {tokens}", work=size), work, candidates)
 
     def prefill(self, candidates: Sequence[Candidate]) -> None:
         """Attention of chunks, long ones and short ones behind a prefix."""
@@ -183,7 +193,9 @@ class Tuner:
                 for layer in range(s.layers):
                     prefill.paged_prefill(q, pool, layer, out, tensors, scratch, window=None, scale=s.dim**-0.5)
 
-            self._try("prefill", f"prefill of {tokens} behind {context}", work, candidates, calls=s.layers)
+            flops = 4 * s.heads * s.dim * causal_pairs(context, tokens)
+            size = Tried("prefill", f"prefill of {tokens} behind {context}", work=flops, unit="FLOP")
+            self._try(size, work, candidates)
 
     def products(self, candidates: Sequence[Candidate]) -> None:
         """Products of few rows; gate, up and SiLU in one."""
@@ -204,24 +216,24 @@ class Tuner:
                             linear.linear(x, weight, None, out)
 
                 kernel = "gated product" if is_gated else "product"
-                self._try(kernel, f"{name}, {rows} rows", work, candidates, calls=s.layers)
+                self._try(Tried(kernel, f"{name}, {rows} rows", work=weights[0].nbytes), work, candidates)
 
-    def _try(
-        self, kernel: str, what: str, work: Callable[[], None], candidates: Sequence[Candidate], *, calls: int
-    ) -> None:
-        in_use_s = self._measured(Candidate("in use"), work) / calls
-        self._add(Tried(kernel, what, "in use", in_use_s, 1.0))
+    def _try(self, size: Tried, work: Callable[[], None], candidates: Sequence[Candidate]) -> None:
+        """`work` does the work of `size` once for each layer."""
+        layers = self._shape.layers
+        in_use_s = self._measured(Candidate("in use"), work) / layers
+        self._add(replace(size, seconds=in_use_s))
         for candidate in candidates:
             if time.monotonic() > self._until_s:
-                print(f"  {what}: the time is over", file=sys.stderr, flush=True)
+                print(f"  {size.what}: the time is over", file=sys.stderr, flush=True)
                 break
-            seconds = self._measured(candidate, work) / calls
-            self._add(Tried(kernel, what, candidate.name, seconds, in_use_s / seconds))
+            seconds = self._measured(candidate, work) / layers
+            self._add(replace(size, settings=candidate.name, seconds=seconds, ratio=in_use_s / seconds))
         self._keep()
 
     def _add(self, tried: Tried) -> None:
         self.tried.append(tried)
-        time_us = f"{tried.seconds * 1e6:.1f} us" if math.isfinite(tried.seconds) else "does not fit"
+        time_us = f"{tried.seconds * 1e6:.1f} us, {tried.rate}" if math.isfinite(tried.seconds) else "does not fit"
         print(f"  {tried.what}: {tried.settings}: {time_us}, {tried.ratio:.2f}", file=sys.stderr, flush=True)
 
     def _measured(self, candidate: Candidate, work: Callable[[], None]) -> float:
@@ -277,10 +289,12 @@ def as_markdown(tried: Sequence[Tried]) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {kernel} | {settings} | {ratio:.3f} |" for kernel, settings, ratio in best(tried)]
-    lines += ["", "| what | settings | us | time in use / this |", "|---|---|---|---|"]
+    lines += ["", "| what | settings | us | rate | time in use / this |", "|---|---|---|---|---|"]
     for what in dict.fromkeys(one.what for one in tried):
         rows = sorted((one for one in tried if one.what == what), key=lambda one: one.seconds)
-        lines += [f"| {what} | {one.settings} | {one.seconds * 1e6:.1f} | {one.ratio:.3f} |" for one in rows]
+        lines += [
+            f"| {what} | {one.settings} | {one.seconds * 1e6:.1f} | {one.rate} | {one.ratio:.3f} |" for one in rows
+        ]
     return "\n".join(lines) + "\n"
 
 
