@@ -2,6 +2,10 @@
 
 An engine that is broken answers 500 at once and its probe well. It looks idle and fast for it, and would draw every
 request. Pure: every time is seconds of one monotonic clock, passed in.
+
+    taking requests -- failures in a row --> out -- its time is over, probe answered --> on trial -- a request --> tried
+
+    tried: back, when the request gets the whole of its answer; out for longer, when it fails; else on trial once more
 """
 
 from __future__ import annotations
@@ -11,6 +15,10 @@ from dataclasses import dataclass, field
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
 """Ejections soon after one another double up to this. A trial costs one request a second attempt: it may come soon."""
+AT_WORK_S = 5.0
+"""Seconds after an answer began in which a pod that refuses others is taken to be full, not broken."""
+BREAKS_LAST_S = 600.0
+"""Seconds for which it is remembered that a pod broke a stream: a proxy that cuts them may do so minutes apart."""
 MOST_COUNTED = 1000
 """Failures in a row; more say no more."""
 
@@ -59,6 +67,7 @@ class Faults:
 
     __slots__ = (
         "_began_s",
+        "_broke_s",
         "_broken",
         "_ended_s",
         "_errors",
@@ -67,6 +76,7 @@ class Faults:
         "_until_s",
         "is_on_trial",
         "is_suspect",
+        "is_tried",
     )
 
     def __init__(self) -> None:
@@ -75,7 +85,9 @@ class Faults:
         self._broken = Streak()
         """Streams that broke after it."""
         self._began_s = self._ended_s = float("-inf")
-        """When an answer last began well, and ended well."""
+        """When an answer last began well, and when one last ended well."""
+        self._broke_s = float("-inf")
+        """When a stream last broke."""
         self._out_s: float | None = None
         """When it was ejected; None: it is not."""
         self._until_s = float("-inf")
@@ -83,6 +95,8 @@ class Faults:
         """Seconds of the last ejection, which ended at `_until_s` at the earliest."""
         self.is_on_trial = False
         """Its time is over: the next request shows what it is worth."""
+        self.is_tried = False
+        """That request is under way."""
         self.is_suspect = False
         """It has failed a request since it last answered one: no place for a second attempt."""
 
@@ -101,18 +115,26 @@ class Faults:
         """Whether it is to get none at the moment."""
         return self._out_s is not None and not self.is_on_trial
 
+    def has_broken(self, now_s: float) -> bool:
+        """Whether it broke a stream in the last minutes."""
+        return now_s - self._broke_s < BREAKS_LAST_S
+
+    def is_at_work(self, now_s: float) -> bool:
+        """Whether it began an answer lately."""
+        return now_s - self._began_s < AT_WORK_S
+
     def began(self, now_s: float) -> None:
         """A request got the first byte of its answer."""
         self._began_s = now_s
-        if self.is_suspect:
-            self.is_suspect = False
-            self._errors.end()
-
-    def ended(self, *, sent_s: float, now_s: float) -> bool:
-        """A request got all of its answer. True: the pod has passed its trial by that."""
-        self._began_s = self._ended_s = now_s
         self.is_suspect = False
         self._errors.end()
+
+    def ended(self, *, sent_s: float, now_s: float) -> bool:
+        """A request got all of its answer. True: the pod has passed its trial by that.
+
+        It says nothing of the errors that requests get meanwhile: what has begun may go on where nothing begins.
+        """
+        self._ended_s = now_s
         self._broken.end()
         if self._out_s is None or sent_s < self._out_s:
             return False
@@ -121,6 +143,8 @@ class Faults:
 
     def failed(self, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by this pod's fault. `is_begun`: after the first byte of its answer."""
+        if is_begun:
+            self._broke_s = fault.failed_s
         if fault.failed_s >= (self._ended_s if is_begun else self._began_s):
             (self._broken if is_begun else self._errors).add(fault)
 
@@ -140,7 +164,7 @@ class Faults:
 
     def try_again(self, now_s: float) -> bool:
         """The pod answers its probe. True: it may be tried with a request."""
-        if self._out_s is None or self.is_on_trial or now_s < self._until_s:
+        if self._out_s is None or self.is_on_trial or self.is_tried or now_s < self._until_s:
             return False
         self.is_on_trial = True
         return True

@@ -73,6 +73,8 @@ class _Table:
 
     by_model: dict[str, tuple[Pod, ...]] = field(default_factory=dict)
     """Pods to choose among, in order of pod id."""
+    answering: dict[str, list[Pod]] = field(default_factory=dict)
+    """By model too; those that are ejected for failing requests as well."""
     cards: dict[str, ServedModel] = field(default_factory=dict)
     """Every model of an identified pod, admitted or not."""
     by_id: dict[PodId, Pod] = field(default_factory=dict)
@@ -143,8 +145,9 @@ class Fleet:
 
     def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
         """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
-        if pod.faults.is_on_trial:  # with this request, and with no other before its end or the next probe
-            pod.faults.is_on_trial = False
+        is_trial = pod.faults.is_on_trial
+        if is_trial:  # with this request, and with no other before its end and the next probe
+            pod.faults.is_on_trial, pod.faults.is_tried = False, True
             self._changed()
         return Lease(
             pod,
@@ -154,6 +157,7 @@ class Fleet:
             output_tokens=output_tokens,
             streams=streams,
             clock=asyncio.get_running_loop().time,
+            is_trial=is_trial,
         )
 
     # -- what others tell the fleet ---------------------------------------------------------------------------
@@ -187,7 +191,7 @@ class Fleet:
         faults.failed(fault, is_begun=is_begun)
         if self._table.by_id.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
-        if not (faults.is_ejected or self._can_spare(pod)):
+        if not (faults.is_ejected or self._can_spare(pod, is_begun=is_begun)):
             return
         pause_s = faults.eject(asyncio.get_running_loop().time())
         self.ejections += 1
@@ -197,12 +201,17 @@ class Fleet:
         )
         self._changed()
 
-    def _can_spare(self, pod: Pod) -> bool:
-        """Whether enough pods are left for each of its models when it is ejected."""
-        answering = [other for other in self.answering() if other is not pod]
+    def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
+        """Whether enough pods are left for each of its models when it is ejected.
+
+        Nobody gives a second opinion of a stream that breaks (`is_begun`), so other streams do: pods that broke some
+        lately count as lost already. Something on the way may cut every stream at some age.
+        """
+        now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
-            others = [other for other in answering if model.name in (served.name for served in other.identity.models)]
-            if 1 + sum(other.faults.is_ejected for other in others) > MOST_EJECTED * (1 + len(others)):
+            others = [other for other in self._table.answering.get(model.name, ()) if other is not pod]
+            lost = sum(other.faults.is_ejected or (is_begun and other.faults.has_broken(now_s)) for other in others)
+            if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
         return True
 
@@ -303,8 +312,6 @@ class Fleet:
             if pod is not None:
                 ended.add(pod.pod_id)
             member.pod = Pod(member.url, identity, member.address.weight)
-            if pod is not None and pod.epoch is None and pod.is_same_life(identity):
-                member.pod.faults = pod.faults  # it may as well be the same, and closing connections is how it fails
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
@@ -334,7 +341,6 @@ class Fleet:
     def _changed(self, ended: frozenset[PodId] = frozenset()) -> None:
         table = _Table()
         pods: dict[PodId, str] = {}
-        ejected: dict[str, tuple[Pod, ...]] = {}
         known = [(m.pod, m.answers) for m in self._members.values() if m.pod is not None]
         for pod, answers in sorted(known, key=lambda item: item[0].pod_id):
             pods[pod.pod_id] = pod.model
@@ -342,9 +348,9 @@ class Fleet:
             for model in pod.identity.models:
                 table.cards.setdefault(model.name, model)
                 if answers:
-                    by_model = ejected if pod.faults.is_out else table.by_model
-                    by_model[model.name] = (*by_model.get(model.name, ()), pod)
-        table.by_model = ejected | table.by_model  # where every pod that answers is ejected, all are used
+                    table.answering.setdefault(model.name, []).append(pod)
+        for name, answering in table.answering.items():  # where every pod that answers is ejected, all are used
+            table.by_model[name] = tuple(pod for pod in answering if not pod.faults.is_out) or tuple(answering)
         self._table = table
         for name in table.cards:
             self._seen_models.setdefault(name)

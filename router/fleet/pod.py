@@ -48,7 +48,16 @@ class Pod:
 class Lease:
     """A request on a pod. It counts from `with` to the end of the block, however that ends."""
 
-    __slots__ = ("_clock", "_output_tokens", "_pod", "_prompt_tokens", "_request_id", "_streams", "_uncached_tokens")
+    __slots__ = (
+        "_clock",
+        "_is_trial",
+        "_output_tokens",
+        "_pod",
+        "_prompt_tokens",
+        "_request_id",
+        "_streams",
+        "_uncached_tokens",
+    )
 
     def __init__(
         self,
@@ -60,6 +69,7 @@ class Lease:
         output_tokens: int,
         streams: bool,
         clock: Clock,
+        is_trial: bool = False,
     ) -> None:
         self._pod = pod
         self._request_id = request_id
@@ -68,6 +78,7 @@ class Lease:
         self._output_tokens = output_tokens
         self._streams = streams
         self._clock = clock
+        self._is_trial = is_trial
 
     def __enter__(self) -> Lease:
         self._pod.in_flight += 1
@@ -83,6 +94,8 @@ class Lease:
 
     def __exit__(self, *exc: object) -> None:
         self._pod.in_flight -= 1
+        if self._is_trial:
+            self._pod.faults.is_tried = False
         self._pod.state.finished(self._request_id, now_s=self._clock())
 
     def first_token(self, cached_tokens: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -11,8 +11,15 @@ import orjson
 _ERROR_EVENT = re.compile(rb'(?:^|[\r\n])data: ?(\{\s*"error"\s*:[^\r\n]*)')
 
 
-def engine_error(events: bytes) -> str | None:
-    """What the last error event in `events` says, where the engine is at fault; None without such an event."""
+class EngineError(NamedTuple):
+    """What an error event says. `code`: an HTTP status, where it has one."""
+
+    message: str
+    code: int | None = None
+
+
+def engine_error(events: bytes) -> EngineError | None:
+    """The last error event in `events`, where the engine is at fault; None without such an event."""
     if b'"error"' not in events:
         return None
     found = _ERROR_EVENT.findall(events)
@@ -21,9 +28,11 @@ def engine_error(events: bytes) -> str | None:
     try:
         error: Any = orjson.loads(found[-1])["error"]
     except orjson.JSONDecodeError:
-        return "an error"
+        return EngineError("an error")
     if not isinstance(error, dict):
-        return str(error) if error else None
-    code, kind = error.get("code"), error.get("type")
-    is_clients = kind == "invalid_request_error" or (isinstance(code, int) and 400 <= code < 500)
-    return None if is_clients else str(error.get("message") or kind or "an error")
+        return EngineError(str(error)) if error else None
+    kind = error.get("type")
+    code = error["code"] if isinstance(error.get("code"), int) else None
+    if kind == "invalid_request_error" or (code is not None and 400 <= code < 500):
+        return None
+    return EngineError(str(error.get("message") or kind or "an error"), code)

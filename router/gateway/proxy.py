@@ -179,13 +179,7 @@ class Proxy:
                 )
                 if opened.is_retryable:
                     error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
-                    return Failure(
-                        "status",
-                        error,
-                        _whole_answer(opened, exchange, choice),
-                        is_defect=opened.is_defect,
-                        is_risky=opened.is_defect and opened.response.status != 503,
-                    )
+                    return self._failure("status", error, opened, choice, _whole_answer(opened, exchange, choice))
                 now_s = exchange.first_byte_s = self._clock()
                 has_run = opened.has_run
                 if not has_run:
@@ -204,12 +198,30 @@ class Proxy:
         except PodFailed as failed:
             if failed.is_down:
                 self._fleet.failed(choice.pod, str(failed))
-            return Failure(failed.reason, failed.error, is_defect=failed.is_defect, is_risky=failed.is_defect)
+            return self._failure(failed.reason, failed.error, failed, choice)
         finally:
             if opened is not None:
                 opened.close()
             if not has_run:
                 self._chooser.undo(inbound, choice)
+
+    def _failure(
+        self,
+        reason: str,
+        error: ApiError,
+        cause: Opened | PodFailed,
+        choice: Choice,
+        answer: web.Response | None = None,
+    ) -> Failure:
+        """An attempt that `cause` ended. Who refuses one request while it answers others is full, not broken."""
+        is_full = cause.is_refusal and choice.pod.faults.is_at_work(self._clock())
+        return Failure(
+            reason,
+            error,
+            answer,
+            is_defect=cause.is_defect and not is_full,
+            is_risky=cause.is_defect and not cause.is_refusal,
+        )
 
     async def _stream(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice, opened: Opened
@@ -239,11 +251,11 @@ class Proxy:
                 if request.transport is not None:
                     request.transport.close()
             else:
-                message = engine_error(tail.last_bytes())
-                if message is None:
+                said = engine_error(tail.last_bytes())
+                if said is None:
                     self._fleet.served(choice.pod, sent_s=exchange.sent_s)
                 else:
-                    exchange.error = message
+                    exchange.error = said.message
                     self._fleet.blame(choice.pod, self._fault(exchange, inbound), is_begun=True)
                 await response.write_eof()
             is_ended = True

@@ -82,6 +82,11 @@ class Opened:
         return status >= 500 and status != 501 and not (status == 503 and "Retry-After" in self.response.headers)
 
     @property
+    def is_refusal(self) -> bool:
+        """Whether the pod sent the request away unread: by a defect of its own, or because it is full."""
+        return self.response.status == 503
+
+    @property
     def has_run(self) -> bool:
         """Whether the pod did what was asked; else it refused, mostly at once, and computed nothing."""
         return self.response.status < 300
@@ -95,16 +100,19 @@ class Opened:
 class PodFailed(Exception):
     """An attempt that came to nothing. `error` is for the client, should no other attempt do better.
 
-    `reason` is one of connect, disconnect, error, timeout, too_large; `is_down`: the pod could not be reached, rather
-    than slow; `is_defect`: it had the request, and broke off or began with an error.
+    `reason` is one of connect, disconnect, error, timeout, too_large; `is_down`: the pod could not be reached;
+    `is_defect`: it had the request, and broke off or began with an error; `is_refusal`: see Opened.
     """
 
-    def __init__(self, reason: str, error: ApiError, *, is_down: bool, is_defect: bool = False) -> None:
+    def __init__(
+        self, reason: str, error: ApiError, *, is_down: bool = False, is_defect: bool = False, is_refusal: bool = False
+    ) -> None:
         super().__init__(error.message)
         self.reason = reason
         self.error = error
         self.is_down = is_down
         self.is_defect = is_defect
+        self.is_refusal = is_refusal
 
 
 async def open_answer(
@@ -125,9 +133,9 @@ async def open_answer(
             first = await response.content.readany() if is_stream else await _whole(response)
             if is_stream and not first:
                 error: ApiError = BadGateway(f"{target.authority} sent a stream without a byte")
-                raise PodFailed("disconnect", error, is_down=False, is_defect=True)
-            if is_stream and (message := engine_error(first)) is not None:
-                raise PodFailed("error", BadGateway(message), is_down=False, is_defect=True)
+                raise PodFailed("disconnect", error, is_defect=True)
+            if is_stream and (said := engine_error(first)) is not None:
+                raise PodFailed("error", BadGateway(said.message), is_defect=True, is_refusal=said.code == 503)
         opened, response = Opened(response, first, is_stream, watch), None
         return opened
     except aiohttp.ConnectionTimeoutError:
@@ -135,12 +143,12 @@ async def open_answer(
         raise PodFailed("connect", error, is_down=True) from None
     except TimeoutError:
         error = DeadlineExceeded(f"{target.authority} gave no answer in time")
-        raise PodFailed("timeout", error, is_down=False) from None
+        raise PodFailed("timeout", error) from None
     except aiohttp.ClientConnectorError as cause:
         raise PodFailed("connect", BadGateway(str(cause)), is_down=True) from None
     except (aiohttp.ClientError, OSError) as cause:
         text = f"{target.authority} broke off: {cause or type(cause).__name__}"
-        raise PodFailed("disconnect", BadGateway(text), is_down=True, is_defect=True) from None
+        raise PodFailed("disconnect", BadGateway(text), is_defect=True) from None
     finally:
         if response is not None:
             if watch is not None:
@@ -157,5 +165,5 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
         size += len(chunk)
         if size > MAX_WHOLE_BYTES:
             error = BadGateway(f"the engine's answer is larger than {MAX_WHOLE_BYTES} bytes; ask for a stream")
-            raise PodFailed("too_large", error, is_down=False)
+            raise PodFailed("too_large", error)
     return b"".join(chunks)

@@ -84,6 +84,20 @@ async def test_the_first_byte_ends_a_row_of_errors_but_not_one_of_broken_streams
 
 
 @pytest.mark.looptime
+async def test_answers_that_end_well_do_not_hide_that_none_begins() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        sent_s = now_s()
+        pod.faults.began(now_s())
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            fail(world.fleet, pod)
+            world.fleet.served(pod, sent_s=sent_s)
+        assert world.ids() == ["b", "c"]
+
+
+@pytest.mark.looptime
 async def test_what_was_on_its_way_when_a_failure_came_to_light_is_the_same_event() -> None:
     """A step that fails takes all its requests with it, and a network all connections: that ejects nobody."""
     world = world_of(3)
@@ -152,6 +166,27 @@ async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
 
 
 @pytest.mark.looptime
+@pytest.mark.parametrize(("breaking", "left"), [(3, ["d", "e", "f"]), (4, ["a", "b", "c", "d", "e", "f"])])
+async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, left: list[str]) -> None:
+    """Something on the way cuts them all. Errors, which another pod makes good, still count."""
+    world = world_of(6)
+    async with world.running():
+        pods = world.fleet.pods("m")
+        for _ in range(3):
+            for pod in pods[:breaking]:
+                fail(world.fleet, pod, is_begun=True)
+                serve(world.fleet, pod)
+            await asyncio.sleep(60)  # long ones, among short ones that end well
+        for _ in range(3):
+            for pod in pods[:breaking]:
+                fail(world.fleet, pod, is_begun=True)
+        assert world.ids() == left
+        for _ in range(3):
+            fail(world.fleet, pods[5])
+        assert ("f" in world.ids()) == (breaking == 3), "half are out, or none yet"
+
+
+@pytest.mark.looptime
 async def test_where_every_pod_that_answers_is_ejected_all_are_used() -> None:
     world = world_of(4)
     async with world.running():
@@ -194,6 +229,23 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
     said = [record.getMessage() for record in caplog.records if "pod a " in record.getMessage()]
     assert [line.partition(" is ejected for ")[2].partition(":")[0] for line in said[1:-1]] == ["5 s", "10 s", "20 s"]
     assert said[-1] == "fleet: pod a at http://a takes requests again"
+
+
+@pytest.mark.looptime
+async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
+    world = world_of(3)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        for _ in range(3):
+            fail(world.fleet, pod)
+        await asyncio.sleep(FIRST_EJECTION_S + 1.3)
+        assert world.ids() == ["a", "b", "c"]
+        with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+            for _ in range(30):
+                await asyncio.sleep(1)
+                assert world.ids() == ["b", "c"]
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["a", "b", "c"]
 
 
 @pytest.mark.looptime
@@ -274,20 +326,20 @@ async def test_a_new_life_at_the_same_address_has_a_clean_record(new: str) -> No
 
 
 @pytest.mark.looptime
-async def test_a_foreign_engine_is_not_cleared_by_the_connections_it_breaks() -> None:
-    """They count as failed probes as well, and the next probe finds what may be another life of it."""
+async def test_a_foreign_engine_that_was_away_has_a_clean_record() -> None:
+    """It has no epoch to tell its lives apart; one that does not answer its probe has most likely restarted."""
     world = world_of(3)
     world.probe.pods["http://a"] = identity("a", None)
     async with world.running():
         for _ in range(3):
-            pod = world.fleet.pods("m")[0]
-            assert pod.pod_id == "a"
-            for _ in range(3):
-                world.fleet.failed(pod, "it broke off")
-            fail(world.fleet, pod)
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1.3)
+            fail(world.fleet, world.fleet.pods("m")[0])
         assert world.ids() == ["b", "c"]
+        world.probe.pods["http://a"] = ProbeFailed("connection refused")
+        await asyncio.sleep(3.7)
+        world.probe.pods["http://a"] = identity("a", None)
+        await asyncio.sleep(1.2)
+        assert world.ids() == ["a", "b", "c"]
+        assert not world.fleet.doubtful("m")
 
 
 @pytest.mark.looptime
