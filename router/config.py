@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -160,16 +161,13 @@ class GatewaySettings(Settings):
         cleaned = [url.strip().rstrip("/") for url in urls]
         for url in cleaned:
             check_url(url, ("http", "https"))
-        twice = {url for url in cleaned if cleaned.count(url) > 1}
-        if twice:
-            raise ValueError(f"{', '.join(sorted(twice))} is listed twice")
+        _check_unique(cleaned)
         return cleaned
 
     @field_validator("shadow_policies")
     @classmethod
     def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
+        _check_unique(names)
         return names
 
     @field_validator("kube_port")
@@ -227,6 +225,11 @@ class GatewaySettings(Settings):
     @classmethod
     def _check_redis_url(cls, url: str | None) -> str | None:
         return url if url is None else check_redis_url(url)
+
+
+def _check_unique(values: Sequence[str]) -> None:
+    if twice := {value for value in values if values.count(value) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
 
 
 def _flag(name: str) -> str:

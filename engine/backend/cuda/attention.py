@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
+from engine.backend.cuda.kernels.decode import decode_scratch, paged_decode
+from engine.backend.cuda.kernels.prefill import paged_prefill, prefill_scratch, tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.model.config import ModelConfig
 
@@ -38,9 +38,9 @@ class TritonAttention:
         """For decode steps of up to `rows` rows with tables of up to `tokens` tokens."""
         self._windows = config.windows
         self._scale = config.head_dim**-0.5
-        self._scratch = DecodeScratch.make(rows, tokens, config.heads, config.head_dim, device)
+        self._scratch = decode_scratch(rows, tokens, config.heads, config.head_dim, device)
         tiling = tiling_for(config.heads, config.kv_heads, device)
-        self._prefill_scratch = PrefillScratch.make(tiling, config.head_dim, device)
+        self._prefill_scratch = prefill_scratch(tiling, config.head_dim, device)
 
     def begin(self, step: StepTensors) -> None:
         """Nothing to prepare."""

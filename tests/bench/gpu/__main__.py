@@ -20,7 +20,6 @@ import logging
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.gpu import SECTIONS
+from tests.bench.gpu.command import device_name, names_of, write
 
 if TYPE_CHECKING:
     import torch
@@ -65,11 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        _write(arguments.out / "report.json", json.dumps(as_json(results, sizes), indent=2) + "\n")
-        _write(arguments.out / "report.md", as_markdown(results, sizes))
+        write(arguments.out / "report.json", json.dumps(as_json(results, sizes), indent=2) + "\n")
+        write(arguments.out / "report.md", as_markdown(results, sizes))
 
     keep()  # where the folder cannot be written, that shows before anything is measured
-    asyncio.run(Bench(model, sizes, results, keep=keep, limit_s=arguments.limit_s).measure(arguments.sections))
+    asyncio.run(
+        Bench(model, sizes, results, keep=keep, limit_s=arguments.limit_s).measure(frozenset(arguments.sections))
+    )
     keep()
     found = checks(results, sizes)
     print("\n".join(map(str, found)))
@@ -83,12 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", type=_device, default="cuda", help="cuda, cuda:N or (with --tiny) cpu")
+    parser.add_argument("--device", type=device_name, default="cuda", help="cuda, cuda:N or (with --tiny) cpu")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="fewer sizes, some bounds stay unmeasured")
     size.add_argument("--tiny", action="store_true", help="a model of two layers: tests the benchmark, not the card")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, float32 on cpu")
-    parser.add_argument("--sections", type=_sections, default=frozenset(SECTIONS), help=",".join(SECTIONS))
+    parser.add_argument("--sections", type=names_of(SECTIONS), default=SECTIONS, help=",".join(SECTIONS))
     parser.add_argument(
         "--limit-s",
         type=float,
@@ -97,26 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"), help="folder for report.json and report.md")
     return parser
-
-
-def _write(path: Path, text: str) -> None:
-    """At once: whoever is killed meanwhile leaves the text from before."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
-    return text
-
-
-def _sections(text: str) -> frozenset[str]:
-    names = frozenset(text.split(","))
-    if unknown := names - set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(SECTIONS)}")
-    return names
 
 
 def _dtype(tiny: bool, device: str) -> str:

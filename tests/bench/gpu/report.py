@@ -190,14 +190,15 @@ def _profile(profile: StepProfile) -> list[str]:
     kernels = [(k.name[:70], f"{k.calls:g}", _ms(k.seconds), f"{k.seconds / busy_s:.0%}") for k in profile.kernels]
     title = f"{profile.what}: {profile.wall_s * 1e3:.2f} ms a step, {profile.busy_s * 1e3:.2f} of them in kernels"
     lines = _section(title, ("part", "ms", "share"), kinds)
-    return [*lines, "", *_table(("kernel", "calls", "ms", "share"), kernels[:_KERNELS_SHOWN])]
+    return [*lines, "", *table(("kernel", "calls", "ms", "share"), kernels[:_KERNELS_SHOWN])]
 
 
 def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    return ["", f"## {title}", "", *_table(header, rows)] if rows else []
+    return ["", f"## {title}", "", *table(header, rows)] if rows else []
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """A Markdown table, by lines."""
     body = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (header, ["---"] * len(header), *rows)]
     return [f"| {line} |" for line in body]
 

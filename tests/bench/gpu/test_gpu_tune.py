@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +12,11 @@ import torch
 
 from engine.backend.cuda.kernels import decode, linear, prefill
 from tests.bench.gpu import tune
-from tests.bench.gpu.tune import (
-    Candidate,
-    Shape,
-    Tried,
-    Tuner,
-    as_markdown,
-    best,
-    decode_candidates,
-    main,
-    prefill_candidates,
-    product_candidates,
-)
+from tests.bench.gpu.tune import KERNELS, Candidate, Shape, Tried, Tuner, as_markdown, best, decode_candidates, main
 
 SMALL = Shape(
     heads=2, kv_heads=1, dim=16, hidden=32, inner=64, layers=1, decodes=((1, 320),), prefills=((2, 1100),), rows=(2,)
 )
-CANDIDATES: dict[str, Callable[[], list[Candidate]]] = {
-    "decode": decode_candidates,
-    "prefill": prefill_candidates,
-    "products": product_candidates,
-}
 MODULES: tuple[Any, ...] = (decode, linear, prefill)
 
 
@@ -54,11 +39,11 @@ def settings() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("kernel", list(CANDIDATES))
+@pytest.mark.parametrize("kernel", list(KERNELS))
 def test_candidates_are_measured_and_put_back(kernel: str) -> None:
     before, kept = settings(), []
     tuner = Tuner(SMALL, torch.device("cpu"), keep=lambda: kept.append(1), until_s=math.inf)
-    candidates = CANDIDATES[kernel]()[::6]
+    candidates = KERNELS[kernel]()[::6]
     getattr(tuner, kernel)(candidates)
     assert settings() == before
     sizes = {one.what for one in tuner.tried}
@@ -70,9 +55,9 @@ def test_candidates_are_measured_and_put_back(kernel: str) -> None:
     assert {one.work for one in tuner.tried} >= ({work[kernel]} if kernel in work else {2 * 64 * 32 * 2})
 
 
-@pytest.mark.parametrize("kernel", list(CANDIDATES))
+@pytest.mark.parametrize("kernel", list(KERNELS))
 def test_every_candidate_has_a_name_and_settings_of_its_own(kernel: str) -> None:
-    candidates = CANDIDATES[kernel]()
+    candidates = KERNELS[kernel]()
     assert len({candidate.name for candidate in candidates}) == len(candidates)
     before = settings()
     for candidate in candidates:
@@ -81,7 +66,7 @@ def test_every_candidate_has_a_name_and_settings_of_its_own(kernel: str) -> None
     assert settings() == before
 
 
-@pytest.mark.parametrize("kernel", list(CANDIDATES))
+@pytest.mark.parametrize("kernel", list(KERNELS))
 def test_every_candidate_computes_the_same(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to rounding: other tiles are other sums."""
     found: list[torch.Tensor] = []
@@ -95,7 +80,7 @@ def test_every_candidate_computes_the_same(kernel: str, monkeypatch: pytest.Monk
         return 1.0
 
     monkeypatch.setattr(Tuner, "_measured", measured)
-    candidates = CANDIDATES[kernel]()[::4]
+    candidates = KERNELS[kernel]()[::4]
     getattr(Tuner(SMALL, torch.device("cpu"), keep=int, until_s=math.inf), kernel)(candidates)
     for at in range(0, len(found), len(candidates) + 1):
         in_use, *others = found[at : at + len(candidates) + 1]
@@ -111,6 +96,7 @@ def test_what_does_not_fit_is_said_and_passed_over(capsys: pytest.CaptureFixture
     tuner.prefill([Candidate("too large", prefill, {"early": refuse})])
     assert [one.seconds == math.inf for one in tuner.tried] == [False, True]
     assert "too large: does not fit" in capsys.readouterr().err
+    assert [json.loads(json.dumps(one.as_json(), allow_nan=False))["seconds"] for one in tuner.tried] == [1e-3, None]
 
 
 def test_no_candidate_begins_when_the_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,3 +123,5 @@ def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], monkeypat
     assert "no CUDA device" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--kernels", "decode,flash"])
+    with pytest.raises(SystemExit):
+        main(["--device", "gpu"])

@@ -27,13 +27,15 @@ import torch
 from torch import Tensor
 
 from engine.backend.cuda.kernels import decode, linear, prefill
-from engine.backend.cuda.kernels.attend import Launch
+from engine.backend.cuda.kernels.attend import Launch, PartSums
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors
 from tests.bench.gpu.arithmetic import causal_pairs
 from tests.bench.gpu.ceilings import timed_s
+from tests.bench.gpu.command import device_name, names_of, write
 from tests.bench.gpu.products import recorded
+from tests.bench.gpu.report import table
+from tests.engine.cuda.cutting import prefill_tensors
 
-KERNELS = ("decode", "prefill", "products")
 _REPEATS = 3
 
 
@@ -94,6 +96,11 @@ class Tried:
         """Work per second."""
         return f"{self.work / self.seconds / 1e12:.3g} T{self.unit}/s"
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no infinity: null."""
+        values = dataclasses.asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
 
 def decode_candidates() -> list[Candidate]:
     """Tiles of keys, warps and depths of the pipeline, with short parts and with long ones."""
@@ -138,6 +145,10 @@ def _for_all(launch: object) -> dict[str, Any]:
     return {"launch_for": lambda *_, **__: launch, "INTERPRETED": launch}
 
 
+KERNELS = {"decode": decode_candidates, "prefill": prefill_candidates, "products": product_candidates}
+"""What can be tuned apart from the rest: the methods of `Tuner`, and what each is given."""
+
+
 class Tuner:
     """Runs kernels with other settings, and keeps what came of it."""
 
@@ -159,11 +170,9 @@ class Tuner:
             q, out = self._queries(batch)
 
             # No candidate has shorter parts than those in use, so more of them.
-            scratch = decode.DecodeScratch.make(batch, tokens, s.heads, s.dim, self._device)
+            scratch = decode.decode_scratch(batch, tokens, s.heads, s.dim, self._device)
 
-            def work(
-                q: Tensor = q, out: Tensor = out, rows: DecodeTensors = rows, scratch: decode.DecodeScratch = scratch
-            ) -> None:
+            def work(q: Tensor = q, out: Tensor = out, rows: DecodeTensors = rows, scratch: PartSums = scratch) -> None:
                 for layer in range(s.layers):
                     decode.paged_decode(q, pool, layer, out, rows, scratch, window=None, scale=s.dim**-0.5)
 
@@ -175,18 +184,9 @@ class Tuner:
         s = self._shape
         pool, blocks = self._pool(max(sum(chunk) for chunk in s.prefills))
         cut_for = prefill.tiling_for(s.heads, s.kv_heads, self._device)
-        scratch = prefill.PrefillScratch.make(cut_for, s.dim, self._device)
+        scratch = prefill.prefill_scratch(cut_for, s.dim, self._device)
         for tokens, context in s.prefills:
-            cut = cut_for.cut([(tokens, context)])
-            tensors = PrefillTensors(
-                tokens=tokens,
-                tables=blocks[None, : -(-(tokens + context) // s.page)],
-                query_starts=self._ints([0, tokens]),
-                contexts=self._ints([context]),
-                tiles=torch.from_numpy(cut.tiles).to(self._device),
-                merged=torch.from_numpy(cut.merged).to(self._device),
-                rounds=cut.rounds,
-            )
+            tensors = prefill_tensors(cut_for, [(tokens, context)], blocks[None, : -(-(tokens + context) // s.page)])
             q, out = self._queries(tokens)
 
             def work(q: Tensor = q, out: Tensor = out, tensors: PrefillTensors = tensors) -> None:
@@ -282,19 +282,15 @@ def best(tried: Sequence[Tried]) -> list[tuple[str, str, float]]:
 
 def as_markdown(tried: Sequence[Tried]) -> str:
     """Best settings first, then all."""
-    lines = [
-        "# Settings of the CUDA kernels",
-        "",
-        "| kernel | best for all its sizes | time in use / best |",
-        "|---|---|---|",
+    means = [(kernel, settings, f"{ratio:.3f}") for kernel, settings, ratio in best(tried)]
+    rows = [
+        (one.what, one.settings, f"{one.seconds * 1e6:.1f}", one.rate, f"{one.ratio:.3f}")
+        for what in dict.fromkeys(one.what for one in tried)
+        for one in sorted((one for one in tried if one.what == what), key=lambda one: one.seconds)
     ]
-    lines += [f"| {kernel} | {settings} | {ratio:.3f} |" for kernel, settings, ratio in best(tried)]
-    lines += ["", "| what | settings | us | rate | time in use / this |", "|---|---|---|---|---|"]
-    for what in dict.fromkeys(one.what for one in tried):
-        rows = sorted((one for one in tried if one.what == what), key=lambda one: one.seconds)
-        lines += [
-            f"| {what} | {one.settings} | {one.seconds * 1e6:.1f} | {one.rate} | {one.ratio:.3f} |" for one in rows
-        ]
+    lines = ["# Settings of the CUDA kernels", ""]
+    lines += table(("kernel", "best for all its sizes", "time in use / best"), means)
+    lines += ["", *table(("what", "settings", "us", "rate", "time in use / this"), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -303,41 +299,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kernels", type=_kernels, default=KERNELS, help=",".join(KERNELS))
-    parser.add_argument("--device", default="cuda:0", help="cuda:N")
+    parser.add_argument("--kernels", type=names_of(tuple(KERNELS)), default=tuple(KERNELS), help=",".join(KERNELS))
+    parser.add_argument("--device", type=device_name, default="cuda:0", help="cuda or cuda:N")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="seconds after which no candidate begins")
     parser.add_argument("--out", type=Path, default=Path("out/gpu-tune"), help="folder for report.json and report.md")
     arguments = parser.parse_args(argv)
     until_s = time.monotonic() + arguments.limit_s
-    if not torch.cuda.is_available():
-        print("gpu-tune: torch sees no CUDA device; there is nothing to measure", file=sys.stderr)
-        return 2
     device = torch.device(arguments.device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" or (device.index or 0) >= count:
+        print(f"gpu-tune: torch sees no CUDA device {device}; there is nothing to measure", file=sys.stderr)
+        return 2
     torch.cuda.set_device(device)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:
-        found = {"card": torch.cuda.get_device_name(device), "tried": [dataclasses.asdict(one) for one in tuner.tried]}
-        (arguments.out / "report.json").write_text(json.dumps(found, indent=2) + "\n")
-        (arguments.out / "report.md").write_text(as_markdown(tuner.tried))
+        found = {"card": torch.cuda.get_device_name(device), "tried": [one.as_json() for one in tuner.tried]}
+        write(arguments.out / "report.json", json.dumps(found, indent=2) + "\n")
+        write(arguments.out / "report.md", as_markdown(tuner.tried))
 
     tuner = Tuner(Shape(), device, keep=keep, until_s=until_s)
     for kernel in arguments.kernels:
-        if kernel == "decode":
-            tuner.decode(decode_candidates())
-        elif kernel == "prefill":
-            tuner.prefill(prefill_candidates())
-        else:
-            tuner.products(product_candidates())
+        getattr(tuner, kernel)(KERNELS[kernel]())
     print(as_markdown(tuner.tried))
     return 0
-
-
-def _kernels(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(KERNELS):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(KERNELS)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ import torch
 from hypothesis import Phase
 from torch import Tensor
 
-from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from engine.backend.cuda.kernels.attend import PartSums
+from engine.backend.cuda.kernels.decode import decode_scratch, paged_decode
+from engine.backend.cuda.kernels.prefill import paged_prefill, prefill_scratch, tiling_for
+from engine.backend.cuda.step import DecodeTensors
 from engine.backend.cuda.tiling import Tiling
+from tests.engine.cuda.cutting import prefill_tensors
 
 LAYERS = 3
 LAYER = 1
@@ -71,6 +73,12 @@ def expected(shape: Shape, whole: Vectors, positions: Sequence[int]) -> Tensor:
     return torch.einsum("tkgs,skd->tkgd", weights, whole.v.float()[keys]).flatten(1)
 
 
+def poison(scratch: PartSums) -> None:
+    """Fill all of it with NaN."""
+    for part in (scratch.sums, scratch.peaks, scratch.totals):
+        part.fill_(float("nan"))
+
+
 class Paged:
     """Sequences in pages all over a pool. All that no query may see is NaN, and so are other layers."""
 
@@ -118,39 +126,26 @@ class Paged:
         """
         shape = self.shape
         tiling = tiling or tiling_for(shape.heads, shape.kv_heads, self.device)
-        starts = [0]
-        for _, start, end in chunks:
-            starts.append(starts[-1] + end - start)
         pool, tables = self.pool([s for s, _, _ in chunks], [end for _, _, end in chunks])
         if forget and shape.window is not None:
             for row, (_, start, _) in enumerate(chunks):
                 self._forget(pool, tables[row], start - shape.window + 1)
-        cut = tiling.cut([(end - start, start) for _, start, end in chunks])
-        tensors = PrefillTensors(
-            tokens=starts[-1],
-            tables=tables,
-            query_starts=self._ints(starts),
-            contexts=self._ints([start for _, start, _ in chunks]),
-            tiles=torch.from_numpy(cut.tiles).to(self.device),
-            merged=torch.from_numpy(cut.merged).to(self.device),
-            rounds=cut.rounds,
-        )
+        tensors = prefill_tensors(tiling, [(end - start, start) for _, start, end in chunks], tables)
         q = self._rows([s.q[a:b] for s, a, b in chunks], padding)
-        out = torch.full((starts[-1] + padding, shape.heads * shape.dim), float("nan"), dtype=shape.dtype)
+        out = torch.full((tensors.tokens + padding, shape.heads * shape.dim), float("nan"), dtype=shape.dtype)
         out = out.to(self.device)
-        scratch = PrefillScratch.make(tiling, shape.dim, self.device)
-        for part in (scratch.sums, scratch.peaks, scratch.totals):
-            part.fill_(float("nan"))
+        scratch = prefill_scratch(tiling, shape.dim, self.device)
+        poison(scratch)
         paged_prefill(q, pool, LAYER, out, tensors, scratch, window=shape.window, scale=shape.dim**-0.5)
-        assert out[starts[-1] :].isnan().all(), "rows that no tile names were written"
-        return list(out[: starts[-1]].cpu().split([b - a for _, a, b in chunks]))
+        assert out[tensors.tokens :].isnan().all(), "rows that no tile names were written"
+        return list(out[: tensors.tokens].cpu().split([b - a for _, a, b in chunks]))
 
     def decode(
         self,
         rows: Sequence[tuple[Vectors, int]],
         *,
         width: int = 0,
-        scratch: DecodeScratch | None = None,
+        scratch: PartSums | None = None,
         forget: bool = False,
     ) -> Tensor:
         """Attention of the last of `length` tokens for each (sequence, length): [rows, heads * dim], on the CPU."""
@@ -161,9 +156,8 @@ class Paged:
                 self._forget(pool, tables[row], length - shape.window)
         if scratch is None:
             tokens = tables.shape[1] * shape.page
-            scratch = DecodeScratch.make(len(rows), tokens, shape.heads, shape.dim, self.device)
-        for part in (scratch.sums, scratch.peaks, scratch.totals):
-            part.fill_(float("nan"))
+            scratch = decode_scratch(len(rows), tokens, shape.heads, shape.dim, self.device)
+        poison(scratch)
         q = self._rows([s.q[max(length - 1, 0)][None] for s, length in rows], 0)
         out = torch.full((len(rows), shape.heads * shape.dim), float("nan"), dtype=shape.dtype, device=self.device)
         tensors = DecodeTensors(tables=tables, lengths=self._ints([length for _, length in rows]))

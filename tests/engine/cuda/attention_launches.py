@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backend.cuda.kernels.decode import DecodeScratch, paged_decode
-from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, tiling_for
+from engine.backend.cuda.kernels.decode import decode_scratch, paged_decode
+from engine.backend.cuda.kernels.prefill import paged_prefill, prefill_scratch, tiling_for
 from engine.backend.cuda.step import DecodeTensors, PrefillTensors
 from engine.backend.cuda.tiling import Round
 
@@ -57,10 +57,10 @@ def launch(dtype: torch.dtype, dim: int, window: int | None) -> None:
         merged=_meta(2),
         rounds=(Round(0, 5, 0, 0), Round(5, 9, 0, 2)),
     )
-    parts = PrefillScratch.make(tiling_for(HEADS, KV_HEADS, q.device), dim, q.device)
+    parts = prefill_scratch(tiling_for(HEADS, KV_HEADS, q.device), dim, q.device)
     paged_prefill(q, pool, 3, out, chunks, parts, window=window, scale=dim**-0.5)
     rows = DecodeTensors(tables=_meta(100, 129), lengths=_meta(100))
-    scratch = DecodeScratch.make(100, 129 * 64, HEADS, dim, torch.device("meta"))
+    scratch = decode_scratch(100, 129 * 64, HEADS, dim, torch.device("meta"))
     paged_decode(q, pool, 3, out, rows, scratch, window=window, scale=dim**-0.5)
 
 

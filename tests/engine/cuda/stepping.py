@@ -18,6 +18,7 @@ from engine.backend.torch_kv import KvPool
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.sched.plan import SequenceChunk
+from tests.engine.cuda.cutting import prefill_tensors
 from tests.engine.model.helpers import Driven, drive, shuffled_blocks, tokens
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -66,18 +67,9 @@ def _step_of(config: ModelConfig, block_size: int, chunks: Sequence[SequenceChun
 
 
 def _prefill(config: ModelConfig, chunks: Sequence[SequenceChunk]) -> PrefillTensors:
-    lengths = [len(chunk.tokens) for chunk in chunks]
-    tiling = tiling_for(config.heads, config.kv_heads, torch.device("cpu"))
-    cut = tiling.cut([(len(chunk.tokens), chunk.start) for chunk in chunks])
-    return PrefillTensors(
-        tokens=sum(lengths),
-        tables=_tables(chunks),
-        query_starts=_int32([0, *accumulate(lengths)]),
-        contexts=_int32([chunk.start for chunk in chunks]),
-        tiles=torch.from_numpy(cut.tiles),
-        merged=torch.from_numpy(cut.merged),
-        rounds=cut.rounds,
-    )
+    tables = _tables(chunks)
+    tiling = tiling_for(config.heads, config.kv_heads, tables.device)
+    return prefill_tensors(tiling, [(len(chunk.tokens), chunk.start) for chunk in chunks], tables)
 
 
 def _decode(chunks: Sequence[SequenceChunk], padding_rows: int) -> DecodeTensors:

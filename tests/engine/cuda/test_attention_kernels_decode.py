@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.backend.cuda.kernels import attend
 from engine.backend.cuda.kernels import decode as kernel
 from engine.backend.cuda.kernels.attend import INTERPRETED
-from engine.backend.cuda.kernels.decode import DecodeScratch, part_count
+from engine.backend.cuda.kernels.decode import decode_scratch, part_count
 from tests.engine.cuda.attention_cases import TOLERANCE, UNSHRUNK, Paged, Shape, Vectors, expected, sequence
 
 PART = kernel.PART_TOKENS
@@ -88,7 +88,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(
 ) -> None:
     """Nor on padding rows, the tables' width or the scratch's size."""
     rows = [(sequence(shape, length, seed), length) for seed, length in enumerate(tokens)]
-    scratch = DecodeScratch.make(len(rows) + 3, 128 * shape.page, shape.heads, shape.dim, device)
+    scratch = decode_scratch(len(rows) + 3, 128 * shape.page, shape.heads, shape.dim, device)
     padded = [*rows, (rows[0][0], 0)]
     together = Paged(shape, device).decode(padded, width=width, scratch=scratch)
     for i, row in enumerate(rows):
@@ -132,7 +132,7 @@ def test_a_window_wider_than_the_context_changes_no_bit(device: torch.device) ->
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1024), (2, 255)])
 def test_a_scratch_too_small_is_refused(device: torch.device, batch: int, tokens: int) -> None:
     shape = Shape()
-    scratch = DecodeScratch.make(batch, tokens, shape.heads, shape.dim, device)
+    scratch = decode_scratch(batch, tokens, shape.heads, shape.dim, device)
     whole = sequence(shape, 300, 0)
     with pytest.raises(
         ValueError, match=f"scratch has room for {batch} rows of {part_count(tokens)} parts; 2 rows of 2"

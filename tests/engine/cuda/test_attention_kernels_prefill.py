@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.backend.cuda import tiling
 from engine.backend.cuda.kernels import prefill as kernel
 from engine.backend.cuda.kernels.attend import INTERPRETED, Launch
-from engine.backend.cuda.kernels.prefill import PrefillScratch, paged_prefill, query_tile, tiling_for
-from engine.backend.cuda.step import PrefillTensors
+from engine.backend.cuda.kernels.prefill import paged_prefill, prefill_scratch, query_tile, tiling_for
 from engine.backend.cuda.tiling import Tiling
 from tests.engine.cuda.attention_cases import TOLERANCE, UNSHRUNK, Paged, Shape, expected, sequence
+from tests.engine.cuda.cutting import prefill_tensors
 
 windows = st.none() | st.integers(1, 90)
 shapes = st.builds(
@@ -202,17 +202,9 @@ def test_blocks_beyond_what_32_bits_count(device: torch.device) -> None:
     pool[-1, 0, 0, :5] = whole.k.to(device)
     pool[-1, 0, 1, :5] = whole.v.to(device)
     cut_for = tiling_for(shape.heads, shape.kv_heads, device)
-    cut = cut_for.cut([(5, 0)])
-    tensors = PrefillTensors(
-        tokens=5,
-        tables=torch.tensor([[blocks - 1]], dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, 5], dtype=torch.int32, device=device),
-        contexts=torch.tensor([0], dtype=torch.int32, device=device),
-        tiles=torch.from_numpy(cut.tiles).to(device),
-        merged=torch.from_numpy(cut.merged).to(device),
-        rounds=cut.rounds,
-    )
-    scratch = PrefillScratch.make(cut_for, shape.dim, device)
+    tables = torch.tensor([[blocks - 1]], dtype=torch.int32, device=device)
+    tensors = prefill_tensors(cut_for, [(5, 0)], tables)
+    scratch = prefill_scratch(cut_for, shape.dim, device)
     out = torch.full((5, shape.heads * shape.dim), float("nan"), dtype=shape.dtype, device=device)
     paged_prefill(whole.q.to(device), pool, 0, out, tensors, scratch, window=None, scale=shape.dim**-0.5)
     assert close(shape, out.cpu(), expected(shape, whole, range(5)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda.tiling import MAX_PARTS, PART_KEYS, Tiling
+from tests.engine.cuda.cutting import prefill_tensors
 
 LLAMA_8B_ON_AN_H200 = Tiling(tokens=32, kv_heads=8, processors=132)
 
@@ -74,3 +76,12 @@ def test_parts_are_worth_their_sums(cut_for: Tiling, tokens: int, context: int) 
 )
 def test_a_card_is_filled_but_no_more(tokens: int, context: int, parts: int) -> None:
     assert LLAMA_8B_ON_AN_H200.parts(tokens, context + tokens) == parts
+
+
+def test_the_tests_own_tensors_lie_where_the_tables_do() -> None:
+    """A kernel on a card takes no other; `with device:` would not move those that come from numpy."""
+    tables = torch.empty((2, 600), dtype=torch.int32, device="meta")
+    found = prefill_tensors(LLAMA_8B_ON_AN_H200, [(100, 8092), (300, 0)], tables)
+    arrays = (found.tables, found.query_starts, found.contexts, found.tiles, found.merged)
+    assert {(array.device.type, array.dtype) for array in arrays} == {("meta", torch.int32)}
+    assert (found.tokens, len(found.rounds)) == (400, 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.fleet.discovery import EngineAddress
 from router.fleet.faults import FIRST_EJECTION_S, LONGEST_EJECTION_S, Fault, Faults
 from router.fleet.fleet import Fleet
-from router.fleet.pod import Pod
+from router.fleet.pod import Lease, Pod
 from router.fleet.probe import ProbeFailed
 from tests.router.fleet.test_fleet import World, identity
 
@@ -24,16 +24,30 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def fail(fleet: Fleet, pod: Pod, *, body: int | None = None, is_made_good: bool = True, is_begun: bool = False) -> None:
-    """A request that the pod fails at once."""
-    with fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
-        fault = Fault(next(BODIES) if body is None else body, now_s(), now_s(), is_made_good)
-        fleet.blame(pod, fault, is_begun=is_begun)
+def leased(fleet: Fleet, pod: Pod) -> Lease:
+    """A request on the pod."""
+    return fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True)
+
+
+def fail(
+    fleet: Fleet,
+    pod: Pod,
+    *,
+    times: int = 1,
+    body: int | None = None,
+    is_made_good: bool = True,
+    is_begun: bool = False,
+) -> None:
+    """Requests, one after the other, that the pod fails at once."""
+    for _ in range(times):
+        with leased(fleet, pod):
+            fault = Fault(next(BODIES) if body is None else body, now_s(), now_s(), is_made_good)
+            fleet.blame(pod, fault, is_begun=is_begun)
 
 
 def serve(fleet: Fleet, pod: Pod) -> None:
     """A request that the pod answers at once."""
-    with fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+    with leased(fleet, pod):
         pod.faults.began(now_s())
         fleet.served(pod, sent_s=now_s())
 
@@ -156,8 +170,7 @@ async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
     world.probe.pods["http://c"] = ProbeFailed("refused")
     async with world.running():
         a, b, d = world.fleet.pods("m")
-        for _ in range(3):
-            fail(world.fleet, d)
+        fail(world.fleet, d, times=3)
         assert (world.ids("m"), world.ids("n")) == (["a", "b", "d"], ["d"]), "nobody else serves n"
         for _ in range(3):
             fail(world.fleet, a)
@@ -208,15 +221,14 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
-        for _ in range(3):
-            fail(world.fleet, pod)
+        fail(world.fleet, pod, times=3)
         for length_s in (FIRST_EJECTION_S, 2 * FIRST_EJECTION_S):
             await asyncio.sleep(length_s - 0.1)
             assert world.ids() == ["b", "c"]
             await asyncio.sleep(1.4)  # the probe that finds the time over
             assert world.ids() == ["a", "b", "c"]
             assert world.fleet.doubtful("m") == {"a"}, "no place for a second attempt"
-            with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+            with leased(world.fleet, pod):
                 assert world.ids() == ["b", "c"]
                 sent_s = now_s()
                 await asyncio.sleep(0.1)
@@ -236,11 +248,10 @@ async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
-        for _ in range(3):
-            fail(world.fleet, pod)
+        fail(world.fleet, pod, times=3)
         await asyncio.sleep(FIRST_EJECTION_S + 1.3)
         assert world.ids() == ["a", "b", "c"]
-        with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+        with leased(world.fleet, pod):
             for _ in range(30):
                 await asyncio.sleep(1)
                 assert world.ids() == ["b", "c"]
@@ -254,12 +265,11 @@ async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> N
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
-        for _ in range(3):
-            fail(world.fleet, pod)
+        fail(world.fleet, pod, times=3)
         await asyncio.sleep(FIRST_EJECTION_S + 1.3)
         for _ in range(3):
             assert world.ids() == ["a", "b", "c"]
-            with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+            with leased(world.fleet, pod):
                 pass
             assert world.ids() == ["b", "c"]
             await asyncio.sleep(1.3)
@@ -272,8 +282,7 @@ async def test_what_was_sent_before_the_ejection_neither_ends_nor_prolongs_it() 
         pod = world.fleet.pods("m")[0]
         sent_s = now_s()
         await asyncio.sleep(0.1)
-        for _ in range(3):
-            fail(world.fleet, pod)
+        fail(world.fleet, pod, times=3)
         await asyncio.sleep(1)
         world.fleet.blame(pod, Fault(next(BODIES), sent_s, now_s(), True), is_begun=True)
         world.fleet.served(pod, sent_s=sent_s)
@@ -288,16 +297,14 @@ async def test_ejections_grow_to_a_bound_and_a_pod_that_stayed_long_enough_start
     async with world.running():
         pod = world.fleet.pods("m")[0]
         for i in range(6):
-            for _ in range(3):
-                fail(world.fleet, pod)
+            fail(world.fleet, pod, times=3)
             await asyncio.sleep(min(FIRST_EJECTION_S * 2**i, LONGEST_EJECTION_S) - 0.1)
             assert world.ids() == ["b", "c"]
             await asyncio.sleep(1.4)
             assert world.ids() == ["a", "b", "c"]
             serve(world.fleet, pod)
         await asyncio.sleep(LONGEST_EJECTION_S + 1)
-        for _ in range(3):
-            fail(world.fleet, pod)
+        fail(world.fleet, pod, times=3)
         await asyncio.sleep(FIRST_EJECTION_S + 1.3)
         assert world.ids() == ["a", "b", "c"]
 
@@ -372,7 +379,7 @@ async def test_whatever_happens_half_are_left_and_who_serves_comes_back(seed: in
                 case "serve":
                     serve(world.fleet, pod)
                 case "lose":
-                    with world.fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+                    with leased(world.fleet, pod):
                         pass
                 case _:
                     fail(world.fleet, pod, is_made_good=rng.random() < 0.5, is_begun=step == "break")

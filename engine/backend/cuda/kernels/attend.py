@@ -33,6 +33,27 @@ class Launch:
     page. 1 is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """Where parts of sequences leave their sums until they are added up; float32, free again after each launch."""
+
+    sums: Tensor
+    """Values, weighted relative to the part's peak: [..., dim]."""
+    peaks: Tensor
+    """Highest score in a part, in powers of two: [...]."""
+    totals: Tensor
+    """Sum of a part's weights: [...]."""
+
+    @staticmethod
+    def make(shape: tuple[int, ...], dim: int, device: torch.device) -> PartSums:
+        """Room for parts of `shape`, with heads of `dim`."""
+        return PartSums(
+            sums=torch.empty((*shape, dim), dtype=torch.float32, device=device),
+            peaks=torch.empty(shape, dtype=torch.float32, device=device),
+            totals=torch.empty(shape, dtype=torch.float32, device=device),
+        )
+
+
 INTERPRETED = Launch(rows=128, tile=64, warps=4, stages=1)
 """On a CPU, in Triton's interpreter, time goes by the program: few and large ones. Warps and stages mean nothing."""
 

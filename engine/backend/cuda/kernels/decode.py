@@ -6,8 +6,6 @@ shapes alone, so launches can be captured in a CUDA graph: programs for parts th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from engine.backend.cuda.kernels.attend import (
     INTERPRETED,
     LOG2_E,
     Launch,
+    PartSums,
     attend_tile,
     columns_for,
     is_hopper,
@@ -55,26 +54,9 @@ def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -
     return Launch(rows=rows, tile=64 if dim <= 128 else 32, warps=4, stages=5 if is_hopper(device) else 3)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Where parts leave their sums until they are added up; free again after each layer."""
-
-    sums: Tensor
-    """Values, weighted relative to the part's peak: float32 [batch, heads, parts, dim]."""
-    peaks: Tensor
-    """Highest score of a part, in powers of two: float32 [batch, heads, parts]."""
-    totals: Tensor
-    """Sum of a part's weights: float32 [batch, heads, parts]."""
-
-    @staticmethod
-    def make(batch: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> DecodeScratch:
-        """Room for `batch` rows of up to `max_tokens` tokens."""
-        shape = (batch, heads, part_count(max_tokens))
-        return DecodeScratch(
-            sums=torch.empty((*shape, dim), dtype=torch.float32, device=device),
-            peaks=torch.empty(shape, dtype=torch.float32, device=device),
-            totals=torch.empty(shape, dtype=torch.float32, device=device),
-        )
+def decode_scratch(batch: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> PartSums:
+    """Room for `batch` rows of up to `max_tokens` tokens: [batch, heads, parts]."""
+    return PartSums.make((batch, heads, part_count(max_tokens)), dim, device)
 
 
 def paged_decode(
@@ -83,7 +65,7 @@ def paged_decode(
     layer: int,
     out: Tensor,
     tensors: DecodeTensors,
-    scratch: DecodeScratch,
+    scratch: PartSums,
     *,
     window: int | None,
     scale: float,
@@ -104,7 +86,7 @@ def paged_decode(
     if batch > rows or parts > room:
         raise ValueError(
             f"scratch has room for {rows} rows of {room} parts; {batch} rows of {parts} parts need a larger "
-            "DecodeScratch.make(batch, max_tokens, ...)"
+            "decode_scratch(batch, max_tokens, ...)"
         )
     columns = columns_for(dim)
     _attend_parts[(kv_heads, parts, batch)](

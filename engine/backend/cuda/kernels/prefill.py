@@ -7,8 +7,6 @@ short chunk with many keys it computes a part of the keys, and a second kernel a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from engine.backend.cuda.kernels.attend import (
     INTERPRETED,
     LOG2_E,
     Launch,
+    PartSums,
     attend_tile,
     columns_for,
     is_hopper,
@@ -44,26 +43,9 @@ def tiling_for(heads: int, kv_heads: int, device: torch.device) -> Tiling:
     return Tiling(query_tile(heads, kv_heads), kv_heads, processors)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillScratch:
-    """Where parts leave their sums until they are added up; free again after each launch."""
-
-    sums: Tensor
-    """Values, weighted relative to the part's peak: float32 [slots, kv_heads, ROWS, dim]."""
-    peaks: Tensor
-    """Highest score of a row in a part, in powers of two: float32 [slots, kv_heads, ROWS]."""
-    totals: Tensor
-    """Sum of a row's weights in a part: float32 [slots, kv_heads, ROWS]."""
-
-    @staticmethod
-    def make(tiling: Tiling, dim: int, device: torch.device) -> PrefillScratch:
-        """Room for what `tiling` cuts, with heads of `dim`."""
-        shape = (tiling.slots, tiling.kv_heads, ROWS)
-        return PrefillScratch(
-            sums=torch.empty((*shape, dim), dtype=torch.float32, device=device),
-            peaks=torch.empty(shape, dtype=torch.float32, device=device),
-            totals=torch.empty(shape, dtype=torch.float32, device=device),
-        )
+def prefill_scratch(tiling: Tiling, dim: int, device: torch.device) -> PartSums:
+    """Room for what `tiling` cuts, with heads of `dim`: [slots, kv_heads, ROWS]."""
+    return PartSums.make((tiling.slots, tiling.kv_heads, ROWS), dim, device)
 
 
 def query_tile(heads: int, kv_heads: int) -> int:
@@ -95,7 +77,7 @@ def paged_prefill(
     layer: int,
     out: Tensor,
     tensors: PrefillTensors,
-    scratch: PrefillScratch,
+    scratch: PartSums,
     *,
     window: int | None,
     scale: float,
