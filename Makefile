@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test gpu-bench gpu-tune compile-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test emulated-test gpu-bench gpu-tune compile-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,10 @@ cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kuber
 gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python with torch, Triton and pytest
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
+
+emulated-test: $(STAMP) ## the same on an emulated card, in minutes (tests/README.md); EMULATED_CARD=lazy, eager or random:SEED
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. -p tests.emulated_card.plugin \
+		-k "not bfloat16 and not llama_8b and not runs_beside_computing" tests/engine/cuda $(PYTEST_ARGS)
 
 gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench
 	$(GPU_PYTHON) -m tests.bench.gpu $(GPU_BENCH_ARGS)

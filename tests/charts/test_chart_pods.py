@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, containers, named, of_kind, pod_templates
+from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, container, containers, named, of_kind, pod_templates
 
 ALL_VALUES = [*CI_VALUES, *PROFILES]
 DEMO = CHART / "values-demo.yaml"
@@ -106,6 +106,45 @@ def test_pods_live_until_their_longest_answer_ends(any_helm: Helm, longest: int,
     assert {f"--drain-timeout-s={longest}", f"--total-timeout-s={longest}"} <= set(gateway["containers"][0]["args"])
     assert f"--drain-s={longest}" in engine["containers"][0]["args"]
     assert engine["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(delay + 1)]
+
+
+def test_an_upgrade_may_wait_for_the_answers_of_the_pod_it_replaces(any_helm: Helm):
+    """On GPUs the new pod has to: nothing progresses meanwhile, and helm and GitOps tools give up at the deadline."""
+    model = {"source": "pvc://models", "loadTimeoutSeconds": 1200}
+    spec = named(
+        any_helm.render({"longestAnswerSeconds": 3600, "models.a": model}), "Deployment", "rel-warmroute-engine-a"
+    )["spec"]
+    grace = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > 3600
+    assert spec["progressDeadlineSeconds"] >= grace + 1200 + 600
+
+
+def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm):
+    """As process 1 a program without a handler never sees a SIGTERM, and its pod keeps the GPU for the grace period."""
+    programs = set()
+    for values in ALL_VALUES:
+        for _, template in pod_templates(any_helm.render(values)):
+            for one in template["spec"].get("initContainers", []):
+                if one["name"] == "model":
+                    assert one["command"][:3] == ["dumb-init", "--single-child", "--"]
+                    programs.add(one["command"][3])
+    assert programs == {"hf", "python"}
+
+
+def test_what_fetches_from_the_hub_gets_the_models_variables(any_helm: Helm):
+    """A cluster's proxy is one of them. The chart's own stay."""
+    model = {
+        "source": "hf://Qwen/Qwen3-8B",
+        "huggingFace": {"endpoint": "https://hub", "tokenSecret": "hub"},
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    }
+    template = named(any_helm.render({"models.a": model}), "Deployment", "rel-warmroute-engine-a")["spec"]["template"]
+    assert container(template, "model")["env"] == [
+        {"name": "HF_HOME", "value": "/models/.hub"},
+        {"name": "HF_ENDPOINT", "value": "https://hub"},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+    ]
 
 
 def test_a_budget_only_where_one_may_go(any_helm: Helm):

@@ -52,7 +52,7 @@ def test_the_checkpoint_maker_accepts_its_flags(any_helm: Helm, monkeypatch: pyt
     monkeypatch.setattr(checkpoint, "make_checkpoint", lambda folder, **shape: made.update(shape, folder=str(folder)))
     objects = any_helm.render(CHART / "values-demo.yaml")
     maker = container(named(objects, "Deployment", "rel-warmroute-engine-sim")["spec"]["template"], "model")
-    assert maker["command"] == ["python", "-m", "engine.model.checkpoint"]
+    assert maker["command"][-3:] == ["python", "-m", "engine.model.checkpoint"]
     assert checkpoint.main(maker["args"]) == 0
     assert made.items() >= {"folder": "/model", "hidden_size": 128, "layers": 2, "dtype": "float32"}.items()
 
@@ -156,7 +156,7 @@ def test_sources_from_the_hub_use_flags_that_the_client_has(any_helm: Helm):
     said = CliRunner().invoke(app, ["download", "--help"], env={"COLUMNS": "200"}).output
     objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     fetch = container(named(objects, "Deployment", "rel-warmroute-engine-hub")["spec"]["template"], "model")
-    assert fetch["command"] == ["hf", "download"]
+    assert fetch["command"][-2:] == ["hf", "download"]
     flags = {argument.partition("=")[0] for argument in fetch["args"] if argument.startswith("--")}
     assert flags == {"--revision", "--local-dir", "--include"}
     assert all(flag in said for flag in flags)

@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from tests.charts.chart import CI_VALUES, PROFILES, Helm, containers, pod_templates
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = ("router/Dockerfile", "engine/Dockerfile.cpu", "engine/Dockerfile.cuda", "loadgen/Dockerfile")
@@ -93,6 +97,52 @@ def test_what_is_copied_exists_and_may_be_seen(path: str):
     for source in sources:
         assert (ROOT / source).exists(), source
         assert any(source == name or source.startswith(f"{name}/") for name in seen), f".dockerignore hides {source}"
+
+
+def environment(path: str) -> dict[str, str]:
+    """What the final stage sets."""
+    return dict(pair.split("=", 1) for rest in of(stages(path)[-1], "ENV") for pair in rest.split())
+
+
+def test_the_driver_is_found_where_clouds_mount_it():
+    """GKE puts it there without telling the linker. An empty part would be the working directory: anybody's /tmp."""
+    parts = environment("engine/Dockerfile.cuda")["LD_LIBRARY_PATH"].split(":")
+    assert "/usr/local/nvidia/lib64" in parts
+    assert all(part.startswith("/") for part in parts)
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "CUDA", "compiler", "headers"])
+def test_an_image_that_could_not_compile_kernels_is_not_built(lacking: str, tmp_path: Path):
+    build, _ = stages("engine/Dockerfile.cuda")
+    code = re.search(r'python -c "(.+)"', of(build, "RUN")[-1])
+    assert code is not None
+    _, _, checks = code[1].partition(";")
+    if lacking != "headers":
+        (tmp_path / "Python.h").touch()
+    found = {
+        "torch": SimpleNamespace(version=SimpleNamespace(cuda=None if lacking == "CUDA" else "13.0")),
+        "shutil": SimpleNamespace(which=lambda name: None if lacking == "compiler" else f"/usr/bin/{name}"),
+        "sysconfig": SimpleNamespace(get_path={"include": str(tmp_path)}.__getitem__),
+        "pathlib": SimpleNamespace(Path=Path),
+    }
+    with nullcontext() if lacking == "nothing" else pytest.raises(AssertionError, match=lacking):
+        exec(checks.strip(), found)
+
+
+def test_kernels_are_compiled_on_a_volume(any_helm: Helm):
+    """Triton keeps them below HOME, and loads them from there; the root is read-only."""
+    seen = 0
+    for values in (*CI_VALUES, *PROFILES):
+        for where, template in pod_templates(any_helm.render(values)):
+            volumes = {volume["name"]: volume for volume in template["spec"].get("volumes", [])}
+            for one in containers(template):
+                if one["name"] == "engine" and "--device=cuda" in one["args"]:
+                    home = environment("engine/Dockerfile.cuda")["HOME"]
+                    (mount,) = (m for m in one["volumeMounts"] if m["mountPath"] == home)
+                    assert not mount.get("readOnly"), where
+                    assert "emptyDir" in volumes[mount["name"]], where
+                    seen += 1
+    assert seen >= 4
 
 
 def test_the_gateways_image_has_nothing_of_the_engine_but_the_contract():

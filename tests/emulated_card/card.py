@@ -1,0 +1,242 @@
+"""The card: every operation on its tensors becomes a piece of work on the calling thread's stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from tests.emulated_card.memory import Memory, poison
+from tests.emulated_card.streams import Mark, Schedule, Stream, Streams, Work
+from tests.emulated_card.tensor import CardTensor
+
+_WHOLE = ("scaled_dot_product_attention",)
+"""Operations made of others that are computed whole: in parts, some tensors would be made on no named device."""
+_READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
+"""Operations whose result, or its shape, the host must know."""
+_INDEXED = ("index", "index_put", "index_put_")
+
+
+@dataclass(eq=False)
+class Recording:
+    """What was captured from a stream."""
+
+    pieces: list[Work] = field(default_factory=list)
+
+    def replay(self) -> None:
+        """Do it, in order."""
+        for piece in self.pieces:
+            piece()
+
+
+class Card:
+    """One device, `cuda:0`. All of its methods may be called from any thread."""
+
+    def __init__(self, total_bytes: int, schedule: Schedule, seed: int = 0) -> None:
+        self.device = torch.device("cuda", 0)
+        self.memory = Memory(total_bytes)
+        self.streams = Streams(schedule, seed)
+        self.lock = threading.RLock()
+        self.waiting_fails = False
+        """Whether an operation that waits for the card raises, as after `torch.cuda.set_sync_debug_mode("error")`."""
+        self._default = self.streams.add()
+        self._captured: dict[Stream, Recording] = {}
+        self._own = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """Where this thread launches."""
+        return getattr(self._own, "stream", self._default)
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._own.stream = stream
+
+    # Launching and waiting.
+
+    def put(self, work: Work, stream: Stream | None = None) -> None:
+        """Launch work on a stream (None: the current one), or into what is captured from it."""
+        with self.lock:
+            self._take_back()
+            self._append(work, stream or self.current)
+
+    def mark(self, stream: Stream | None = None) -> Mark:
+        """Record an event on a stream (None: the current one). Raises RuntimeError while that is captured."""
+        with self.lock:
+            self._take_back()
+            self.forbid_in_capture("recording an event that others wait for", stream)
+            return self.streams.mark(stream or self.current)
+
+    def finish(self, stream: Stream | None = None) -> None:
+        """Block until all that was launched on a stream (None: on any) is done."""
+        with self.lock:
+            self._take_back()
+            self.forbid_in_capture("synchronizing")
+            if stream is None:
+                self.streams.finish()
+            else:
+                stream.run(stream.end)
+
+    def capture(self, stream: Stream, into: Recording) -> None:
+        """From now on, what is launched on this stream is recorded and not done."""
+        with self.lock:
+            self._take_back()
+            self._captured[stream] = into
+
+    def end_capture(self, stream: Stream) -> None:
+        """Undo `capture`."""
+        with self.lock:
+            self._take_back()
+            del self._captured[stream]
+
+    def forbid_in_capture(self, what: str, stream: Stream | None = None) -> None:
+        """Raise RuntimeError where the stream (None: the current one) is captured."""
+        if (stream or self.current) in self._captured:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+
+    def _append(self, work: Work, stream: Stream) -> None:
+        if stream in self._captured:
+            self._captured[stream].pieces.append(work)
+        else:
+            self.streams.put(stream, work)
+
+    def _take_back(self) -> None:
+        """Poison what no tensor refers to any more when its stream comes there: so early may the next one write it."""
+        while self.memory.given_back:
+            data, stream = self.memory.given_back.popleft()
+            self.memory.free(data)
+            self._append(partial(poison, data), stream)
+
+    def _wait(self, what: str) -> None:
+        """Block until the current stream is done, as an operation of torch's that must."""
+        self.forbid_in_capture(what)
+        if self.waiting_fails:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+        self.finish(self.current)
+
+    # Making tensors.
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> CardTensor:
+        """A tensor in fresh memory. Raises torch.OutOfMemoryError."""
+        shape = torch.empty(tuple(size), dtype=dtype, device="meta")
+        if stride is not None:
+            shape = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+        last = sum((n - 1) * step for n, step in zip(shape.shape, shape.stride(), strict=True))
+        with self.lock:
+            self._take_back()
+            allocation = self.memory.allocate((last + 1) * dtype.itemsize if shape.numel() else 0, self.current)
+        with torch.inference_mode(False):
+            data = allocation.data.view(dtype).as_strided(shape.shape, shape.stride())
+        return CardTensor(data, allocation, self)
+
+    def upload(self, source: Tensor, *, non_blocking: bool = False) -> CardTensor:
+        """A copy of a host tensor."""
+        target = self.empty(source.shape, source.dtype)
+        self.copy(target, source, non_blocking)
+        return target
+
+    def computed(self, values: Tensor) -> CardTensor:
+        """What the card computes without the host: `values`."""
+        target = self.empty(values.shape, values.dtype)
+        here = target.data_here
+        self.put(lambda: here.copy_(values))
+        return target
+
+    # Operations.
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of torch's, at least one of whose arguments is a tensor of this card."""
+        with self.lock:
+            name = func.overloadpacket.__name__
+            if name == "copy_":
+                return self.copy(*args, **kwargs)
+            if name == "_to_copy" and torch.device(kwargs.get("device") or self.device).type == "cpu":
+                return self._download(*args, **kwargs)
+            if name == "is_pinned":
+                return False
+            if name not in _WHOLE and func._can_decompose():  # in inference mode those made of others come whole
+                return func.decompose(*args, **kwargs)
+            returned = [result.alias_info for result in func._schema.returns]
+            if any(alias is not None and not alias.is_write for alias in returned):
+                base = next(one for one in args if isinstance(one, CardTensor))
+                return tree_map_only(Tensor, base.part, func(*_here(args), **_here(kwargs)))
+            if name in _INDEXED:  # with indices on the host torch sends them over, and waits
+                args = (args[0], tree_map_only(Tensor, self._sent, args[1]), *args[2:])
+            _check_devices(func, args, kwargs)
+            if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
+                return self._write(func, args, kwargs)
+            if name in _READ or (
+                name == "index" and any(one.dtype == torch.bool for one in tree_leaves(args[1]) if one is not None)
+            ):
+                self._wait(str(func))
+                return tree_map_only(Tensor, self.computed, func(*_here(args), **_here(kwargs)))
+            return self._compute(func, args, kwargs)
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """`target.copy_(source)` within the card or over the link; the host's memory counts when the copy is done."""
+        to, given = _here(target), _here(source)
+        with self.lock:
+            if isinstance(target, CardTensor) and isinstance(source, CardTensor):
+                self.put(lambda: to.copy_(given))
+                return target
+            self.put(lambda: to.copy_(given))
+            host = source if isinstance(target, CardTensor) else target
+            # What is not page-locked goes by a buffer of the driver's: a thread may wait that does not ask to.
+            if not (non_blocking and self.memory.is_locked(host)):
+                self._wait(f"a copy of {tuple(source.shape)}")
+            return target
+
+    def _download(self, source: Tensor, *, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        return self.copy(host, source, non_blocking).to(dtype or source.dtype)
+
+    def _sent(self, index: Tensor) -> Tensor:
+        return index if isinstance(index, CardTensor) else self.upload(index)
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation in place, or one that is given where to write."""
+        here, named = _here(args), _here(kwargs)
+        self.put(lambda: func(*here, **named))
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        written = tuple(given[name] for name in names)
+        return written[0] if len(func._schema.returns) == 1 else written[: len(func._schema.returns)] or None
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation with results of its own, whose shapes follow from those of its arguments."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
+        shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, kwargs), **on_meta)
+        made = tree_map_only(Tensor, lambda shape: self.empty(shape.shape, shape.dtype, shape.stride()), shapes)
+        here, named, out = _here(args), _here(kwargs), _here(made)
+
+        def work() -> None:
+            for target, result in zip(tree_leaves(out), tree_leaves(func(*here, **named)), strict=True):
+                target.copy_(result)
+
+        self.put(work)
+        return made
+
+
+def _here(tree: Any) -> Any:
+    """Host tensors in the places of the card's."""
+    return tree_map(lambda one: one.data_here if isinstance(one, CardTensor) else one, tree)
+
+
+def _shape(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise RuntimeError where a host tensor is among the arguments; one without dimensions counts as a number."""
+    for one in tree_leaves((args, kwargs)):
+        if isinstance(one, Tensor) and not isinstance(one, CardTensor) and one.dim():
+            raise RuntimeError(
+                f"{func}: Expected all tensors to be on the same device, but found cuda:0 and {one.device}"
+            )

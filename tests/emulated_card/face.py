@@ -1,0 +1,180 @@
+"""What stands in `torch.cuda` while the emulated card is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.emulated_card.card import Card, Recording
+from tests.emulated_card.creation import stand_in_for_creation
+from tests.emulated_card.launches import stand_in_for_launches
+from tests.emulated_card.streams import Mark
+
+CAPABILITY = (9, 0)
+_MULTIPROCESSORS = 132
+_GRAPH_BYTES = 1 << 16
+"""What a graph takes of the memory."""
+_NOT_REGISTERED, _ALREADY_REGISTERED = 713, 712
+"""CUDA's numbers of these errors."""
+Patch = Callable[[Any, str, Any], None]
+"""Puts a value in the place of an object's attribute, as `setattr` and pytest's `monkeypatch.setattr` do."""
+
+
+def stand_in(card: Card, patch: Patch) -> None:
+    """Make it this process's one device, in `torch.cuda`, in torch's functions that make tensors and in Triton's
+    interpreter. Call it before modules are imported that take names out of these."""
+    stand_in_for_creation(card, patch)
+    stand_in_for_launches(card, CAPABILITY, patch)
+    for name, value in (_figures(card) | _work(card)).items():
+        patch(torch.cuda, name, value)
+
+
+def _figures(card: Card) -> dict[str, Any]:
+    """Functions that tell something of the card."""
+    memory = card.memory
+    properties = SimpleNamespace(
+        name="an emulated card",
+        total_memory=memory.total,
+        multi_processor_count=_MULTIPROCESSORS,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+    )
+
+    def settled(figure: Callable[[], Any]) -> Callable[..., Any]:
+        def tell(device: object = None) -> Any:
+            with card.lock:
+                card.put(lambda: None)  # memory that was given back is counted as free
+                return figure()
+
+        return tell
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": settled(lambda: (memory.total - memory.reserved, memory.total)),
+        "memory_allocated": settled(lambda: memory.allocated),
+        "memory_reserved": settled(lambda: memory.reserved),
+        "max_memory_allocated": settled(lambda: memory.max_allocated),
+        "max_memory_reserved": settled(lambda: memory.max_reserved),
+        "reset_peak_memory_stats": settled(memory.reset_peaks),
+        "empty_cache": settled(memory.empty_cache),
+    }
+
+
+def _work(card: Card) -> dict[str, Any]:
+    """Classes and functions that order work."""
+
+    class Stream:
+        def __init__(self, device: object = None, priority: int = 0) -> None:
+            self.device = card.device
+            self.pieces = card.streams.add()
+
+        def synchronize(self) -> None:
+            card.finish(self.pieces)
+
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
+
+        def wait_stream(self, other: Stream) -> None:
+            card.put(card.mark(other.pieces).reach, self.pieces)
+
+    class Event:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+            self._timed = enable_timing
+            self._mark: Mark | None = None
+
+        def record(self, on: Stream | None = None) -> None:
+            self._mark = card.mark(on and on.pieces)
+
+        def wait(self, by: Stream | None = None) -> None:
+            if self._mark is not None:
+                card.put(self._mark.reach, by and by.pieces)
+
+        def query(self) -> bool:
+            with card.lock:
+                passed = self._mark is None or self._mark.passed
+                if not passed:
+                    card.streams.tick()
+                return passed
+
+        def synchronize(self) -> None:
+            with card.lock:
+                if self._mark is not None:
+                    self._mark.reach()
+
+        def elapsed_time(self, later: Event) -> float:
+            if not (self._timed and later._timed):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            marks = self._mark, later._mark
+            if not all(mark is not None and mark.passed for mark in marks):
+                raise RuntimeError("CUDA error: device not ready")
+            start_s, end_s = (mark.at_s for mark in marks if mark is not None)
+            assert start_s is not None
+            assert end_s is not None
+            return 1e3 * (end_s - start_s)
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            self.recording = Recording()
+            self.memory = card.memory.allocate(_GRAPH_BYTES, card.current)
+
+        def replay(self) -> None:
+            card.put(self.recording.replay)
+
+    @contextmanager
+    def stream(on: Stream) -> Iterator[None]:
+        before, card.current = card.current, on.pieces
+        try:
+            yield
+        finally:
+            card.current = before
+
+    @contextmanager
+    def graph(into: CUDAGraph, pool: object = None, on: Stream | None = None, **_: str) -> Iterator[None]:
+        on = on or Stream()
+        card.finish()
+        with stream(on):
+            card.capture(on.pieces, into.recording)
+            try:
+                yield
+            finally:
+                card.end_capture(on.pieces)
+
+    @contextmanager
+    def device(which: object) -> Iterator[None]:
+        yield
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            return 0 if card.memory.lock_pages(address, size) else _ALREADY_REGISTERED
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0 if card.memory.unlock_pages(address) else _NOT_REGISTERED
+
+    def set_sync_debug_mode(mode: str) -> None:
+        card.waiting_fails = mode == "error"
+
+    return {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: card.finish(),
+        "graph_pool_handle": object,
+        "cudart": Cudart,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "stream": stream,
+        "graph": graph,
+        "device": device,
+        "set_sync_debug_mode": set_sync_debug_mode,
+    }

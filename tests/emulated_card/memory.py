@@ -1,0 +1,110 @@
+"""A card's memory: what is allocated, the figures of it that torch tells, and the host's page-locked memory."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from tests.emulated_card.streams import Stream
+
+_ROUND = 512
+"""Bytes to which torch's allocator rounds up."""
+_POISON = 0xFF
+"""NaN in every type with a point, -1 in every signed integer."""
+_POISONED = 1 << 28
+"""Bytes up to which memory is poisoned: tests take more for its addresses, and leave most of it untouched."""
+
+
+def poison(data: Tensor) -> None:
+    """Overwrite bytes [n] whose values nobody may use."""
+    if len(data) <= _POISONED:
+        data.fill_(_POISON)
+
+
+class Allocation:
+    """Memory of the card, as long as a tensor refers to it."""
+
+    def __init__(self, memory: Memory, data: Tensor, stream: Stream) -> None:
+        self._memory = memory
+        self.data = data
+        """uint8 [n], in host memory."""
+        self.stream = stream
+        """Where the allocator gives it to the next one, without waiting for other streams."""
+
+    def __del__(self) -> None:
+        # Whoever collects garbage may be anywhere in this module: the card looks at the list later.
+        self._memory.given_back.append((self.data, self.stream))
+
+
+class Memory:
+    """All figures in bytes, as `torch.cuda` has them. Whoever uses it holds the card's lock."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.allocated = self.reserved = 0
+        self.max_allocated = self.max_reserved = 0
+        self.given_back: deque[tuple[Tensor, Stream]] = deque()
+        """Memory to which no tensor refers, whose stream has not been told yet."""
+        self.locked: list[range] = []
+        """Page-locked addresses of the host."""
+        self._kept: list[Tensor] = []
+
+    def allocate(self, size: int, stream: Stream) -> Allocation:
+        """Poisoned memory. Raises torch.OutOfMemoryError."""
+        taken = self.allocated + _rounded(size)
+        if taken > self.total:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size} bytes; {self.total - self.allocated} are free."
+            )
+        self.allocated = taken
+        self.reserved = max(self.reserved, taken)
+        self.max_allocated = max(self.max_allocated, taken)
+        self.max_reserved = max(self.max_reserved, self.reserved)
+        with torch.inference_mode(False):
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
+            poison(data)
+        return Allocation(self, data, stream)
+
+    def free(self, data: Tensor) -> None:
+        """Take back an allocation's bytes."""
+        self.allocated -= _rounded(len(data))
+
+    def empty_cache(self) -> None:
+        """Give the driver what is not allocated."""
+        self.reserved = self.allocated
+
+    def reset_peaks(self) -> None:
+        """The peaks are what is taken now."""
+        self.max_allocated, self.max_reserved = self.allocated, self.reserved
+
+    def keep_locked(self, made: Tensor) -> None:
+        """A host tensor from torch's allocator of page-locked memory, which gives none of it back."""
+        self._kept.append(made)
+        self.lock_pages(made.data_ptr(), made.nbytes)
+        poison(made.view(-1).view(torch.uint8))
+
+    def lock_pages(self, start: int, size: int) -> bool:
+        """Page-lock host memory; False where some of it is locked already."""
+        wanted = range(start, start + size)
+        if any(wanted.start < taken.stop and taken.start < wanted.stop for taken in self.locked):
+            return False
+        self.locked.append(wanted)
+        return True
+
+    def unlock_pages(self, start: int) -> bool:
+        """Undo `lock_pages`; False where nothing was locked there."""
+        found = [taken for taken in self.locked if taken.start == start]
+        for taken in found:
+            self.locked.remove(taken)
+        return bool(found)
+
+    def is_locked(self, tensor: Tensor) -> bool:
+        """Whether a host tensor lies in page-locked memory."""
+        start = tensor.data_ptr()
+        return any(start in taken for taken in self.locked)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ROUND) * _ROUND

@@ -1,0 +1,117 @@
+"""Streams and what orders them: work is put on a stream, and done when somebody waits for it or when chance says so."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Schedule(Enum):
+    """What a card does of all that it may do, and need not have done yet."""
+
+    EAGER = "eager"
+    """Everything, at once."""
+    LAZY = "lazy"
+    """Nothing: work is done when a thread waits for it, or for work behind it."""
+    RANDOM = "random"
+    """Some pieces of any streams, whenever something is launched."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """Pieces of work in order. One that raises stays the first, so everybody who waits behind it gets its error, as
+    with a card that was lost."""
+
+    pieces: deque[Work] = field(default_factory=deque)
+    done: int = 0
+    """Pieces that were done and are gone."""
+
+    @property
+    def end(self) -> int:
+        """The place behind all pieces."""
+        return self.done + len(self.pieces)
+
+    def step(self) -> None:
+        """Do the first piece; without one, nothing."""
+        if self.pieces:
+            with torch.inference_mode():  # which may write to any tensor, also to those made outside of it
+                self.pieces[0]()
+            self.pieces.popleft()
+            self.done += 1
+
+    def run(self, place: int) -> None:
+        """Do everything before a place."""
+        while self.done < place:
+            self.step()
+
+
+@dataclass(eq=False)
+class Mark:
+    """An event as it was recorded: a place in a stream."""
+
+    stream: Stream
+    place: int
+    at_s: float | None = None
+    """When the stream came there."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream has come there."""
+        return self.at_s is not None
+
+    def reach(self) -> None:
+        """Do all before it; as a piece of another stream, that stream's waiting for it."""
+        self.stream.run(self.place + 1)
+
+
+class Streams:
+    """All streams of a card."""
+
+    def __init__(self, schedule: Schedule, seed: int = 0) -> None:
+        """`seed`: of the random schedule, and of what goes on while a thread polls."""
+        self._schedule = schedule
+        self._chance = random.Random(seed)
+        self._all: list[Stream] = []
+
+    def add(self) -> Stream:
+        """A new one."""
+        self._all.append(Stream())
+        return self._all[-1]
+
+    def put(self, stream: Stream, work: Work) -> None:
+        """Append work, and let the card go on."""
+        stream.pieces.append(work)
+        if self._schedule is Schedule.EAGER:
+            stream.run(stream.end)
+        elif self._schedule is Schedule.RANDOM:
+            for _ in range(self._chance.randrange(3)):
+                self._chance.choice(self._all).step()
+
+    def mark(self, stream: Stream) -> Mark:
+        """Record an event."""
+        mark = Mark(stream, stream.end)
+
+        def pass_by() -> None:
+            mark.at_s = time.perf_counter()
+
+        self.put(stream, pass_by)
+        return mark
+
+    def tick(self) -> None:
+        """A thread has looked and not waited: one piece of some stream is done meanwhile: polling ends."""
+        busy = [stream for stream in self._all if stream.pieces]
+        if busy:
+            self._chance.choice(busy).step()
+
+    def finish(self) -> None:
+        """Do everything."""
+        for stream in self._all:
+            stream.run(stream.end)

@@ -1,0 +1,108 @@
+"""A tensor that says it is on a card, and sends what is done with it there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from tests.emulated_card.card import Card
+    from tests.emulated_card.memory import Allocation
+
+
+class CardTensor(Tensor):
+    """torch's wrapper tensor: shape and type, no memory. To torch it is a "meta" tensor: of one on "cuda" it would ask
+    which device is current, which a build without CUDA refuses."""
+
+    data_here: Tensor
+    """Host memory with its values, once the work on them is done."""
+    allocation: Allocation
+    card: Card
+
+    @staticmethod
+    def __new__(cls, data: Tensor, allocation: Allocation, card: Card) -> CardTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device="meta",
+        )
+        made.data_here, made.allocation, made.card = data, allocation, card
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        card = next(leaf.card for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CardTensor))
+        return card.dispatch(func, args, kwargs)
+
+    def part(self, data: Tensor) -> CardTensor:
+        """A view: `data` is one of `data_here`."""
+        with torch.inference_mode(self.is_inference()):  # a view is or is not what its base is or is not
+            return CardTensor(data, self.allocation, self.card)
+
+    @property
+    def device(self) -> torch.device:
+        return self.card.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    def data_ptr(self) -> int:
+        return self.data_here.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part, places = self._viewed(index)
+        return torch.ops.aten.index.Tensor(part, places) if places else part
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        part, places = self._viewed(index)
+        if places:
+            value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype, device=self.device)
+            torch.ops.aten.index_put_(part, places, value)
+        elif isinstance(value, Tensor):
+            part.copy_(value)
+        else:
+            part.fill_(value)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"CardTensor({tuple(self.shape)}, {self.dtype})"
+
+    def _viewed(self, index: Any) -> tuple[CardTensor, list[Tensor | None]]:
+        """The view that all indices but tensors make of it, and those tensors in their dimensions' places."""
+        indices = list(index) if isinstance(index, tuple) else [index]
+        named = sum(one is not None and one is not Ellipsis for one in indices)
+        data, places, dim = self.data_here, [], 0
+        for one in indices:
+            if isinstance(one, int):
+                data = data.select(dim, one)
+                continue
+            if one is Ellipsis:
+                dim += self.dim() - named
+                continue
+            if one is None:
+                data = data.unsqueeze(dim)
+            elif isinstance(one, slice):
+                data = data[(slice(None),) * dim + (one,)]
+            else:
+                places += [None] * (dim - len(places)) + [one if isinstance(one, Tensor) else torch.tensor(one)]
+            dim += 1
+        return self.part(data), places
