@@ -33,7 +33,7 @@ Forward = Callable[[StepTensors, Tensor], Tensor]
 """A step, `KvPool.data` -> float32 logits [R, vocab_size], in a buffer that the next call may use again."""
 _T = TypeVar("_T")
 _MAX_IN_FLIGHT = 2
-_RING = _MAX_IN_FLIGHT + 1
+RING = _MAX_IN_FLIGHT + 1
 """Buffers that steps in flight may use, and one for the step that is prepared."""
 
 
@@ -70,8 +70,8 @@ class CudaBackend:
         self._forward = forward
         self._widths = table_widths(max_blocks, pool.block_size)
         self._builder = StepBuilder(pool.block_size, tiling, self._widths)
-        self._uploads = Uploads(device, buffers=_RING)
-        self._downloads = Downloads(device, buffers=_RING)
+        self._uploads = Uploads(device, buffers=RING)
+        self._downloads = Downloads(device, buffers=RING)
         self._graphs: Graphs | None = None
         self._choices: _Choices | None = None
         self._outcomes: deque[Future[StepResult]] = deque()

@@ -13,7 +13,7 @@ import torch
 
 from engine.backend.cuda.attention import AttentionKernels
 from engine.backend.cuda.attention_choice import AttentionNeeds, make_attention
-from engine.backend.cuda.backend import CudaBackend, Forward
+from engine.backend.cuda.backend import RING, CudaBackend, Forward
 from engine.backend.cuda.build import table_widths
 from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
 from engine.backend.cuda.device import CudaDevice, Device, is_out_of_memory
@@ -140,8 +140,10 @@ class Starter:
                 backend.warm_up(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
-            # Capturing empties torch's cache: it is filled, or memory found too little, here and not while serving.
-            backend.warm_up(largest_step(*self._bounds(blocks)))
+            # Capturing empties torch's cache: it is filled, or memory found too little, here and not while serving. And
+            # every buffer of the ring grows to such a step's size: to lock pages takes milliseconds.
+            for _ in range(RING):
+                backend.warm_up(largest_step(*self._bounds(blocks)))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

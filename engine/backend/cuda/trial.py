@@ -5,6 +5,8 @@ All of them use block 0 alone, so any pool will do, and leave nothing in it that
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.backend.cuda.tiling import MAX_PARTS, PART_KEYS
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import Request
@@ -16,9 +18,11 @@ _DEAREST = SamplingParams(temperature=1, top_p=0.9, repetition_penalty=1.1, logp
 
 
 def largest_step(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> StepPlan:
-    """As many tokens as a step may have, as many rows of logits, the dearest sampling; sequences of `max_tokens`."""
+    """As many tokens as a step may have, as many rows of logits, the dearest sampling, and the widest block tables:
+    those of sequences of `max_tokens`, of which no entry behind a chunk's own is read."""
     count = min(max_step_tokens // max_running, max_tokens)
-    return StepPlan(tuple(_prefill(-1 - i, count, block_size, _DEAREST) for i in range(max_running)))
+    chunks = [_prefill(-1 - i, count, block_size, _DEAREST) for i in range(max_running)]
+    return StepPlan(tuple(replace(chunk, blocks=[0] * -(-max_tokens // block_size)) for chunk in chunks))
 
 
 def warm_up_steps(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> list[StepPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,13 @@ class StepProfile:
     @property
     def busy_s(self) -> float:
         return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def lost(self) -> float:
+        """Launches of a step that the profiler has not seen, at least: every step launches the same kernels, so each
+        kernel's calls of a step are whole. CUPTI before 13.1 drops the first ones of a session (pytorch issue 192021).
+        """
+        return sum(math.ceil(kernel.calls) - kernel.calls for kernel in self.kernels)
 
     def by_kind(self) -> list[tuple[str, float]]:
         """Seconds of each kind, longest first."""

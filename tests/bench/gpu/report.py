@@ -109,7 +109,9 @@ def as_json(results: Results, sizes: Sizes) -> dict[str, Any]:
         "prefill": [asdict(f) | {"tokens_per_s": f.tokens_per_s, "share": f.share} for f in results.prefill],
         "warm": results.warm and asdict(results.warm),
         "promotion": results.promotion and asdict(results.promotion) | {"ratio": results.promotion.ratio},
-        "profiles": [asdict(p) | {"busy_s": p.busy_s, "by_kind": dict(p.by_kind())} for p in results.profiles],
+        "profiles": [
+            asdict(p) | {"busy_s": p.busy_s, "lost": p.lost, "by_kind": dict(p.by_kind())} for p in results.profiles
+        ],
         "comparisons": [asdict(c) | {"ratio": c.ratio} for c in results.comparisons],
         "checks": [asdict(check) | {"verdict": check.verdict} for check in checks(results, sizes)],
         "failures": results.failures,
@@ -190,6 +192,11 @@ def _profile(profile: StepProfile) -> list[str]:
     kernels = [(k.name[:70], f"{k.calls:g}", _ms(k.seconds), f"{k.seconds / busy_s:.0%}") for k in profile.kernels]
     title = f"{profile.what}: {profile.wall_s * 1e3:.2f} ms a step, {profile.busy_s * 1e3:.2f} of them in kernels"
     lines = _section(title, ("part", "ms", "share"), kinds)
+    if profile.lost:
+        lines += [
+            "",
+            f"The profiler has lost {profile.lost:.2g} launches of a step or more: what it shows is too little.",
+        ]
     return [*lines, "", *table(("kernel", "calls", "ms", "share"), kernels[:_KERNELS_SHOWN])]
 
 

@@ -22,7 +22,7 @@ import torch
 from engine.backend.cuda.kernels import activation, decode, norm, prefill, rope_store
 from engine.backend.cuda.memory import CudaStartError
 from engine.config import EngineSettings
-from tests.bench.gpu import SECTIONS, sections
+from tests.bench.gpu import SECTIONS, ceilings, sections
 from tests.bench.gpu import __main__ as program
 from tests.bench.gpu.arithmetic import decode_work
 from tests.bench.gpu.checks import Check, decode_bound, exit_status
@@ -72,6 +72,9 @@ def test_a_tiny_run_measures_everything(tiny: tuple[subprocess.CompletedProcess[
     assert len(report["profiles"]) == 3
     assert all(profile["kernels"] for profile in report["profiles"])
     assert all(f"\n{section}\n" in f"\n{done.stderr}" for section in SECTIONS)
+    assert done.stderr.index("\nprofile\n") > done.stderr.rindex(", transformers: "), (
+        "a profiler slows what comes later"
+    )
 
 
 @pytest.mark.timeout(300)
@@ -104,6 +107,21 @@ def test_a_tiny_runs_shares_are_of_its_own_ceilings(
     for title in ("Decode", "Prefill", "Time to first token", "Promotion from the host tier", "Against", "Bounds"):
         assert f"\n## {title}" in text
     assert text.count("| kernel | calls | ms | share |") == 3
+
+
+@pytest.mark.parametrize("copies", [(3.0, 1.0), (1.0, 3.0)], ids=["kernel", "driver"])
+def test_the_faster_way_to_copy_is_the_ceiling(copies: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the products come first, on a card that is warm by computing."""
+    matmul_s, up_s, down_s = 0.5, 8.0, 16.0
+    times = iter((matmul_s, *copies, down_s, up_s))
+
+    def timed_s(_device: torch.device, work: Any, _repeats: int) -> float:
+        work()
+        return next(times)
+
+    monkeypatch.setattr(ceilings, "timed_s", timed_s)
+    found = ceilings.measure_ceilings(torch.device("cpu"), torch.float32, copy_bytes=64, matmul_size=4)
+    assert found == ceilings.Ceilings(2 * 64 / 1.0, 2 * 4**3 / matmul_s, 64 / up_s, 64 / down_s)
 
 
 def test_all_bounds_of_the_project_are_checked() -> None:
@@ -366,7 +384,12 @@ def test_on_a_card_kernels_alone_are_counted() -> None:
     ]
     shares = kernel_shares(events, 2)
     assert [(k.name, k.seconds, k.calls) for k in shares] == [("nvjet_tst", 0.003, 0.5), ("_norm", 0.001, 1)]
-    assert StepProfile("x", 0.01, shares).by_kind() == [("matrix products", 0.003), ("norm", 0.001)]
+    profile = StepProfile("x", 0.01, shares)
+    assert profile.by_kind() == [("matrix products", 0.003), ("norm", 0.001)]
+    assert profile.lost == 0.5, "one of two steps without its product"
+    report = as_markdown(Results({}, profiles=[profile]), QUICK)
+    assert "The profiler has lost 0.5 launches of a step or more" in report
+    assert "has lost" not in as_markdown(Results({}, profiles=[replace(profile, kernels=shares[1:])]), QUICK)
     with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
         kernel_shares(events[1:2], 2)
 

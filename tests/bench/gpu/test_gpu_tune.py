@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from engine.backend.cuda.kernels import decode, linear, prefill
 from tests.bench.gpu import tune
@@ -88,9 +89,14 @@ def test_every_candidate_computes_the_same(kernel: str, monkeypatch: pytest.Monk
         assert all((other - in_use).norm() < 0.05 * in_use.norm() for other in others)
 
 
-def test_what_does_not_fit_is_said_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OutOfResources(245_760, 232_448, "shared memory"), PTXASError("too many registers"), RuntimeError("CUDA error")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_does_not_fit_is_said_and_passed_over(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("out of resource: shared memory")
+        raise error
 
     tuner = Tuner(SMALL, torch.device("cpu"), keep=int, until_s=math.inf)
     tuner.prefill([Candidate("too large", prefill, {"early": refuse})])

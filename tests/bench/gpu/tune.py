@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from engine.backend.cuda.kernels import decode, linear, prefill
 from engine.backend.cuda.kernels.attend import Launch, PartSums
@@ -243,7 +244,7 @@ class Tuner:
                 work()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-            except RuntimeError as error:  # Triton: out of resource; ptxas: too many registers
+            except (RuntimeError, TritonError) as error:  # the driver; too much shared memory, or ptxas
                 print(f"  {candidate.name}: {str(error)[:200]}", file=sys.stderr, flush=True)
                 return math.inf
             return timed_s(self._device, recorded(self._device, work), _REPEATS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda import start
-from engine.backend.cuda.backend import CudaBackend
+from engine.backend.cuda.backend import RING, CudaBackend
 from engine.backend.cuda.graphs import decode_shapes, inputs_bytes
 from engine.backend.cuda.memory import GRAPH_BYTES, CudaStartError, DeviceMemory, Want, kv_pool_blocks, weight_bytes
+from engine.backend.cuda.packing import Uploads
 from engine.backend.cuda.start import Starter
 from engine.backend.cuda.trial import largest_step, warm_up_steps
 from engine.model.checkpoint import make_checkpoint
@@ -31,13 +34,16 @@ from engine.config import EngineSettings
 GIB, MIB = 1 << 30, 1 << 20
 MEMORY = DeviceMemory("cuda:1", 24 * GIB, 20 * GIB)
 CPU = (0, 0)
+SHAPE: dict[str, Any] = {
+    **{"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 32, "max_position": 64},
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 32, "max_position": 64}
-    make_checkpoint(folder, dtype="float32", **shape)  # type: ignore[arg-type]
+    make_checkpoint(folder, **SHAPE)
     return folder
 
 
@@ -219,7 +225,24 @@ def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, mon
     monkeypatch.setattr(CudaBackend, "warm_up", watched)
     brought_up(started)
     assert ran[-1] == (2, 8, 2)
-    assert [graphs for blocks, _, graphs in ran if blocks == 2] == [0] * (len(ran) - 3) + [2]
+    assert [graphs for blocks, _, graphs in ran if blocks == 2] == [0] * (len(ran) - 2 - RING) + [2] * RING
+
+
+@interpreted
+def test_no_step_while_serving_locks_more_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To lock pages takes milliseconds. What tells steps apart here is the width of their tables."""
+    make_checkpoint(tmp_path, **(SHAPE | {"max_position": 4096}))
+    monkeypatch.setattr("engine.backend.cuda.backend.Uploads", partial(Uploads, first_bytes=64))
+    started = starter(settings(tmp_path, kv_pool_tokens=4096, cuda_graphs=False))
+    backend, blocks = brought_up(started)
+    device = started.device
+    assert isinstance(device, CpuDevice)
+    locked = len(device.copies)
+    request = Request(1, [0] * 4095, 2, SamplingParams(temperature=0), output_tokens=[0])
+    chunk = SequenceChunk(request, 4095, [0], range(blocks), True, True)
+    for _ in range(RING):
+        backend.step(StepPlan((chunk, replace(chunk, request=replace(request, id=2)))))
+    assert len(device.copies) == locked
 
 
 @interpreted
@@ -274,7 +297,8 @@ def test_steps_made_by_hand_stay_within_bounds(step: int, running: int, longest:
         for chunk in plan.chunks:
             end = chunk.start + len(chunk.tokens)
             assert chunk.decodes or end <= longest
-            assert list(chunk.blocks) == [0] * -(-end // block)
+            needed = longest if plan is largest else end
+            assert list(chunk.blocks) == [0] * -(-needed // block)
 
 
 @pytest.mark.parametrize(
