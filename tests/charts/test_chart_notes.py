@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.charts.chart import CHART, Helm
+from tests.charts.chart import CHART, ROOT, Helm
 
 
 def notes(helms: dict[str, Helm | str], values: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -57,3 +57,15 @@ def test_it_says_when_there_are_no_engines(helms: dict[str, Helm | str], monkeyp
     assert "NO ENGINES" in text
     assert "not Ready" not in text, "a gateway without engines is Ready, and says so to clients"
     assert "models.qwen3.source=" in text
+
+
+def test_the_readme_quotes_what_an_engine_on_a_gpu_says():
+    """Who looks for help has the words of a log."""
+    section = (ROOT / "charts/README.head.md").read_text().partition("## GPUs")[2].partition("\n## ")[0]
+    said = "".join((ROOT / "engine/backend/cuda" / name).read_text() for name in ("start.py", "memory.py"))
+    for words in ("too little memory", "in use by others", "loading"):
+        assert f"`{words}`" in section
+        assert words in said
+    assert "`--device cuda is not there; torch sees none`" in section
+    assert '"--device {name} is not there; torch sees {seen}"' in said
+    assert '"none; ' in said

@@ -158,6 +158,22 @@ def test_sources_from_the_hub_use_flags_that_the_client_has(any_helm: Helm):
     fetch = container(named(objects, "Deployment", "rel-warmroute-engine-hub")["spec"]["template"], "model")
     assert fetch["command"][-2:] == ["hf", "download"]
     flags = {argument.partition("=")[0] for argument in fetch["args"] if argument.startswith("--")}
-    assert flags == {"--revision", "--local-dir", "--include"}
+    assert flags == {"--revision", "--local-dir", "--include", "--exclude"}
     assert all(flag in said for flag in flags)
     assert "meta-llama/Llama-3.1-8B-Instruct" in fetch["args"]
+
+
+def test_of_a_repository_one_copy_of_the_weights_is_fetched(any_helm: Helm):
+    from huggingface_hub.utils import filter_repo_objects
+
+    objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
+    fetch = container(named(objects, "Deployment", "rel-warmroute-engine-hub")["spec"]["template"], "model")
+    patterns = [argument.partition("=")[::2] for argument in fetch["args"]]
+    wanted = ["config.json", "model-00001-of-00003.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+    others = ["consolidated.safetensors", "original/consolidated.00.pth", "pytorch_model.bin", "README.md"]
+    fetched = filter_repo_objects(
+        [*wanted, *others],
+        allow_patterns=[pattern for flag, pattern in patterns if flag == "--include"],
+        ignore_patterns=[pattern for flag, pattern in patterns if flag == "--exclude"],
+    )
+    assert list(fetched) == wanted

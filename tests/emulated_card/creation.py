@@ -58,8 +58,8 @@ def _making(card: Card, plain: Callable[..., Tensor], *, computed: bool) -> Call
 
 
 def _locking(card: Card, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def empty(*size: Any, pin_memory: bool = False, **named: Any) -> Tensor:
-        made = plain(*size, **named)
+    def empty(*size: Any, pin_memory: bool = False, device: Any = None, **named: Any) -> Tensor:
+        made = plain(*size, device=_named_by_context() if device is None else device, **named)
         if pin_memory:
             card.memory.keep_locked(made)
         return made
@@ -90,7 +90,7 @@ def _generators(plain: Any) -> type:
 
 
 def _named_by_context() -> torch.device | None:
-    """The device of the innermost `with torch.device(...)`."""
+    """The device of the innermost `with torch.device(...)`, which does not know functions that stand in for torch's."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 

@@ -61,6 +61,14 @@ def test_shapes_and_types_need_no_wait(card: Card) -> None:
             wait()
 
 
+def test_tensors_are_made_where_the_context_says(card: Card) -> None:
+    makers = (torch.empty, torch.zeros, torch.ones, torch.randn, torch.arange, lambda n: torch.tensor([n]))
+    for name in ("cuda:0", "cpu"):
+        with torch.device(name):
+            assert {make(3).device for make in makers} == {torch.device(name)}
+            assert torch.empty(3, device="cpu").device == torch.device("cpu")
+
+
 def test_host_and_card_do_not_mix(card: Card) -> None:
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="same device, but found cuda:0 and cpu"):

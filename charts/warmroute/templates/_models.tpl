@@ -87,8 +87,9 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 - name: model
   image: {{ include "warmroute.engineImage" . | quote }}
   imagePullPolicy: {{ .model.image.pullPolicy }}
+  {{- /* dumb-init: as process 1, neither would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period. */}}
   {{- if eq $source.kind "hf" }}
-  command: [hf, download]
+  command: [dumb-init, --single-child, --, hf, download]
   args:
     - {{ $source.where | quote }}
     - {{ printf "--revision=%s" $source.suffix | quote }}
@@ -96,8 +97,10 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
     - --include=*.safetensors
     - --include=*.json
     - --include=*.jinja
+    # Mistral's repositories have the weights twice.
+    - --exclude=consolidated*
   {{- else }}
-  command: [python, -m, engine.model.checkpoint]
+  command: [dumb-init, --single-child, --, python, -m, engine.model.checkpoint]
   args:
     - {{ printf "--out=%s" $source.folder | quote }}
     {{- with include "warmroute.flags" .model.checkpoint | trim }}
@@ -105,16 +108,17 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
     {{- end }}
   {{- end }}
   {{- if eq $source.kind "hf" }}
+  {{- /* HF_HOME is on the volume of the checkpoints: what a download keeps beside them is as large as they are. */}}
+  {{- $env := list (dict "name" "HF_HOME" "value" "/models/.hub") }}
+  {{- with $hub.endpoint }}
+  {{- $env = append $env (dict "name" "HF_ENDPOINT" "value" .) }}
+  {{- end }}
+  {{- if $hub.tokenSecret }}
+  {{- $ref := dict "name" $hub.tokenSecret "key" $hub.tokenSecretKey }}
+  {{- $env = append $env (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" $ref)) }}
+  {{- end }}
   env:
-    # On the volume of the checkpoints: what a download keeps beside them is as large as they are.
-    - {name: HF_HOME, value: /models/.hub}
-    {{- with $hub.endpoint }}
-    - {name: HF_ENDPOINT, value: {{ . | quote }}}
-    {{- end }}
-    {{- if $hub.tokenSecret }}
-    - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ $hub.tokenSecret | quote }}, key: {{ $hub.tokenSecretKey | quote }}}}
-    {{- end }}
+    {{- include "warmroute.env" (dict "chart" $env "extra" .model.extraEnv) | nindent 4 }}
   {{- end }}
   securityContext:
     {{- include "warmroute.securityContext" .model | nindent 4 }}
