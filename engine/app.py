@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import uvloop
 from aiohttp import web
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
 """KV pool on the CPU unless the settings say more."""
+_LOADING = "load"
+"""Name of the thread that loads the model."""
 CLOSE_S = 1.0
 """Seconds that connections get to close once the drain is over, and the backend once the end is forced."""
 
@@ -77,6 +79,8 @@ def run(settings: EngineSettings) -> int:
     except (ModelError, TokenizerError, StartError) as error:
         print(f"warmroute-engine: {error}", file=sys.stderr)
         return 2
+    if any(thread.name == _LOADING for thread in threading.enumerate()):
+        _leave(0)  # a thread inside torch, which the interpreter ends together with itself, aborts the process
     return 0
 
 
@@ -105,8 +109,7 @@ async def serve(settings: EngineSettings) -> None:
                         await _unless(force, asyncio.ensure_future(state.wait_idle()))
         except BackendStuck as error:
             log.critical("ending without closing the backend: %s", error)
-            logging.shutdown()
-            os._exit(1)  # the interpreter, too, would wait for the step's thread
+            _leave(1)  # the interpreter, too, would wait for the step's thread
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -307,6 +310,13 @@ def _on_signals(call: Callable[[], object]) -> None:
         loop.add_signal_handler(number, call)
 
 
+def _leave(status: int) -> NoReturn:
+    """End the process and all its threads, wherever they are."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     """The call's result. Unlike an executor's, the thread does not keep a process that is asked to end."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -318,7 +328,7 @@ def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:  # raised again where the future is awaited
             outcome.set_exception(error)
 
-    threading.Thread(target=work, name="load", daemon=True).start()
+    threading.Thread(target=work, name=_LOADING, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 

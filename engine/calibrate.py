@@ -38,6 +38,8 @@ MIN_STEPS = 24
 class CalibrateSettings(Settings):
     """What is measured, for how long, and where the profile goes."""
 
+    beside = (EngineSettings,)
+
     model: Path = Field(description="Folder of the Hugging Face checkpoint")
     device: str = Field("cpu", description="Device to measure: cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
@@ -46,6 +46,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_parse_enums=True, protected_namespaces=()
     )
+
+    beside: ClassVar[tuple[type[Settings], ...]] = ()
+    """Settings of programs in whose containers this one may run: their variables that it lacks are passed over."""
 
     @classmethod
     def settings_customise_sources(
@@ -110,6 +113,8 @@ class Settings(BaseSettings):
             if field in cls.model_fields:
                 is_list = get_origin(cls.model_fields[field].annotation) is list
                 values[field] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
+            elif any(field in other.model_fields for other in cls.beside):
+                continue
             elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
                 known = {field.upper(): None for field in cls.model_fields}
                 raise ConfigError(

@@ -69,6 +69,35 @@ def test_a_server_ends_whenever_it_is_asked_to(module: str, delay_s: float, tiny
         assert process.wait(DEADLINE_S) == 0
 
 
+LOADING = """
+import sys, torch
+from engine import app
+from engine.config import EngineSettings
+
+def load(settings):
+    print("loading", flush=True)
+    while True:
+        torch.empty(200_000).normal_().to(torch.bfloat16)
+
+app.load = load
+sys.exit(app.run(EngineSettings(model=sys.argv[1], port=0)))
+"""
+
+
+def test_an_engine_ends_in_the_middle_of_loading(tiny_checkpoint: Path) -> None:
+    """Its thread is inside torch then, where the interpreter's end would abort the process."""
+    command = [sys.executable, "-c", LOADING, str(tiny_checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")
+
+
 def test_the_load_generator_fails_when_it_is_stopped_before_it_began() -> None:
     with started("loadgen", *FLAGS["loadgen"]) as process:
         wait_handler(process)

@@ -22,6 +22,7 @@ from engine.backend.profile_file import load_profile
 from engine.backend.profiles import PROFILES, SimProfile
 from engine.backend.torch_backend import TorchBackend
 from engine.calibrate import CalibrateSettings, _write, run
+from engine.config import EngineSettings
 from engine.contract.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import load_decoder
@@ -182,6 +183,17 @@ def test_what_cannot_be_measured_is_refused_in_a_line(
 def test_settings_are_refused_by_name(flags: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         CalibrateSettings.load(flags, prog="warmroute-engine calibrate", environ={})
+
+
+def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
+    """Whose variables are the engine's: those that both have count, others are no mistake; but a typing error is."""
+    environ = {"WARMROUTE_MODEL": str(checkpoint), "WARMROUTE_HOST": "", "WARMROUTE_MAX_RUNNING": "3"}
+    settings = CalibrateSettings.load(["--seconds", "2"], prog="warmroute-engine calibrate", environ=environ)
+    assert (settings.model, settings.max_running, settings.seconds) == (checkpoint, 3, 2)
+    with pytest.raises(ConfigError, match="WARMROUTE_SECOND is unknown; did you mean 'WARMROUTE_SECONDS'"):
+        CalibrateSettings.load([], prog="warmroute-engine calibrate", environ={**environ, "WARMROUTE_SECOND": "2"})
+    with pytest.raises(ConfigError, match="WARMROUTE_SECONDS is unknown"):
+        EngineSettings.load([], prog="warmroute-engine", environ={**environ, "WARMROUTE_SECONDS": "2"})
 
 
 def test_a_cards_pool_is_written_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
