@@ -128,7 +128,9 @@ class Starter:
             with self.device.use():
                 forward = self._forward(model, capability)
                 transient = self._measured(model, forward)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # all that the weights leave was not enough
+            left = self.memory.free_bytes - wants[0].bytes
+            wants[1] = replace(wants[1], part="activations (at least)", bytes=max(wants[1].bytes, left))
             raise self.memory.too_small(wants, wants[1]) from None
         taken = self.memory.free_bytes - self.device.free_bytes()
         wants[1] = replace(wants[1], bytes=max(0, taken - wants[0].bytes) + transient)

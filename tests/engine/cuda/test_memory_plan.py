@@ -181,7 +181,10 @@ def out_of_memory(*args: object, **kwargs: object) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("where", "text"),
-    [("load_decoder", "weights: name a --device"), ("KvPool", "activations: lower --max-step-tokens")],
+    [
+        ("load_decoder", "weights: name a --device"),
+        ("KvPool", r"activations \(at least\) 0\.2 GiB.* fit, activations \(at least\): lower --max-step-tokens"),
+    ],
 )
 def test_what_the_allocator_refuses_is_explained_too(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str, text: str
