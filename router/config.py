@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -161,6 +162,11 @@ class GatewaySettings(Settings):
         cleaned = [url.strip().rstrip("/") for url in urls]
         for url in cleaned:
             check_url(url, ("http", "https"))
+            if "@" in urlsplit(url).netloc:
+                raise ValueError(
+                    f"{url!r} must not hold a user or a password: answers, metrics and logs show where engines are. "
+                    "--engine-api-key-file gives the key that engines want"
+                )
         _check_unique(cleaned)
         return cleaned
 

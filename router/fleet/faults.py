@@ -16,7 +16,8 @@ FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
 """Ejections soon after one another double up to this. A trial costs one request a second attempt: it may come soon."""
 AT_WORK_S = 5.0
-"""Seconds after an answer began in which a pod that refuses others is taken to be full, not broken."""
+"""Seconds after an answer began in which a pod that refuses others is taken to be full, not broken; and after one began
+or ended in which a pod that lets a probe wait is taken to be busy, not dead."""
 BREAKS_LAST_S = 600.0
 """Seconds for which it is remembered that a pod broke a stream: a proxy that cuts them may do so minutes apart."""
 MOST_COUNTED = 1000
@@ -122,6 +123,10 @@ class Faults:
     def is_at_work(self, now_s: float) -> bool:
         """Whether it began an answer lately."""
         return now_s - self._began_s < AT_WORK_S
+
+    def was_heard(self, now_s: float) -> bool:
+        """Whether it began an answer lately, or ended one well."""
+        return now_s - max(self._began_s, self._ended_s) < AT_WORK_S
 
     def began(self, now_s: float) -> None:
         """A request got the first byte of its answer."""

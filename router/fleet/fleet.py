@@ -329,10 +329,14 @@ class Fleet:
         return pod.is_same_life(identity) and (member.admitted or pod.epoch is not None)
 
     def _failure(self, member: Member, error: ProbeFailed) -> None:
-        member.failures += 1
         if member.last_error is None:
             log.warning("fleet: %s: %s", member.url, error)
         member.last_error = str(error)
+        now_s = asyncio.get_running_loop().time()
+        if error.silent and member.pod is not None and member.pod.faults.was_heard(now_s):
+            member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
+            return
+        member.failures += 1
         if member.admitted and (error.refused or member.failures >= self._eject_after):
             log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
             member.admitted = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -15,14 +15,20 @@ from engine.contract import headers
 from router.routing.types import PodId
 
 MAX_ANSWER_BYTES = 2**20
+NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
+"""Of a model's card, as some engines make it: the time of the answer, and a random id with its own time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON."""
+    """A model a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON.
+
+    Two are equal where the names are, and what of the cards lasts: without `NEW_IN_EVERY_ANSWER`.
+    """
 
     name: str
-    card: bytes
+    card: bytes = field(compare=False)
+    lasting: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +43,15 @@ class PodIdentity:
 class ProbeFailed(Exception):
     """The engine gave no usable answer.
 
-    `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403).
+    `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403);
+    `silent`: nothing came in time, not even that the connection is refused.
     """
 
-    def __init__(self, reason: str, *, refused: bool = False, protected: bool = False) -> None:
+    def __init__(self, reason: str, *, refused: bool = False, protected: bool = False, silent: bool = False) -> None:
         super().__init__(reason)
         self.refused = refused
         self.protected = protected
+        self.silent = silent
 
 
 class Probe(Protocol):
@@ -65,25 +73,27 @@ class HttpProbe:
 
     async def identify(self, url: str) -> PodIdentity:
         """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
+        credentials = self._credentials()
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._session.get(
-                    f"{url}/v1/models", headers={"Accept": "application/json", **self._credentials()}
+                    f"{url}/v1/models", headers={"Accept": "application/json", **credentials}
                 ) as response,
             ):
-                if response.status != 200:
+                if response.status in (401, 403):
+                    why = "it refuses the key of" if credentials else "it wants a key, which is given with"
                     raise ProbeFailed(
-                        f"GET /v1/models answered {response.status}",
-                        refused=response.status == 503,
-                        protected=response.status in (401, 403),
+                        f"GET /v1/models answered {response.status}: {why} --engine-api-key-file", protected=True
                     )
+                if response.status != 200:
+                    raise ProbeFailed(f"GET /v1/models answered {response.status}", refused=response.status == 503)
                 body = await response.content.read(MAX_ANSWER_BYTES)
                 while len(body) < MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
                     body += more
                 names = response.headers
         except TimeoutError:
-            raise ProbeFailed(f"no answer to GET /v1/models within {self._timeout_s:g} s") from None
+            raise ProbeFailed(f"no answer to GET /v1/models within {self._timeout_s:g} s", silent=True) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
         epoch = names.get(headers.EPOCH, "")
@@ -104,11 +114,12 @@ def served_models(body: bytes) -> tuple[ServedModel, ...]:
     """The models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
     try:
         answer: Any = orjson.loads(body)
-        cards: dict[str, bytes] = {}
+        models: dict[str, ServedModel] = {}
         for entry in answer["data"]:
-            cards.setdefault(entry["id"], orjson.dumps(entry))
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+            lasting = {name: value for name, value in entry.items() if name not in NEW_IN_EVERY_ANSWER}
+            models.setdefault(entry["id"], ServedModel(entry["id"], orjson.dumps(entry), orjson.dumps(lasting)))
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
         raise ProbeFailed("GET /v1/models answered something that is not an OpenAI model list") from None
-    if not cards or not all(isinstance(name, str) and name for name in cards):
+    if not models or not all(isinstance(name, str) and name for name in models):
         raise ProbeFailed("GET /v1/models lists no model")
-    return tuple(ServedModel(name, card) for name, card in cards.items())
+    return tuple(models.values())

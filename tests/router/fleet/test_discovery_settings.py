@@ -76,12 +76,15 @@ contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
         ("--discovery kubernetes --kube-selector a --kube-namespace a/b", "--kube-namespace: got 'a/b'"),
         ("--discovery consul", "--discovery: got 'consul'"),
         ("--discovery dns --dns-name x --dns-max-ttl-s 0", "--dns-max-ttl-s: got '0'"),
+        ("--engines http://u:secret@a", "--engine-api-key-file gives the key"),
+        ("--engines http://a,https://token@b:8000/v1", "must not hold a user or a password"),
     ],
 )
 def test_inconsistent_settings_are_refused_by_name(line: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(line)
     assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_environment_counts_as_given() -> None:
