@@ -33,7 +33,6 @@ class RequestHead:
     stream: bool
     canonical: bytes
     """Of several prompts in one request, the first one's: one pod gets them all, and has to be chosen by something."""
-    adapter: str
     salt: str
     prompts: int = 1
     further_bytes: int = 0
@@ -66,11 +65,11 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
         raise BadRequest("cache_salt must be a string", param="cache_salt")
     if endpoint is Endpoint.CHAT:
         canonical = _chat_bytes(fields)
-        return RequestHead(model, bool(stream), canonical, "", salt or "", media_parts=media_parts(fields["messages"]))
+        return RequestHead(model, bool(stream), canonical, salt or "", media_parts=media_parts(fields["messages"]))
     prompt = fields.get("prompt")
     canonical, further = prompt_bytes(prompt), _further_prompts(prompt)
     size = sum(_size(one) for one in further)
-    return RequestHead(model, bool(stream), canonical, "", salt or "", 1 + len(further), size)
+    return RequestHead(model, bool(stream), canonical, salt or "", 1 + len(further), size)
 
 
 def _chat_bytes(fields: dict[str, Any]) -> bytes:

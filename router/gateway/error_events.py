@@ -18,6 +18,11 @@ class EngineError(NamedTuple):
     code: int | None = None
 
 
+def has_error(events: bytes) -> bool:
+    """Whether there is an error event in `events`, by whoever's fault."""
+    return b'"error"' in events and _ERROR_EVENT.search(events) is not None
+
+
 def engine_error(events: bytes) -> EngineError | None:
     """The last error event in `events`, where the engine is at fault; None without such an event."""
     if b'"error"' not in events:

@@ -81,8 +81,14 @@ def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError):
         return True
-    log.info("%s: %s", record.getMessage(), " ".join(error.message.split()))
+    log.info("%s: %s", record.getMessage(), _fault(error))
     return False
+
+
+def _fault(error: HttpProcessingError) -> str:
+    """What aiohttp says is wrong with a request, without what it quotes of it: a key may stand there. The answer, which
+    aiohttp writes itself, quotes it, to whoever has sent it."""
+    return error.message.partition(":")[0]
 
 
 @web.middleware
@@ -108,7 +114,11 @@ async def _answer(
         if error.status < 400:
             raise
         kind = TooLarge if error.status == TooLarge.status else BadRequest
-        response = error_response(kind(f"{request.method} {request.path}: {error.text}"), status=error.status)
+        message = f"{request.method} {request.path}: {error.text}"
+        if error.status == web.HTTPNotFound.status_code:
+            served = {resource.canonical for resource in request.app.router.resources()}
+            message += f"; served here: {', '.join(sorted(served))}"
+        response = error_response(kind(message), status=error.status)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response

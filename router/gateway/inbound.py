@@ -32,6 +32,7 @@ class Inbound:
 
     endpoint: Endpoint
     model: str
+    """The one that is served, without the name of an adapter on it."""
     stream: bool
     policy: str
     keys: tuple[PrefixKey, ...]
@@ -68,7 +69,7 @@ class Reader:
         if endpoint is None:
             endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
         head = request_head(endpoint, fields)
-        model = self._model(head.model)
+        model, adapter = self._model(head.model)
         estimate = self._estimates.of(model)
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
@@ -80,7 +81,7 @@ class Reader:
             model=model,
             stream=head.stream,
             policy=policy,
-            keys=prefix_keys(head.canonical, key_seed(model, head.adapter, head.salt), self._stride),
+            keys=prefix_keys(head.canonical, key_seed(model, adapter, head.salt), self._stride),
             prompt_bytes=size,
             prompt_tokens=max(1, round(prompt_tokens)),
             tokens_per_stride=self._stride * (prompt_tokens / size if media else tokens_per_byte),
@@ -105,15 +106,26 @@ class Reader:
             )
         return asked
 
-    def _model(self, name: str | None) -> str:
+    def _model(self, name: str | None) -> tuple[str, str]:
+        """The names of the model and of the adapter on it, empty without one.
+
+        SGLang is asked for `model:adapter` and does not list that; other engines list each adapter as a model. An
+        adapter that does not exist is for the engine to refuse.
+        """
         if name is not None:
-            return find_model(self._fleet, name).name
+            base, _, adapter = name.rpartition(":")
+            if adapter and not self._is_known(name) and self._is_known(base):
+                return find_model(self._fleet, base).name, adapter
+            return find_model(self._fleet, name).name, ""
         known = self._fleet.models()
         if not known:
             raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
         if len(known) > 1:
             raise BadRequest(f"model is required, one of: {', '.join(sorted(known))}", param="model")
-        return next(iter(known))
+        return next(iter(known)), ""
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._fleet.models() or self._fleet.is_known(name)
 
 
 def find_model(fleet: Fleet, name: str) -> ServedModel:

@@ -22,7 +22,7 @@ from router.gateway.headers import UpstreamHeaders, answer_headers
 from router.gateway.inbound import Inbound
 from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke, send_whole
 from router.gateway.upstream import Opened, PodFailed, open_answer
-from router.gateway.usage import TAIL_BYTES, Tail, header_usage, usage_in
+from router.gateway.usage import Tail, header_usage, whole_usage
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
@@ -193,7 +193,7 @@ class Proxy:
                 if opened.is_stream:
                     return await self._stream(request, exchange, inbound, choice, opened)
                 self._fleet.served(choice.pod, sent_s=exchange.sent_s)
-                exchange.usage = usage_in(opened.first[-TAIL_BYTES:]).or_else(exchange.usage)
+                exchange.usage = whole_usage(opened.first).or_else(exchange.usage)
                 return _whole_answer(opened, exchange, choice)
         except PodFailed as failed:
             if failed.is_down:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.contract import headers
+from router.gateway.error_events import has_error
 
 TAIL_BYTES = 4096
 TAIL_CHUNKS = 8
@@ -17,6 +18,10 @@ _NUMBER = {
     name: re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name.encode())
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
 }
+# Where its beginning is there, nothing of it lies before the tail.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+# The event with the usage of the whole stream. Engines can be asked for usage in every event; the others say less.
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 
 
 @dataclass(slots=True)
@@ -26,6 +31,8 @@ class Usage:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    is_final: bool = False
+    """They are the engine's account of all of it: of what an engine tells at all, it leaves out only what is 0."""
 
     def or_else(self, other: Usage) -> Usage:
         """These counts, and those of `other` where they are missing."""
@@ -33,6 +40,7 @@ class Usage:
             _first(self.prompt_tokens, other.prompt_tokens),
             _first(self.completion_tokens, other.completion_tokens),
             _first(self.cached_tokens, other.cached_tokens),
+            self.is_final,
         )
 
 
@@ -47,19 +55,32 @@ class Tail:
         """One more chunk; the oldest goes."""
 
     def usage(self) -> Usage:
-        """The counts in the last TAIL_BYTES."""
-        return usage_in(self.last_bytes())
+        """The counts in the last TAIL_BYTES of a stream."""
+        tail = self.last_bytes()
+        usage = usage_in(tail)
+        event = _last_usage_event(tail)
+        usage.is_final = bool(_USAGE.search(event) and _NO_CHOICES.search(event)) and not has_error(tail)
+        return usage
 
     def last_bytes(self) -> bytes:
         """TAIL_BYTES at most."""
         return b"".join(self._chunks)[-TAIL_BYTES:]
 
 
+def whole_usage(body: bytes) -> Usage:
+    """The counts in the last TAIL_BYTES of an answer that is no stream, and here to its end."""
+    tail = body[-TAIL_BYTES:]
+    usage = usage_in(tail)
+    usage.is_final = _USAGE.search(tail) is not None
+    return usage
+
+
 def usage_in(tail: bytes) -> Usage:
     """The last counts in `tail`."""
     if b'_tokens"' not in tail:
         return Usage()
-    return Usage(*(_last(pattern, tail) for pattern in _NUMBER.values()))
+    prompt_tokens, completion_tokens, cached_tokens = (_last(pattern, tail) for pattern in _NUMBER.values())
+    return Usage(prompt_tokens, completion_tokens, cached_tokens)
 
 
 def header_usage(answer: Mapping[str, str]) -> Usage:
@@ -71,6 +92,13 @@ def header_usage(answer: Mapping[str, str]) -> Usage:
 
 def _first(count: int | None, other: int | None) -> int | None:
     return other if count is None else count
+
+
+def _last_usage_event(tail: bytes) -> bytes:
+    """The line of `tail` that tells the last usage; empty without one, or where its end is missing."""
+    at = tail.rfind(b'"usage"')
+    end = tail.find(b"\n", at)
+    return tail[tail.rfind(b"\n", 0, at) + 1 : end] if 0 <= at < end else b""
 
 
 def _last(pattern: re.Pattern[bytes], tail: bytes) -> int | None:

@@ -84,7 +84,7 @@ def main() -> None:
     vectors = []
     for name, endpoint, request, stride in CASES:
         head = request_head(endpoint, request)
-        seed = key_seed(head.model or "", head.adapter, head.salt)
+        seed = key_seed(head.model or "", salt=head.salt)
         keys = prefix_keys(head.canonical, seed, stride)
         vectors.append(
             {

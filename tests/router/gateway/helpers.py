@@ -85,12 +85,12 @@ def event(text: str) -> bytes:
     return b"data: " + orjson.dumps({"choices": [{"index": 0, "text": text}]}) + b"\n\n"
 
 
-def usage_event(prompt: int, completion: int, cached: int) -> bytes:
-    """The last event of a stream with include_usage."""
+def usage_event(prompt: int, completion: int, cached: int | None) -> bytes:
+    """The last event of a stream with include_usage; without cached tokens, where the engine leaves them out."""
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
     return b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"
 

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from engine.contract.keys import key_seed, prefix_keys
+from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
 from router.app import FLEET, INDEX
 from tests.router.gateway.helpers import (
@@ -345,6 +346,8 @@ async def test_openai_shape_for_a_path_and_a_method_that_do_not_exist() -> None:
         missing = await gateway.get("/v1/nothing")
         wrong = await gateway.get("/v1/completions")
         assert (missing.status, wrong.status, wrong.headers["Allow"]) == (404, 405, "POST")
-        assert missing.json["error"]["message"] == "GET /v1/nothing: 404: Not Found"
+        told, _, served = missing.json["error"]["message"].partition("; served here: ")
+        assert told == "GET /v1/nothing: 404: Not Found"
+        assert {*Endpoint, "/v1/models", "/v1/models/{model}", "/health", "/metrics"} <= set(served.split(", "))
         async with aiohttp.ClientSession() as session, session.put(f"{gateway.url}/health") as put:
             assert put.status == 405

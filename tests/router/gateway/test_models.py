@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import openai
+import orjson
 import pytest
 from blockbuster import BlockBuster
 from yarl import URL
 
+from engine.contract.keys import key_seed, prefix_keys
+from router.app import INDEX
 from tests.router.gateway.helpers import ScriptedEngine, event, running, streams
 
 GOOD = streams([event("a"), b"data: [DONE]\n\n"])
@@ -36,6 +42,36 @@ async def test_a_models_name_may_be_encoded_or_not(path: str) -> None:
         url = URL(f"{gateway.url}/v1/models/{path}", encoded=True)
         response = await gateway.session.get(url)
         assert (response.status, (await response.json())["id"]) == (200, NAMES[1])
+
+
+def ask(model: str) -> dict[str, Any]:
+    return {"model": model, "prompt": "x" * 2000, "stream": True}
+
+
+async def test_an_adapter_that_no_engine_lists_goes_to_the_pods_of_its_base() -> None:
+    """As SGLang names it. Its beliefs are its own: its KV is not that of the base, nor of another adapter."""
+    engines = [ScriptedEngine("a", GOOD, models=["m"]), ScriptedEngine("b", GOOD, models=["n"])]
+    async with running(*engines, policy="cache_aware") as gateway:
+        for name in ("m", "m:sql", "m:sql", "m:law"):
+            answer = await gateway.post(orjson.dumps(ask(name)))
+            assert (answer.status, answer.pod) == (200, "a"), name
+            assert engines[0].received[-1].body == orjson.dumps(ask(name))
+        keys = {name: prefix_keys(b"x" * 2000, key_seed("m", name)) for name in ("", "sql", "law", "new")}
+        held = {name: len(gateway.app[INDEX].match(keys[name], asyncio.get_running_loop().time())) for name in keys}
+        for name in ("o:sql", "m:", ":m", ":", "m:sql:x"):
+            missing = await gateway.post(ask(name))
+            assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found"), name
+            assert repr(name) in missing.json["error"]["message"]
+    assert held == {"": 1, "sql": 1, "law": 1, "new": 0}
+    assert not engines[1].received
+
+
+async def test_a_name_that_is_served_is_no_adapter() -> None:
+    engines = [ScriptedEngine("a", GOOD, models=["m"]), ScriptedEngine("b", GOOD, models=["m:v2"])]
+    async with running(*engines, models=["m:asleep", "n"]) as gateway:
+        assert [(await gateway.post(ask(name))).pod for name in ("m:v2", "m:v2", "m:v2:sql", "m:v3")] == [*"bbba"]
+        asleep = [await gateway.post(ask(name)) for name in ("m:asleep", "n:sql")]
+    assert [(answer.status, answer.json["error"]["code"]) for answer in asleep] == [(503, "no_engine")] * 2
 
 
 async def test_one_that_nobody_serves_now_is_told_from_one_that_never_was() -> None:
