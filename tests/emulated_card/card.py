@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from tests.emulated_card.memory import Memory, poison
+from tests.emulated_card.memory import Allocation, Memory, Pool, poison
 from tests.emulated_card.streams import Mark, Schedule, Stream, Streams, Work
 from tests.emulated_card.tensor import CardTensor
 
@@ -21,18 +21,16 @@ _WHOLE = ("scaled_dot_product_attention",)
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
 """Operations whose result, or its shape, the host must know."""
 _INDEXED = ("index", "index_put", "index_put_")
+_FILLED = ("masked_fill", "masked_fill_")
 
 
 @dataclass(eq=False)
 class Recording:
     """What was captured from a stream."""
 
+    pool: Pool
+    """Of the memory it works in, which it does not share with what is launched outside of graphs."""
     pieces: list[Work] = field(default_factory=list)
-
-    def replay(self) -> None:
-        """Do it, in order."""
-        for piece in self.pieces:
-            piece()
 
 
 class Card:
@@ -63,21 +61,52 @@ class Card:
     def put(self, work: Work, stream: Stream | None = None) -> None:
         """Launch work on a stream (None: the current one), or into what is captured from it."""
         with self.lock:
-            self._take_back()
-            self._append(work, stream or self.current)
+            self.take_back()
+            stream = stream or self.current
+            if stream in self._captured:
+                self._captured[stream].pieces.append(work)
+            else:
+                self.streams.put(stream, work)
+
+    def launch(self, recording: Recording) -> None:
+        """Put what was captured on the current stream."""
+        with self.lock:
+            for piece in recording.pieces:
+                self.put(piece)
 
     def mark(self, stream: Stream | None = None) -> Mark:
         """Record an event on a stream (None: the current one). Raises RuntimeError while that is captured."""
         with self.lock:
-            self._take_back()
-            self.forbid_in_capture("recording an event that others wait for", stream)
+            self.take_back()
+            self.forbid_in_capture("recording an event that others wait for", stream or self.current)
             return self.streams.mark(stream or self.current)
+
+    def put_behind(self, mark: Mark, stream: Stream | None = None) -> None:
+        """Have a stream (None: the current one) wait for an event. Raises RuntimeError while that is captured."""
+        with self.lock:
+            self.forbid_in_capture("waiting for what is not captured", stream or self.current)
+            self.put(mark.reach, stream)
+
+    def reach(self, mark: Mark) -> None:
+        """Block until an event has passed."""
+        with self.lock:
+            self.forbid_in_capture("synchronizing", self.current)
+            mark.reach()
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether an event has passed; if not, the card goes on a little."""
+        with self.lock:
+            self.forbid_in_capture("asking for an event", self.current)
+            if mark.passed:
+                return True
+            self.streams.tick()
+            return False
 
     def finish(self, stream: Stream | None = None) -> None:
         """Block until all that was launched on a stream (None: on any) is done."""
         with self.lock:
-            self._take_back()
-            self.forbid_in_capture("synchronizing")
+            self.take_back()
+            self.forbid_in_capture("synchronizing", self.current, *([stream] if stream else self._captured))
             if stream is None:
                 self.streams.finish()
             else:
@@ -86,58 +115,63 @@ class Card:
     def capture(self, stream: Stream, into: Recording) -> None:
         """From now on, what is launched on this stream is recorded and not done."""
         with self.lock:
-            self._take_back()
+            self.take_back()
             self._captured[stream] = into
 
     def end_capture(self, stream: Stream) -> None:
         """Undo `capture`."""
         with self.lock:
-            self._take_back()
+            self.take_back()
             del self._captured[stream]
 
-    def forbid_in_capture(self, what: str, stream: Stream | None = None) -> None:
-        """Raise RuntimeError where the stream (None: the current one) is captured."""
-        if (stream or self.current) in self._captured:
+    def forbid_in_capture(self, what: str, *streams: Stream) -> None:
+        """Raise RuntimeError where one of the streams is captured."""
+        if not self._captured.keys().isdisjoint(streams):
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
-    def _append(self, work: Work, stream: Stream) -> None:
-        if stream in self._captured:
-            self._captured[stream].pieces.append(work)
-        else:
-            self.streams.put(stream, work)
-
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Poison what no tensor refers to any more when its stream comes there: so early may the next one write it."""
-        while self.memory.given_back:
-            data, stream = self.memory.given_back.popleft()
-            self.memory.free(data)
-            self._append(partial(poison, data), stream)
+        with self.lock:
+            while self.memory.given_back:
+                region = self.memory.given_back.popleft()
+                self.memory.free(region)
+                work, recording = partial(poison, region.data), self._captured.get(region.stream)
+                if recording is not None and recording.pool is region.pool:
+                    recording.pieces.append(work)
+                else:  # what a graph did not allocate is none of its work
+                    self.streams.put(region.stream, work)
 
-    def _wait(self, what: str) -> None:
-        """Block until the current stream is done, as an operation of torch's that must."""
-        self.forbid_in_capture(what)
-        if self.waiting_fails:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
-        self.finish(self.current)
+    def wait(self, what: str, stream: Stream | None = None) -> None:
+        """Block until a stream (None: the current one) is done, where torch can be told to raise instead."""
+        with self.lock:
+            self.forbid_in_capture(what, self.current)
+            if self.waiting_fails:
+                raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+            self.finish(stream or self.current)
 
     # Making tensors.
 
+    def allocate(self, size: int) -> Allocation:
+        """So many bytes, for the current stream. Raises torch.OutOfMemoryError."""
+        with self.lock:
+            self.take_back()
+            recording = self._captured.get(self.current)
+            return self.memory.allocate(size, self.current, recording and recording.pool)
+
     def empty(self, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> CardTensor:
-        """A tensor in fresh memory. Raises torch.OutOfMemoryError."""
+        """A tensor of no values. Raises torch.OutOfMemoryError."""
         shape = torch.empty(tuple(size), dtype=dtype, device="meta")
         if stride is not None:
             shape = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
         last = sum((n - 1) * step for n, step in zip(shape.shape, shape.stride(), strict=True))
-        with self.lock:
-            self._take_back()
-            allocation = self.memory.allocate((last + 1) * dtype.itemsize if shape.numel() else 0, self.current)
+        allocation = self.allocate((last + 1) * dtype.itemsize if shape.numel() else 0)
         with torch.inference_mode(False):
-            data = allocation.data.view(dtype).as_strided(shape.shape, shape.stride())
+            data = allocation.region.data.view(dtype).as_strided(shape.shape, shape.stride())
         return CardTensor(data, allocation, self)
 
     def upload(self, source: Tensor, *, non_blocking: bool = False) -> CardTensor:
         """A copy of a host tensor."""
-        target = self.empty(source.shape, source.dtype)
+        target = self.empty(source.shape, source.dtype, torch.empty_like(_shape(source)).stride())
         self.copy(target, source, non_blocking)
         return target
 
@@ -169,12 +203,11 @@ class Card:
             if name in _INDEXED:  # with indices on the host torch sends them over, and waits
                 args = (args[0], tree_map_only(Tensor, self._sent, args[1]), *args[2:])
             _check_devices(func, args, kwargs)
+            if needs_host := _needs_host(name, args):
+                self.wait(str(func))
             if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
                 return self._write(func, args, kwargs)
-            if name in _READ or (
-                name == "index" and any(one.dtype == torch.bool for one in tree_leaves(args[1]) if one is not None)
-            ):
-                self._wait(str(func))
+            if needs_host:
                 return tree_map_only(Tensor, self.computed, func(*_here(args), **_here(kwargs)))
             return self._compute(func, args, kwargs)
 
@@ -187,14 +220,18 @@ class Card:
                 return target
             self.put(lambda: to.copy_(given))
             host = source if isinstance(target, CardTensor) else target
-            # What is not page-locked goes by a buffer of the driver's: a thread may wait that does not ask to.
-            if not (non_blocking and self.memory.is_locked(host)):
-                self._wait(f"a copy of {tuple(source.shape)}")
+            # What is not page-locked, or not in one piece, goes by another buffer: a thread may wait that does not ask
+            # to.
+            if not (non_blocking and host.is_contiguous() and self.memory.is_locked(host)):
+                self.wait(f"a copy of {tuple(source.shape)}")
             return target
 
     def _download(self, source: Tensor, *, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
-        host = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        return self.copy(host, source, non_blocking).to(dtype or source.dtype)
+        """Without blocking, torch takes page-locked memory, and who reads it must wait first."""
+        host = torch.empty_like(_shape(source), dtype=dtype, device="cpu")
+        if non_blocking:
+            self.memory.keep_locked(host)
+        return self.copy(host, source, non_blocking)
 
     def _sent(self, index: Tensor) -> Tensor:
         return index if isinstance(index, CardTensor) else self.upload(index)
@@ -227,6 +264,13 @@ class Card:
 def _here(tree: Any) -> Any:
     """Host tensors in the places of the card's."""
     return tree_map(lambda one: one.data_here if isinstance(one, CardTensor) else one, tree)
+
+
+def _needs_host(name: str, args: Any) -> bool:
+    """Whether torch brings values of the card to the host for it, as for what a mask takes, or what is filled in."""
+    if name in _INDEXED:
+        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    return name in _READ or (name in _FILLED and isinstance(args[-1], CardTensor))
 
 
 def _shape(tensor: Tensor) -> Tensor:

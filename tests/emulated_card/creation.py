@@ -61,7 +61,8 @@ def _locking(card: Card, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def empty(*size: Any, pin_memory: bool = False, device: Any = None, **named: Any) -> Tensor:
         made = plain(*size, device=_named_by_context() if device is None else device, **named)
         if pin_memory:
-            card.memory.keep_locked(made)
+            with card.lock:
+                card.memory.keep_locked(made)
         return made
 
     return empty

@@ -12,6 +12,7 @@ import torch
 from tests.emulated_card.card import Card, Recording
 from tests.emulated_card.creation import stand_in_for_creation
 from tests.emulated_card.launches import stand_in_for_launches
+from tests.emulated_card.memory import Pool
 from tests.emulated_card.streams import Mark
 
 CAPABILITY = (9, 0)
@@ -47,7 +48,7 @@ def _figures(card: Card) -> dict[str, Any]:
     def settled(figure: Callable[[], Any]) -> Callable[..., Any]:
         def tell(device: object = None) -> Any:
             with card.lock:
-                card.put(lambda: None)  # memory that was given back is counted as free
+                card.take_back()
                 return figure()
 
         return tell
@@ -76,45 +77,40 @@ def _work(card: Card) -> dict[str, Any]:
     class Stream:
         def __init__(self, device: object = None, priority: int = 0) -> None:
             self.device = card.device
-            self.pieces = card.streams.add()
+            self.queue = card.streams.add()
 
         def synchronize(self) -> None:
-            card.finish(self.pieces)
+            card.wait("synchronizing", self.queue)
 
         def wait_event(self, event: Event) -> None:
             event.wait(self)
 
-        def wait_stream(self, other: Stream) -> None:
-            card.put(card.mark(other.pieces).reach, self.pieces)
+        def wait_stream(self, stream: Stream) -> None:
+            card.put_behind(card.mark(stream.queue), self.queue)
 
     class Event:
         def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
             self._timed = enable_timing
             self._mark: Mark | None = None
 
-        def record(self, on: Stream | None = None) -> None:
-            self._mark = card.mark(on and on.pieces)
+        def record(self, stream: Stream | None = None) -> None:
+            self._mark = card.mark(stream and stream.queue)
 
-        def wait(self, by: Stream | None = None) -> None:
+        def wait(self, stream: Stream | None = None) -> None:
             if self._mark is not None:
-                card.put(self._mark.reach, by and by.pieces)
+                card.put_behind(self._mark, stream and stream.queue)
 
         def query(self) -> bool:
-            with card.lock:
-                passed = self._mark is None or self._mark.passed
-                if not passed:
-                    card.streams.tick()
-                return passed
+            return self._mark is None or card.has_passed(self._mark)
 
         def synchronize(self) -> None:
-            with card.lock:
-                if self._mark is not None:
-                    self._mark.reach()
+            if self._mark is not None:
+                card.reach(self._mark)
 
-        def elapsed_time(self, later: Event) -> float:
-            if not (self._timed and later._timed):
+        def elapsed_time(self, end_event: Event) -> float:
+            if not (self._timed and end_event._timed):
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            marks = self._mark, later._mark
+            marks = self._mark, end_event._mark
             if not all(mark is not None and mark.passed for mark in marks):
                 raise RuntimeError("CUDA error: device not ready")
             start_s, end_s = (mark.at_s for mark in marks if mark is not None)
@@ -124,30 +120,36 @@ def _work(card: Card) -> dict[str, Any]:
 
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False) -> None:
-            self.recording = Recording()
-            self.memory = card.memory.allocate(_GRAPH_BYTES, card.current)
+            self.recording = Recording(Pool())
+            self.memory = card.allocate(_GRAPH_BYTES)
 
         def replay(self) -> None:
-            card.put(self.recording.replay)
+            card.launch(self.recording)
 
     @contextmanager
-    def stream(on: Stream) -> Iterator[None]:
-        before, card.current = card.current, on.pieces
+    def on_stream(stream: Stream) -> Iterator[None]:
+        before, card.current = card.current, stream.queue
         try:
             yield
         finally:
             card.current = before
 
     @contextmanager
-    def graph(into: CUDAGraph, pool: object = None, on: Stream | None = None, **_: str) -> Iterator[None]:
-        on = on or Stream()
+    def graph(
+        cuda_graph: CUDAGraph,
+        pool: Pool | None = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        stream, cuda_graph.recording.pool = stream or Stream(), pool or Pool()
         card.finish()
-        with stream(on):
-            card.capture(on.pieces, into.recording)
+        torch.cuda.empty_cache()
+        with on_stream(stream):
+            card.capture(stream.queue, cuda_graph.recording)
             try:
                 yield
             finally:
-                card.end_capture(on.pieces)
+                card.end_capture(stream.queue)
 
     @contextmanager
     def device(which: object) -> Iterator[None]:
@@ -155,10 +157,12 @@ def _work(card: Card) -> dict[str, Any]:
 
     class Cudart:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            return 0 if card.memory.lock_pages(address, size) else _ALREADY_REGISTERED
+            with card.lock:
+                return 0 if card.memory.lock_pages(address, size) else _ALREADY_REGISTERED
 
         def cudaHostUnregister(self, address: int) -> int:
-            return 0 if card.memory.unlock_pages(address) else _NOT_REGISTERED
+            with card.lock:
+                return 0 if card.memory.unlock_pages(address) else _NOT_REGISTERED
 
     def set_sync_debug_mode(mode: str) -> None:
         card.waiting_fails = mode == "error"
@@ -168,12 +172,12 @@ def _work(card: Card) -> dict[str, Any]:
         "init": lambda: None,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: card.finish(),
-        "graph_pool_handle": object,
+        "graph_pool_handle": Pool,
         "cudart": Cudart,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": CUDAGraph,
-        "stream": stream,
+        "stream": on_stream,
         "graph": graph,
         "device": device,
         "set_sync_debug_mode": set_sync_debug_mode,

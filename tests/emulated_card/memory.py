@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,19 +24,35 @@ def poison(data: Tensor) -> None:
         data.fill_(_POISON)
 
 
+@dataclass(eq=False)
+class Pool:
+    """Memory that the next one of its size gets: of a stream, or of the graphs that share it."""
+
+    unused: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """By bytes, rounded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Bytes of the card."""
+
+    data: Tensor
+    """uint8 [n], n as rounded, in host memory."""
+    stream: Stream
+    """In whose order the next one may use it, without waiting for other streams."""
+    pool: Pool
+
+
 class Allocation:
     """Memory of the card, as long as a tensor refers to it."""
 
-    def __init__(self, memory: Memory, data: Tensor, stream: Stream) -> None:
+    def __init__(self, memory: Memory, region: Region) -> None:
         self._memory = memory
-        self.data = data
-        """uint8 [n], in host memory."""
-        self.stream = stream
-        """Where the allocator gives it to the next one, without waiting for other streams."""
+        self.region = region
 
     def __del__(self) -> None:
         # Whoever collects garbage may be anywhere in this module: the card looks at the list later.
-        self._memory.given_back.append((self.data, self.stream))
+        self._memory.given_back.append(self.region)
 
 
 class Memory:
@@ -45,15 +62,18 @@ class Memory:
         self.total = total
         self.allocated = self.reserved = 0
         self.max_allocated = self.max_reserved = 0
-        self.given_back: deque[tuple[Tensor, Stream]] = deque()
+        self.given_back: deque[Region] = deque()
         """Memory to which no tensor refers, whose stream has not been told yet."""
+        self._pools: defaultdict[Stream, Pool] = defaultdict(Pool)
         self.locked: list[range] = []
         """Page-locked addresses of the host."""
         self._kept: list[Tensor] = []
 
-    def allocate(self, size: int, stream: Stream) -> Allocation:
-        """Poisoned memory. Raises torch.OutOfMemoryError."""
-        taken = self.allocated + _rounded(size)
+    def allocate(self, size: int, stream: Stream, pool: Pool | None = None) -> Allocation:
+        """Memory that is poisoned once the stream comes there, from a graph's pool or (None) the stream's. Raises
+        torch.OutOfMemoryError."""
+        pool, rounded = pool or self._pools[stream], _rounded(size)
+        taken = self.allocated + rounded
         if taken > self.total:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size} bytes; {self.total - self.allocated} are free."
@@ -62,18 +82,26 @@ class Memory:
         self.reserved = max(self.reserved, taken)
         self.max_allocated = max(self.max_allocated, taken)
         self.max_reserved = max(self.max_reserved, self.reserved)
-        with torch.inference_mode(False):
-            data = torch.empty(size, dtype=torch.uint8, device="cpu")
-            poison(data)
-        return Allocation(self, data, stream)
+        if pool.unused[rounded]:
+            data = pool.unused[rounded].pop()
+        else:
+            with torch.inference_mode(False):
+                data = torch.empty(rounded, dtype=torch.uint8, device="cpu")
+                poison(data)
+        return Allocation(self, Region(data, stream, pool))
 
-    def free(self, data: Tensor) -> None:
-        """Take back an allocation's bytes."""
-        self.allocated -= _rounded(len(data))
+    def free(self, region: Region) -> None:
+        """Take back an allocation's memory; whoever calls this has its stream poison it."""
+        size = len(region.data)
+        self.allocated -= size
+        if size <= _POISONED:
+            region.pool.unused[size].append(region.data)
 
     def empty_cache(self) -> None:
         """Give the driver what is not allocated."""
         self.reserved = self.allocated
+        for pool in self._pools.values():
+            pool.unused.clear()
 
     def reset_peaks(self) -> None:
         """The peaks are what is taken now."""
@@ -83,7 +111,7 @@ class Memory:
         """A host tensor from torch's allocator of page-locked memory, which gives none of it back."""
         self._kept.append(made)
         self.lock_pages(made.data_ptr(), made.nbytes)
-        poison(made.view(-1).view(torch.uint8))
+        poison(made.as_strided((made.numel(),), (1,)).view(torch.uint8))
 
     def lock_pages(self, start: int, size: int) -> bool:
         """Page-lock host memory; False where some of it is locked already."""

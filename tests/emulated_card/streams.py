@@ -93,7 +93,7 @@ class Streams:
             stream.run(stream.end)
         elif self._schedule is Schedule.RANDOM:
             for _ in range(self._chance.randrange(3)):
-                self._chance.choice(self._all).step()
+                self.tick()
 
     def mark(self, stream: Stream) -> Mark:
         """Record an event."""
@@ -106,7 +106,7 @@ class Streams:
         return mark
 
     def tick(self) -> None:
-        """A thread has looked and not waited: one piece of some stream is done meanwhile: polling ends."""
+        """Do one piece of some stream. Whoever polls calls it, or would poll for ever."""
         busy = [stream for stream in self._all if stream.pieces]
         if busy:
             self._chance.choice(busy).step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -75,7 +76,10 @@ class CardTensor(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         part, places = self._viewed(index)
-        if places:
+        if len(places) == 1 and places[0].dtype == torch.bool and not isinstance(value, Tensor):
+            mask = places[0]
+            part.masked_fill_(mask.reshape(*mask.shape, *[1] * (part.dim() - mask.dim())), value)
+        elif places:
             value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype, device=self.device)
             torch.ops.aten.index_put_(part, places, value)
         elif isinstance(value, Tensor):
@@ -92,8 +96,10 @@ class CardTensor(Tensor):
         named = sum(one is not None and one is not Ellipsis for one in indices)
         data, places, dim = self.data_here, [], 0
         for one in indices:
-            if isinstance(one, int):
-                data = data.select(dim, one)
+            if isinstance(one, int | np.integer) or (
+                isinstance(one, Tensor) and not one.dim() and one.dtype != torch.bool
+            ):
+                data = data.select(dim, int(one))
                 continue
             if one is Ellipsis:
                 dim += self.dim() - named

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -56,9 +58,35 @@ def test_shapes_and_types_need_no_wait(card: Card) -> None:
     x = torch.arange(12, device="cuda").view(3, 4).to(torch.float32).t()
     assert (tuple(x.shape), x.stride(), x.dtype) == ((4, 3), (1, 4), torch.float32)
     assert torch.zeros((2, 0), device="cuda").numel() == 0
-    for wait in (x.cpu, x.sum().item, lambda: x[x > 3], lambda: x[torch.tensor([1])], x.tolist):
+    x[x > 3] = 0
+    x.masked_fill_(x > 3, 0)
+    x[np.int64(1)].to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    first, locked = torch.zeros((), dtype=torch.int64, device="cuda"), torch.empty((4, 6), pin_memory=True)
+    waits: tuple[Callable[[], object], ...] = (
+        *(x.cpu, x.tolist, x.sum().item, torch.cuda.Stream().synchronize),
+        *(lambda: x[x > 3], lambda: x[torch.tensor([1])], lambda: x[first]),
+        *(lambda: x.__setitem__(x > 3, x[0]), lambda: x.masked_fill_(x > 3, x[0, 0])),
+        lambda: locked[:, :3].copy_(x, non_blocking=True),  # not in one piece: by way of memory that is not locked
+    )
+    for wait in waits:
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
             wait()
+
+
+def test_dimensions_stay_in_their_order_over_the_link(card: Card) -> None:
+    turned = torch.arange(6).view(2, 3).t()
+    assert turned.cuda().stride() == turned.cuda().cpu().stride() == (1, 3)
+    assert torch.equal(turned.cuda().cpu(), turned)
+    assert turned[:, ::2].cuda().is_contiguous()
+
+
+@lazy
+def test_what_is_fetched_without_blocking_comes_later(card: Card) -> None:
+    fetched = torch.ones(2, device="cuda").to("cpu", torch.float64, non_blocking=True)
+    assert str(fetched.tolist()) == "[nan, nan]"
+    torch.cuda.synchronize()
+    assert fetched.tolist() == [1, 1]
 
 
 def test_tensors_are_made_where_the_context_says(card: Card) -> None:
@@ -98,7 +126,6 @@ def test_memory_is_counted_and_bounded(card: Card) -> None:
 def side_stream(work: Callable[[], torch.Tensor], *, waits: bool) -> list[float]:
     """What the current stream reads of what another one has computed, with and without waiting for that."""
     side, done = torch.cuda.Stream(), torch.cuda.Event()
-    side.wait_stream(torch.cuda.Stream())
     with torch.cuda.stream(side):
         found = work()
         done.record()
@@ -131,6 +158,40 @@ def test_memory_given_back_is_the_next_ones_on_its_own_stream(card: Card) -> Non
         assert str(late.cpu().tolist()) == "[nan, nan]"
 
 
+@lazy
+@pytest.mark.parametrize(("waits", "expected"), [(True, 2), (False, 14)])
+def test_memory_given_back_is_written_by_its_next_user(card: Card, waits: bool, expected: int) -> None:
+    """The current stream still reads it; another one, which fills it for the next step, must wait for that."""
+    x = torch.ones(2, device="cuda")
+    torch.cuda.synchronize()
+    doubled, read, side = x * 2, torch.cuda.Event(), torch.cuda.Stream()
+    address = x.data_ptr()
+    del x
+    again = torch.empty(2, device="cuda")
+    assert again.data_ptr() == address
+    read.record()
+    with torch.cuda.stream(side):
+        if waits:
+            read.wait()
+        again.fill_(7)
+    side.synchronize()
+    assert doubled.tolist() == [expected] * 2
+
+
+def test_an_event_recorded_again_is_waited_for_as_it_was(card: Card) -> None:
+    event, x, side = torch.cuda.Event(), torch.zeros(2, device="cuda"), torch.cuda.Stream()
+    event.record()
+    side.wait_event(event)
+    with torch.cuda.stream(side):
+        x.fill_(1)
+        event.record()
+    event.wait()
+    x.add_(1)
+    event.record()
+    event.synchronize()
+    assert x.data_here.tolist() == [2, 2]
+
+
 def test_an_event_is_passed_when_what_is_before_it_is_done(card: Card) -> None:
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
@@ -150,15 +211,66 @@ def test_a_graph_does_its_work_again_at_the_same_addresses(card: Card) -> None:
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream):
         out.copy_(x * 2 + out)
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            out.cpu()
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            out.add_(1)
     assert out.tolist() == [0, 0, 0]
     graph.replay()
     x.fill_(5)
     graph.replay()
-    assert out.tolist() == [12, 12, 12]
+    assert out.tolist() == [14, 14, 14]
+
+
+@lazy
+def test_a_graph_that_runs_reads_what_another_stream_writes_to_its_inputs(card: Card) -> None:
+    x, first, second = torch.ones((), device="cuda"), *torch.zeros((2, 1), device="cuda")
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        first.copy_(x)
+        second.copy_(x)
+    graph.replay()
+    card.streams.tick()
+    with torch.cuda.stream(side):
+        x.fill_(7)
+    side.synchronize()
+    assert (first.item(), second.item()) == (1, 7)
+
+
+def test_who_waits_while_a_stream_is_captured_is_refused(card: Card) -> None:
+    x, event, stream = torch.ones(3, device="cuda"), torch.cuda.Event(), torch.cuda.Stream()
+    event.record()
+    waits = (x.cpu, event.query, event.synchronize, event.wait, event.record, stream.synchronize)
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+    with capture, ThreadPoolExecutor() as other_thread:
+        other_thread.submit(event.query).result()
+        other_thread.submit(x.cpu).result()
+        for wait in (*waits, torch.cuda.synchronize):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                wait()
+        for wait in (stream.synchronize, torch.cuda.synchronize):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                other_thread.submit(wait).result()
+    event.synchronize()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_graphs_of_one_pool_overwrite_each_others_memory(card: Card, shares: bool) -> None:
+    """But not that of others: what was given back while capturing, or taken since."""
+    pools = [torch.cuda.graph_pool_handle()] * 2 if shares else [None, None]
+    graphs, x, given_back = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], torch.ones(3, device="cuda"), []
+    stream, outs = torch.cuda.Stream(), []
+    with torch.cuda.stream(stream):
+        given_back.append(torch.empty(3, device="cuda"))
+    for graph, pool, work in zip(graphs, pools, (lambda: (x + 1) * 2, lambda: x * 4), strict=True):
+        with torch.cuda.graph(graph, pool, stream):
+            given_back.clear()
+            outs.append(work())  # the second one gets the memory of x + 1
+    with torch.cuda.stream(stream):
+        others = [torch.full((3,), 5.0, device="cuda") for _ in range(4)]
+        for graph in reversed(graphs):
+            graph.replay()
+        assert outs[0].tolist() == [4, 4, 4]
+        assert (outs[1].tolist() == [4, 4, 4]) == (not shares)
+        assert [one.tolist() for one in others] == [[5, 5, 5]] * 4
 
 
 def test_an_error_stays(card: Card) -> None:
@@ -182,8 +294,9 @@ def test_kernels_wait_for_their_turn(card: Card) -> None:
     assert out.data_here.isnan().all()
     x.fill_(3)
     assert out.tolist() == [0, 0, 0, 0, 0]
-    with pytest.raises(ValueError, match="cpu tensor"):
-        _double[(1,)](x, torch.zeros(5), 5, N=8)
+    for others in ((x, torch.zeros(5)), (torch.zeros(5), torch.zeros(5))):
+        with pytest.raises(ValueError, match="cpu tensor"):
+            _double[(1,)](*others, 5, N=8)
 
 
 class NeverWaits(CudaDevice):
@@ -200,8 +313,6 @@ class NeverWaits(CudaDevice):
 def test_a_ring_of_page_locked_buffers_that_does_not_wait_is_found(
     card: Card, device: type[CudaDevice], sound: bool
 ) -> None:
-    import numpy as np
-
     runs_on = device(torch.device("cuda", 0))
     uploads, downloads = Uploads(runs_on, buffers=2, first_bytes=64), Downloads(runs_on, buffers=8, first_values=4)
     with runs_on.use():
@@ -234,3 +345,16 @@ def test_any_schedule_gives_what_the_order_says(data: st.DataObject) -> None:
     assert sorted(done) == list(range(len(before)))
     for place, piece in enumerate(done):
         assert before[piece] <= set(done[:place])
+
+
+def test_idle_streams_leave_the_random_schedule_as_busy() -> None:
+    streams, done = Streams(Schedule.RANDOM), 0
+    busy, _ = streams.add(), [streams.add() for _ in range(200)]
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+
+    for _ in range(100):
+        streams.put(busy, count)
+    assert done > 50

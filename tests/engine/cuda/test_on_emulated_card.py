@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[3]
 CHOSEN = (
     ("lazy", "test_cuda_backend_gpu.py", "program_starts or share_of_the_card"),
     ("lazy", "test_cuda_backend_gpu.py", "answers_are_those or without_gives"),
+    ("random:1", "test_cuda_backend_gpu.py", "answers_are_those"),
     ("eager", "test_cuda_backend_gpu.py", "never_waits"),
     ("lazy", "test_copies_torch.py", "cuda or measured or error"),
 )
-"""Schedules, files, and words of tests; together some 70 s of one core."""
+"""Schedules, files, and words of tests; together some 100 s of one core."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
