@@ -19,7 +19,18 @@ Clock = Callable[[], float]
 class Pod:
     """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
 
-    __slots__ = ("epoch", "faults", "identity", "in_flight", "pod_id", "state", "targets", "url", "weight")
+    __slots__ = (
+        "epoch",
+        "faults",
+        "identity",
+        "in_flight",
+        "pod_id",
+        "state",
+        "targets",
+        "tells_cached_tokens",
+        "url",
+        "weight",
+    )
 
     def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
         self.url = url
@@ -31,6 +42,8 @@ class Pod:
         self.faults = Faults()
         self.in_flight = 0
         self.weight = weight
+        self.tells_cached_tokens = False
+        """Whether an answer ever said how much it reused: an engine that says so leaves out what is 0."""
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"

@@ -31,8 +31,6 @@ EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
-MAX_TELLING_PODS = 1024
-"""Lives of pods of which it is remembered that they tell what they reuse; one that is forgotten tells it again."""
 
 
 @dataclass(slots=True)
@@ -89,8 +87,6 @@ class Chooser:
         self._speculation_ttl_s = speculation_ttl_s
         self._foreign_ttl_s = foreign_ttl_s
         self._shadows = shadows
-        self._telling: dict[Pod, None] = {}
-        """Pods that have told how much they reused, the first to do so first. A restarted engine is another Pod."""
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -139,8 +135,8 @@ class Chooser:
             if low < usage.prompt_tokens / inbound.prompt_bytes < high:
                 estimate.saw_prompt(inbound.prompt_bytes, usage.prompt_tokens)
         if usage.cached_tokens is not None:
-            self._tells(choice.pod)
-        elif usage.is_final and usage.prompt_tokens and choice.pod in self._telling:
+            choice.pod.tells_cached_tokens = True
+        elif usage.is_final and usage.prompt_tokens and choice.pod.tells_cached_tokens:
             usage.cached_tokens = 0  # vLLM and SGLang say what they reused where that is not 0
         if usage.cached_tokens is not None:
             if inbound.prompts == 1:  # else the counts are those of prompts whose keys are not known here
@@ -151,12 +147,6 @@ class Chooser:
                 cached_tokens=usage.cached_tokens,
                 predicted_tokens=choice.cached_tokens,
             )
-
-    def _tells(self, pod: Pod) -> None:
-        """The pod has told how much it reused."""
-        self._telling[pod] = None
-        if len(self._telling) > MAX_TELLING_PODS:
-            del self._telling[next(iter(self._telling))]
 
     def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
         """Refute what the pod turned out not to hold.

@@ -199,7 +199,7 @@ class Card:
             returned = [result.alias_info for result in func._schema.returns]
             if any(alias is not None and not alias.is_write for alias in returned):
                 base = next(one for one in args if isinstance(one, CardTensor))
-                return tree_map_only(Tensor, base.part, func(*_here(args), **_here(kwargs)))
+                return tree_map_only(Tensor, base.part, func(*on_host(args), **on_host(kwargs)))
             if name in _INDEXED:  # with indices on the host torch sends them over, and waits
                 args = (args[0], tree_map_only(Tensor, self._sent, args[1]), *args[2:])
             _check_devices(func, args, kwargs)
@@ -208,22 +208,19 @@ class Card:
             if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
                 return self._write(func, args, kwargs)
             if needs_host:
-                return tree_map_only(Tensor, self.computed, func(*_here(args), **_here(kwargs)))
+                return tree_map_only(Tensor, self.computed, func(*on_host(args), **on_host(kwargs)))
             return self._compute(func, args, kwargs)
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """`target.copy_(source)` within the card or over the link; the host's memory counts when the copy is done."""
-        to, given = _here(target), _here(source)
+        to, given = on_host(target), on_host(source)
         with self.lock:
-            if isinstance(target, CardTensor) and isinstance(source, CardTensor):
-                self.put(lambda: to.copy_(given))
-                return target
             self.put(lambda: to.copy_(given))
-            host = source if isinstance(target, CardTensor) else target
-            # What is not page-locked, or not in one piece, goes by another buffer: a thread may wait that does not ask
-            # to.
-            if not (non_blocking and host.is_contiguous() and self.memory.is_locked(host)):
-                self.wait(f"a copy of {tuple(source.shape)}")
+            for host in (one for one in (target, source) if not isinstance(one, CardTensor)):
+                # What is not page-locked, or not in one piece, goes by another buffer: a thread may wait that does not
+                # ask to.
+                if not (non_blocking and host.is_contiguous() and self.memory.is_locked(host)):
+                    self.wait(f"a copy of {tuple(source.shape)}")
             return target
 
     def _download(self, source: Tensor, *, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
@@ -238,7 +235,7 @@ class Card:
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation in place, or one that is given where to write."""
-        here, named = _here(args), _here(kwargs)
+        here, named = on_host(args), on_host(kwargs)
         self.put(lambda: func(*here, **named))
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
@@ -251,7 +248,7 @@ class Card:
         on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
         shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, kwargs), **on_meta)
         made = tree_map_only(Tensor, lambda shape: self.empty(shape.shape, shape.dtype, shape.stride()), shapes)
-        here, named, out = _here(args), _here(kwargs), _here(made)
+        here, named, out = on_host(args), on_host(kwargs), on_host(made)
 
         def work() -> None:
             for target, result in zip(tree_leaves(out), tree_leaves(func(*here, **named)), strict=True):
@@ -261,7 +258,7 @@ class Card:
         return made
 
 
-def _here(tree: Any) -> Any:
+def on_host(tree: Any) -> Any:
     """Host tensors in the places of the card's."""
     return tree_map(lambda one: one.data_here if isinstance(one, CardTensor) else one, tree)
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from triton.runtime.interpreter import GridExecutor
 
-from tests.emulated_card.card import Card
+from tests.emulated_card.card import Card, on_host
 from tests.emulated_card.tensor import CardTensor
 
 _OPTIONS = ("launch_pdl",)
@@ -27,12 +27,8 @@ def stand_in_for_launches(card: Card, capability: tuple[int, int], patch: Callab
         tensors = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
         if not all(isinstance(tensor, CardTensor) for tensor in tensors):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        given = [one.data_here if isinstance(one, CardTensor) else one for one in args]
-        by_name = {
-            name: one.data_here if isinstance(one, CardTensor) else one
-            for name, one in named.items()
-            if name not in _OPTIONS
-        }
+        given = on_host(args)
+        by_name = {name: on_host(one) for name, one in named.items() if name not in _OPTIONS}
         if "EARLY" in by_name:
             by_name["EARLY"] = False  # the interpreter knows no instructions of a card
         if "WIDE" in by_name:  # it multiplies bfloat16 as bit patterns

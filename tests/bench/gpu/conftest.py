@@ -1,10 +1,7 @@
-"""Without a card, kernels are interpreted: Triton decides when it is imported."""
+"""Without a card, kernels are interpreted."""
 
 from __future__ import annotations
 
-import os
+from tests.interpreted import interpret_kernels
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+interpret_kernels()

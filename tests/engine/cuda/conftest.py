@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton decides when it is imported: from here on in this process, kernels are interpreted.
-    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
-        raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; set it for the whole of pytest")
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.interpreted import interpret_kernels
+
+interpret_kernels()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,19 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.engine.cuda.gpu_pytest import ROOT, gpu_pytest
 
 
 def test_its_settings_know_every_mark_and_option() -> None:
-    command = ["-m", "pytest", "-c", "tests/engine/cuda/gpu.ini", "--rootdir=.", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, *command, "--collect-only", "-q", "tests/engine/cuda"],
-        env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = gpu_pytest("--collect-only", "-q", "tests/engine/cuda", timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_cuda_backend_gpu.py" in done.stdout
 
@@ -52,15 +43,7 @@ def test_behind():
 def run(folder: Path, *chosen: str) -> subprocess.CompletedProcess[str]:
     """Of those tests, under gpu-test's settings."""
     (folder / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "tests/engine/cuda/gpu.ini"), "--rootdir=."]
-    return subprocess.run(
-        [*command, "-p", "no:cacheprovider", *(f"{folder / 'test_it.py'}::{name}" for name in chosen)],
-        env={k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"} | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return gpu_pytest(*(f"{folder / 'test_it.py'}::{name}" for name in chosen), timeout_s=100)
 
 
 def test_a_run_that_is_killed_has_shown_what_failed(tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+from tests.engine.cuda.gpu_pytest import gpu_pytest
+
 CHOSEN = (
     ("lazy", "test_cuda_backend_gpu.py", "program_starts or share_of_the_card"),
     ("lazy", "test_cuda_backend_gpu.py", "answers_are_those or without_gives"),
@@ -26,24 +23,11 @@ CHOSEN = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("schedule", "file", "words"), CHOSEN)
 def test_nothing_goes_well_by_luck(schedule: str, file: str, words: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-c", "tests/engine/cuda/gpu.ini", "--rootdir=."]
-    plain = {k: v for k, v in os.environ.items() if k not in ("PYTEST_ADDOPTS", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        [
-            *command,
-            "-p",
-            "tests.emulated_card.plugin",
-            "-p",
-            "no:cacheprovider",
-            f"tests/engine/cuda/{file}",
-            "-k",
-            words,
-        ],
-        env=plain | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "EMULATED_CARD": schedule, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    done = gpu_pytest(
+        *("-p", "tests.emulated_card.plugin", f"tests/engine/cuda/{file}", "-k", words),
+        timeout_s=280,
+        EMULATED_CARD=schedule,
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout)

@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import CHOOSER, FLEET, INDEX
-from router.gateway import chooser
+from router.app import FLEET, INDEX
 from router.gateway.usage import Tail, Usage, whole_usage
 from router.registry import speculation
 from tests.router.gateway.helpers import (
@@ -109,12 +108,12 @@ async def test_a_restarted_engine_is_unknown_again() -> None:
     assert counted == {"prompt": 500.0, "cached": 400.0}
 
 
-async def test_each_pod_tells_for_itself_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "MAX_TELLING_PODS", 2)
+async def test_each_pod_tells_for_itself() -> None:
     async with running(*(ScriptedEngine(name, streams([event("a"), HIT, DONE])) for name in "abcd")) as gateway:
-        for _ in range(4):
+        pods = gateway.app[FLEET].pods("m")
+        for told in range(5):
+            assert sum(pod.tells_cached_tokens for pod in pods) == told
             await gateway.post({"model": "m", "prompt": NEW, "stream": True})
-        assert [pod.pod_id for pod in gateway.app[CHOOSER]._telling] == ["c", "d"]
 
 
 @pytest.mark.parametrize("size", range(3900, 4200, 7))
