@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench policy-table literature chart manifests images cluster-test gpu-test emulated-test gpu-bench gpu-tune compile-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart manifests images cluster-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +40,9 @@ bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
 		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
 	done
 
+soak: $(STAMP) ## five minutes of load while engines die, Redis restarts and gateways are rolled; fails where a request is lost
+	$(BIN)/python -m tests.bench.soak $(SOAK_ARGS)
+
 policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
 	$(BIN)/python -m loadgen.simulate.study $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
 
@@ -58,21 +62,32 @@ cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kuber
 	@tests/cluster/run.sh $(PYTEST_ARGS)
 
 gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python with torch, Triton and pytest
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'
-	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
+	@"$(GPU_PYTHON)" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$(GPU_PYTHON)" -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
 
 emulated-test: $(STAMP) ## the same on an emulated card, in minutes (tests/README.md); EMULATED_CARD=lazy, eager or random:SEED
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. -p tests.emulated_card.plugin \
 		-k "not bfloat16 and not llama_8b and not runs_beside_computing" tests/engine/cuda $(PYTEST_ARGS)
 
 gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench
-	$(GPU_PYTHON) -m tests.bench.gpu $(GPU_BENCH_ARGS)
+	"$(GPU_PYTHON)" -m tests.bench.gpu $(GPU_BENCH_ARGS)
 
 gpu-tune: ## other settings for the GPU kernels than those in use, timed on this card; writes out/gpu-tune
-	$(GPU_PYTHON) -m tests.bench.gpu.tune $(GPU_TUNE_ARGS)
+	"$(GPU_PYTHON)" -m tests.bench.gpu.tune $(GPU_TUNE_ARGS)
 
 compile-test: $(STAMP) ## every variant of the GPU kernels down to machine code for sm_80 and sm_90, without a card (minutes)
 	$(BIN)/python -m pytest -m compile --timeout=600 tests/engine/cuda $(PYTEST_ARGS)
+
+compile-versions: $(STAMP) ## the same with each Triton that a supported release of torch pins (TRITONS), and what each needs
+	@for version in $(TRITONS); do \
+		echo "== Triton $$version"; \
+		[ -d build/triton/$$version ] || $(PIP) install --quiet --no-deps --target build/triton/$$version triton==$$version || exit 1; \
+		PYTHONPATH=build/triton/$$version $(BIN)/python -m pytest -m "compile or not compile" --timeout=900 \
+			tests/engine/cuda/test_kernels_compile.py tests/engine/cuda/test_decoder_compiles.py $(PYTEST_ARGS) || exit 1; \
+	done
+
+cpu-test: $(STAMP) ## the tests that compute, as other processors would: PROCESSORS="zen haswell nehalem skylake-avx512"
+	$(BIN)/python -m tests.processors $(PROCESSORS) -- -n auto --maxprocesses=4 --dist=worksteal $(PYTEST_ARGS)
 
 kind-up: ## with Docker and kind: a cluster, the images, the chart with the demo's values
 	@.ci/kind-up.sh
@@ -81,8 +96,8 @@ clean: ## remove the environment and every output
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "warmroute needs Python 3.11 or later; name one with: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
+	@"$(PYTHON)" -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "warmroute needs Python 3.11 or later; name one with: make PYTHON=python3.11")'
+	"$(PYTHON)" -m venv $(VENV)
 
 $(STAMP): pyproject.toml .ci/constraints.txt | $(BIN)/python
 	$(PIP) install $(PIP_ARGS) -c .ci/constraints.txt -e '.[test]'

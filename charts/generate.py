@@ -1,4 +1,4 @@
-"""Write the chart's README.md and values.schema.json from values.yaml: `python -m charts.generate`."""
+"""Write the chart's README.md and values.schema.json from values.yaml, and files/*.acl: `python -m charts.generate`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from charts.schema import build_schema
 from charts.values_doc import CHART, Value, read_values
+from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 
 TABLE = ("| value | default | |", "|---|---|---|")
 HEAD = CHART.parent / "README.head.md"
@@ -40,8 +41,15 @@ def schema() -> str:
     return json.dumps(build_schema(read_values()), indent=2) + "\n"
 
 
+def redis_rules() -> dict[str, str]:
+    """What the users of Redis may do, by the name of the file that the chart reads it from."""
+    return {"redis-gateway.acl": f"{GATEWAY_RULES}\n", "redis-engine.acl": f"{ENGINE_RULES}\n"}
+
+
 def main() -> None:
-    """Write both files."""
+    """Write all of them."""
+    for name, text in redis_rules().items():
+        (CHART / "files" / name).write_text(text, encoding="utf-8")
     (CHART / "README.md").write_text(readme(read_values()), encoding="utf-8")
     (CHART / "values.schema.json").write_text(schema(), encoding="utf-8")
 

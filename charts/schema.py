@@ -58,7 +58,7 @@ BY_KEY: dict[str, Schema] = {
     "ttlSecondsAfterFinished": {"type": ["integer", "null"], "minimum": 0},
     "nodePort": {"type": ["integer", "null"], "minimum": 1, "maximum": 65535},
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
-    **dict.fromkeys(("errorRatio", "brokenStreamRatio", "hitRateDrop"), SHARE),
+    **dict.fromkeys(("errorRatio", "refusedRatio", "brokenStreamRatio", "hitRateDrop"), SHARE),
     **dict.fromkeys(("noEngineMinutes", "discoveryStaleSeconds", "queuedTokensPerEngine"), POSITIVE),
 }
 BY_PATH: dict[str, Schema] = {
@@ -66,6 +66,7 @@ BY_PATH: dict[str, Schema] = {
     "longestAnswerSeconds": {"type": "integer", "minimum": 1, "maximum": 3600},
     "strideBytes": {"type": "integer", "minimum": 16, "maximum": 65536, "multipleOf": 4},
     "gateway.apiKeys.keys": {"type": "array", "items": {"type": "string", "pattern": "^[^\\s]+$"}},
+    "gateway.tenants.list": {"type": "array", "items": {"type": "object", "required": ["name"]}},
     "gateway.autoscaling.metric": {"enum": ["in_flight", "cpu"]},
     "gateway.autoscaling.targetInFlight": POSITIVE,
     "gateway.autoscaling.targetCPUPercent": POSITIVE,
@@ -77,6 +78,9 @@ BY_PATH: dict[str, Schema] = {
     # Kubernetes takes a failureThreshold of 0 for its default, 3: a pod would be restarted after 3 seconds.
     "engines.defaults.loadTimeoutSeconds": POSITIVE,
     "engines.defaults.autoscaling.queuedTokens": POSITIVE,
+    "engines.defaults.autoscaling.waitingRequests": POSITIVE,
+    "engines.defaults.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
+    "engines.defaults.autoscaling.idleSeconds": POSITIVE,
     "engines.existing.selector": {
         "type": "object",
         "additionalProperties": {
@@ -92,7 +96,7 @@ BY_PATH: dict[str, Schema] = {
         "maximum": 65535,
         "pattern": "^([1-9][0-9]{0,4}|[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?)$",
     },
-    "externalRedis.url": {"type": "string", "pattern": "^(rediss?://[^/]+.*|unix://.+)?$"},
+    "externalRedis.url": {"type": "string", "pattern": "^(rediss?([+]sentinel)?://[^/]+.*|unix://.+)?$"},
     "redis.auth.password": {"type": "string", "pattern": "^[A-Za-z0-9._~-]*$"},
     "redis.maxMemory": {"type": "string", "pattern": "^[0-9]+(kb|mb|gb)$"},
     "loadgen.activeDeadlineSeconds": POSITIVE,
@@ -110,12 +114,15 @@ OWNED = {
         *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
         *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
         *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
+        *("tenants_file", "tenant_secret_file", "usage_log"),
+        *("admin_host", "admin_port"),
+        *("tls_cert_file", "tls_key_file"),
     },
     "engine": {
         *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id", "stride"),
-        "drain_s",
+        *("drain_s", "api_key_file", "metrics_port", "admin_host", "admin_port"),
     },
-    "loadgen": {"config", "url", "out"},
+    "loadgen": {"config", "url", "admin_url", "out"},
 }
 """Settings that the chart gives by values of its own."""
 BY_SETTING: dict[str, Schema] = {"block_size": {"enum": [16, 32, 64]}}

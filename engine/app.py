@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -24,17 +23,21 @@ from aiohttp import web
 from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
-from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
+from engine.contract.api_keys import parse_keys
+from engine.contract.audit import configure_audit
+from engine.contract.collector import quiet_collector
+from engine.contract.files import FollowedFile, UnusableFile
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.publish import Publisher
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
-from engine.server.routes import make_app
+from engine.server.routes import make_admin_app, make_app, make_metrics_app
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -73,10 +76,11 @@ class StartError(Exception):
 def run(settings: EngineSettings) -> int:
     """Serve until a signal; the program's exit status."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_audit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (ModelError, TokenizerError, StartError) as error:
+    except (ModelError, TokenizerError, StartError, UnusableFile) as error:
         print(f"warmroute-engine: {error}", file=sys.stderr)
         return 2
     if any(thread.name == _LOADING for thread in threading.enumerate()):
@@ -85,21 +89,24 @@ def run(settings: EngineSettings) -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Open the port, load, serve, drain. Raises ModelError, TokenizerError, StartError where it cannot start.
+    """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, UnusableFile where it cannot
+    start.
 
     Ends the process where a step never ends.
     """
     stop, force = asyncio.Event(), asyncio.Event()
     _on_signals(lambda: (force if stop.is_set() else stop).set())
     state, metrics = ServerState(), EngineMetrics(settings.model_name)
-    async with listening(settings, state, metrics) as port:
+    async with listening(settings, state, metrics) as ports:
         loaded = await _unless(stop, _in_daemon_thread(lambda: load(settings)))
         if loaded is None:
             return
         try:
-            async with engine_tasks(settings, state, metrics, loaded, port, force) as stop_publishing:
-                gc.freeze()  # what start-up made lives on: a collection that walks it costs milliseconds in a step
-                print(f"listening on http://{_in_url(settings.host)}:{port}", flush=True)
+            async with (
+                engine_tasks(settings, state, metrics, loaded, ports.clients, force) as stop_publishing,
+                quiet_collector(lambda: state.is_idle),
+            ):
+                print(*ports.lines(settings), sep="\n", flush=True)
                 await stop.wait()
                 log.info("draining: new requests are refused, running ones may take %g s", settings.drain_s)
                 state.is_draining = True
@@ -189,18 +196,61 @@ def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
     return backend, blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The numbers of the open ports; None: not asked for."""
+
+    clients: int
+    metrics: int | None = None
+    admin: int | None = None
+
+    def lines(self, settings: EngineSettings) -> list[str]:
+        """What is printed once the engine serves."""
+        host, admin_host = _in_url(settings.host), _in_url(settings.admin_host)
+        lines = [f"listening on http://{host}:{self.clients}"]
+        if self.metrics is not None:
+            lines.append(f"metrics on http://{host}:{self.metrics}/metrics")
+        if self.admin is not None:
+            lines.append(f"administration on http://{admin_host}:{self.admin}")
+        return lines
+
+
 @asynccontextmanager
-async def listening(settings: EngineSettings, state: ServerState, metrics: EngineMetrics) -> AsyncIterator[int]:
-    """The open HTTP port's number. On the way out, handlers still at work are cancelled."""
-    runner = web.AppRunner(
-        make_app(state, metrics), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
-    )
+async def listening(settings: EngineSettings, state: ServerState, metrics: EngineMetrics) -> AsyncIterator[Ports]:
+    """The open HTTP ports. On the way out, handlers still at work are cancelled. Raises StartError, UnusableFile."""
+    keys: ApiKeys | None = None
+    has_metrics, has_admin = settings.metrics_port is not None, settings.admin_port is not None
+    async with AsyncExitStack() as stack:
+        if settings.api_key_file is not None:
+            keys = ApiKeys()
+            file = FollowedFile("API keys", settings.api_key_file, parse_keys, keys.use)
+            await file.load()
+            await stack.enter_async_context(_background(file.follow(), "reader of API keys"))
+        app = make_app(state, metrics, keys, has_metrics=not (has_metrics or has_admin), has_admin=not has_admin)
+        ports = Ports(await stack.enter_async_context(_open(app, settings.host, settings.port)))
+        if settings.metrics_port is not None:
+            app = make_metrics_app(state, metrics)
+            ports = replace(
+                ports, metrics=await stack.enter_async_context(_open(app, settings.host, settings.metrics_port))
+            )
+        if settings.admin_port is not None:
+            app = make_admin_app(state, metrics)
+            ports = replace(
+                ports, admin=await stack.enter_async_context(_open(app, settings.admin_host, settings.admin_port))
+            )
+        yield ports
+
+
+@asynccontextmanager
+async def _open(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """The number of an open port, behind which `app` is. Raises StartError."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
+            await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise StartError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
+            raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
@@ -249,7 +299,8 @@ async def engine_tasks(
             # An engine that computes nothing any more must not attract requests.
             stepping.add_done_callback(lambda _: publishing.cancel())
         registry = publisher.state if publisher is not None else RegistryState
-        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry)
+        hear = publisher.follow_pace if publisher is not None else _ignore
+        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry, hear)
         yield publishing.cancel if publishing is not None else lambda: None
 
 
@@ -283,7 +334,7 @@ def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoc
     )
 
 
-def _ignore(changes: KeyChanges) -> None:
+def _ignore(news: object) -> None:
     """Nobody listens."""
 
 

@@ -126,8 +126,8 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
         await backend.close()
     if len(found.fitted) < MIN_STEPS:
         raise ValueError(
-            f"only {len(found.fitted)} kinds of steps fit the KV pool, the model and --max-step-tokens; {MIN_STEPS} are"
-            " needed: give more --kv-pool-tokens"
+            f"only {len(found.fitted)} kinds of steps fit the KV pool, the model, --max-step-tokens and a hundredth of"
+            f" --seconds; {MIN_STEPS} are needed: give more --kv-pool-tokens, or more --seconds if the machine is slow"
         )
     if found.spread > DISTURBED:
         _say(

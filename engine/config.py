@@ -33,8 +33,32 @@ class EngineSettings(Settings):
     )
     host: str = Field("127.0.0.1", description="Address to listen on; empty: every one, 0.0.0.0: every IPv4 one")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
+    api_key_file: Path | None = Field(
+        None,
+        description="File of API keys, one a line, # for comments, read again while running; clients and gateways show "
+        "one of them; none: whoever reaches the engine may use it",
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port of /metrics alone, at --host; 0: any free one; none: on --admin-port, else on --port",
+    )
+    admin_host: str = Field(
+        "127.0.0.1",
+        description="Address of --admin-port, which asks for no key; empty: every one, 0.0.0.0: every IPv4 one",
+    )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port for operators: /reset_prefix_cache, /debug and /metrics; 0: any free one; "
+        "none: they are on --port",
+    )
     redis_url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL of the prefix registry; none: publish nothing"
+        None,
+        description="redis://, rediss:// or unix:// URL of the prefix registry, or "
+        "redis+sentinel://HOST:26379,HOST:26379/MASTER; none: publish nothing",
     )
     pod_id: str = Field("", description="Name of this engine in the registry, unique; empty: HOSTNAME:PORT")
     stride: int = Field(
@@ -114,6 +138,8 @@ class EngineSettings(Settings):
                 f"--max-step-tokens ({self.max_step_tokens}) must be at least --max-running ({self.max_running}): "
                 "every running request may decode a token in one step"
             )
+        if "admin_host" in self.model_fields_set and self.admin_port is None:
+            raise ValueError("--admin-host needs --admin-port")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -18,7 +19,7 @@ from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
-from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
+from engine.contract.periods import Periods, periods
 from engine.contract.redis_client import (
     REDIS_DEADLINE_S,
     REDIS_ERRORS,
@@ -33,10 +34,11 @@ from engine.metrics import RegistryState
 log = logging.getLogger(__name__)
 
 BATCH_KEYS = 512
-SNAPSHOT_S = 5.0
+HEARTBEATS_A_LEASE = 1 / 3
+"""However large the fleet, heartbeats are no rarer than this share of a lease: gateways drop who is silent for one."""
 MAX_BACKOFF_S = 2.0
-STREAM_ENTRIES = 20_000
-"""Deltas kept per model: some 15 s of 64 pods that publish every 50 ms."""
+FLEET_REMEMBERED_S = 60.0
+"""Of several gateways that follow fleets of several sizes, the largest one heard of in this time counts."""
 STREAM_TTL_S = 3600
 """The stream of a model that nobody publishes any more goes after this."""
 
@@ -77,7 +79,7 @@ class Publisher:
         self._pod_id = pod_id
         self._epoch = epoch
         self._stride = stride
-        self._lease_ms = int(lease_s * 1000)
+        self._lease_s = lease_s
         self._load = load
         self._held = held
         self._max_pending_keys = max_pending_keys
@@ -87,6 +89,10 @@ class Publisher:
         self._needs_snapshot = True
         self._snapshot_seq = 0
         self._snapshot_at_s = 0.0
+        self._renewed_at_s = -math.inf
+        self._periods = Periods()
+        self._fleet_pods = 0
+        self._fleet_heard_at_s = -math.inf
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
         self._outage = Outage()
@@ -110,6 +116,17 @@ class Publisher:
             self._wake.set()
         if len(pending) >= BATCH_KEYS:
             self._full.set()
+
+    def follow_pace(self, pods: int) -> None:
+        """A gateway follows `pods` engines in all, this one among them: the more, the less often is published."""
+        now_s = asyncio.get_running_loop().time()
+        if pods >= self._fleet_pods or now_s - self._fleet_heard_at_s > FLEET_REMEMBERED_S:
+            self._fleet_heard_at_s = now_s
+            if pods != self._fleet_pods:
+                pace = periods(pods)
+                often_enough_s = max(Periods().heartbeat_s, self._lease_s * HEARTBEATS_A_LEASE)
+                self._fleet_pods = pods
+                self._periods = replace(pace, heartbeat_s=min(pace.heartbeat_s, often_enough_s))
 
     def state(self) -> RegistryState:
         """How it goes."""
@@ -160,27 +177,29 @@ class Publisher:
             log.warning("registry: cannot publish to Redis, will keep trying: %s", text, exc_info=defect)
 
     async def _wait_for_work(self) -> None:
-        """Until a batch is full, its first change is BATCH_S old, the load is another, or the heartbeat is due."""
-        heartbeat_at_s = asyncio.get_running_loop().time() + HEARTBEAT_S
+        """Until a batch is full, its first change is old enough, the load is another, or the heartbeat is due."""
+        pace = self._periods
+        clock = asyncio.get_running_loop().time
+        heartbeat_at_s = clock() + pace.heartbeat_s
         while not self._wake.is_set():
             if self._needs_snapshot:
                 return
             try:
-                async with asyncio.timeout(LOAD_S):
+                async with asyncio.timeout(min(pace.load_s, heartbeat_at_s - clock())):
                     await self._wake.wait()
             except TimeoutError:
-                is_due = asyncio.get_running_loop().time() >= heartbeat_at_s
+                is_due = clock() >= heartbeat_at_s
                 if is_due or _occupancy(self._load()) != self._sent_occupancy:
                     return
         try:
-            async with asyncio.timeout(BATCH_S):
+            async with asyncio.timeout(pace.batch_s):
                 await self._full.wait()
         except TimeoutError:
             return
 
     async def _flush(self, redis: Redis) -> None:
         now_s = asyncio.get_running_loop().time()
-        stale = self._seq != self._snapshot_seq and now_s - self._snapshot_at_s > SNAPSHOT_S
+        stale = self._seq != self._snapshot_seq and now_s - self._snapshot_at_s > self._periods.snapshot_s
         if self._needs_snapshot or stale:
             await self._write_snapshot(redis, skip=self._needs_snapshot)
         await self._append_delta(redis)
@@ -195,7 +214,7 @@ class Publisher:
         self._snapshot_seq, self._snapshot_at_s = self._seq, asyncio.get_running_loop().time()
         data = await asyncio.to_thread(encode, message)
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.set(snapshot_key(self._model, self._pod_id), data, px=self._lease_ms)
+            pipe.set(snapshot_key(self._model, self._pod_id), data, px=int(self._lease_s * 1000))
             pipe.expire(stream_key(self._model), STREAM_TTL_S)
             await pipe.execute()
         self.stats.snapshots += 1
@@ -219,14 +238,20 @@ class Publisher:
             Kind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
         )
         entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
+        now_s = asyncio.get_running_loop().time()
+        renews = now_s - self._renewed_at_s >= self._periods.renewal_s
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.xadd(stream_key(self._model), entry, maxlen=STREAM_ENTRIES, approximate=True)
-            pipe.pexpire(snapshot_key(self._model, self._pod_id), self._lease_ms)
-            pipe.getdel(resync_key(self._model, self._pod_id))
-            _, leased, wanted = await pipe.execute()
+            pipe.xadd(stream_key(self._model), entry, maxlen=self._periods.stream_entries, approximate=True)
+            if renews:
+                pipe.pexpire(snapshot_key(self._model, self._pod_id), int(self._lease_s * 1000))
+                pipe.getdel(resync_key(self._model, self._pod_id))
+            _, *answers = await pipe.execute()
         self.stats.deltas += 1
-        if not leased or wanted is not None:
-            self._needs_snapshot = True
+        if renews:
+            self._renewed_at_s = now_s
+            leased, wanted = answers
+            if not leased or wanted is not None:
+                self._needs_snapshot = True
 
 
 def _occupancy(load: LoadReport) -> tuple[int, int, int]:

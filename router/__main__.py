@@ -11,7 +11,7 @@ PROG = "warmroute-gateway"
 
 
 def main() -> None:
-    """Run the gateway. Exit status: 0 after a clean stop, 1 when the port cannot be had, 2 for bad settings."""
+    """Run the gateway. Exit status: 0 after a clean stop, 2 for bad settings, 1 for a used port or a task that died."""
     end_on_sigterm(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
     # Imported here: it takes most of a second, in which a SIGTERM must not be lost.
@@ -19,20 +19,25 @@ def main() -> None:
 
     import uvloop
 
+    from engine.contract.audit import configure_audit
+    from engine.contract.files import UnusableFile
     from engine.contract.settings import load_or_exit
-    from router.app import CannotListen, serve
     from router.config import GatewaySettings
-    from router.gateway.keys import KeyFileError
+    from router.make_key import keys_command
+    from router.serving import CannotListen, TaskDied, serve
     from router.telemetry.log import configure_logging
 
+    if sys.argv[1:2] == ["keys"]:
+        raise SystemExit(keys_command(sys.argv[2:]))
     settings = load_or_exit(GatewaySettings, sys.argv[1:], PROG)
     configure_logging(settings.log_level, requests=settings.log_requests)
+    configure_audit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(settings))
-        except (CannotListen, KeyFileError) as error:
+        except (CannotListen, TaskDied, UnusableFile) as error:
             print(f"{PROG}: {error}", file=sys.stderr)
-            raise SystemExit(1 if isinstance(error, CannotListen) else 2) from None
+            raise SystemExit(2 if isinstance(error, UnusableFile) else 1) from None
 
 
 if __name__ == "__main__":

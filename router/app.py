@@ -6,37 +6,50 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
+import resource
+import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 from aiohttp import web
 
+from engine.contract.api_keys import parse_keys
+from engine.contract.files import FollowedFile
+from engine.contract.redis_client import connect as connect_redis
 from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
-from router.fleet.discovery import Discovery, StaticDiscovery
+from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
 from router.fleet.dns import DnsDiscovery, SystemResolver
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.kubernetes import KubernetesDiscovery
 from router.fleet.kubernetes_login import connect, login
+from router.fleet.lack import Lacks
 from router.fleet.probe import HttpProbe
+from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
-from router.gateway.admission import Admission
+from router.gateway.admission import MIB, Admission
+from router.gateway.body import BodyLimits, no_go_ahead
 from router.gateway.chooser import Chooser
-from router.gateway.errors import errors, http_log
+from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
+from router.gateway.engine_client import EngineClient
+from router.gateway.errors import Unauthorized, errors
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
-from router.gateway.keys import ClientKeys, KeyFile, require_key
-from router.gateway.proxy import Limits, Proxy
+from router.gateway.keys import ClientKeys, ExpiredKey, require_key
+from router.gateway.limits import Limits
+from router.gateway.proxy import Proxy
 from router.gateway.registry import NoRegistry
 from router.gateway.shadow import Shadows
 from router.gateway.status import Status
+from router.gateway.tls import Certificate, engine_context
+from router.gateway.waiting import RoomLimits, WaitingRoom
+from router.overload.line import LineLimits
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
@@ -44,28 +57,31 @@ from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.types import Policy
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import Metrics
+from router.tenants.isolation import Isolation, parse_secret
+from router.tenants.limiter import Limiter
+from router.tenants.redis_ledger import RedisLedger
+from router.tenants.tenant import DEFAULT, Tenant
+from router.tenants.tenant_file import parse_tenants
+from router.tenants.usage_log import UsageLog
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POOLED_IDLE_S = 3.0
-"""Idle connections to engines are given up before the engine does so (uvicorn: 5 s), lest a request meets the end."""
+PROBES_IDLE_S = 3.0
+"""Idle connections of probes are given up before the engine does so (uvicorn: 5 s), lest a probe meets the end."""
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
 """Keys of dropped pods looked at in one go: well under a millisecond."""
-FORCED_STOP_S = 0.5
-"""For what is still going on when the drain is over; then its connection is cut."""
-
-
-class CannotListen(Exception):
-    """The port cannot be had; the text says which and why."""
-
-
+ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
+"""Of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it is told
+--schedule-low-priority-values-first)."""
 SETTINGS = web.AppKey("settings", GatewaySettings)
 METRICS = web.AppKey("metrics", Metrics)
 INDEX = web.AppKey("index", PrefixIndex)
 ADMISSION = web.AppKey("admission", Admission)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
+"""For probes and administration."""
+ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
@@ -74,32 +90,58 @@ CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
 ADMIN = web.AppKey("admin", Admin)
 UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
+DOOR = web.AppKey("door", Door)
+ROOM = web.AppKey("room", WaitingRoom)
+DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
+LACKS = web.AppKey("lacks", Lacks)
 CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
+ISOLATION = web.AppKey("isolation", Isolation)
+LIMITER = web.AppKey("limiter", Limiter)
+USAGE_LOG: web.AppKey[UsageLog | None] = web.AppKey("usage_log")
 
 
 def build_app(settings: GatewaySettings) -> web.Application:
     """The application, not started. What needs a running loop is made by the contexts, in this order."""
     metrics, client_keys = Metrics(), ClientKeys()
-    guards = [require_key(client_keys, metrics.unauthorized)] if settings.api_keys_file else []
-    app = web.Application(middlewares=[errors, *guards], client_max_size=settings.max_body_bytes)
+
+    def refused(error: Unauthorized) -> None:
+        metrics.unauthorized()
+        if isinstance(error, ExpiredKey):
+            metrics.tenants.refused(error.tenant.name, "expired")
+
+    guards = [require_key(client_keys, refused)] if settings.has_client_keys else []
+    app = web.Application(middlewares=[errors, refuse_extra, *guards], client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
-    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.api_keys_file or settings.engine_api_key_file))
+    app[ISOLATION] = Isolation()
+    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or settings.engine_api_key_file))
     app[INDEX] = PrefixIndex()
-    app[ADMISSION] = Admission(settings.max_in_flight, settings.max_in_flight_body_bytes)
-    app.cleanup_ctx.extend((_keys, _session, _fleet, _registry, _handlers, _background))
+    app[LACKS] = Lacks()
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    app[DOOR] = Door(
+        DoorLimits(
+            max_connections=most_connections(settings.max_connections, descriptors),
+            descriptors=descriptors,
+            head_s=settings.head_timeout_s,
+            idle_s=settings.keepalive_timeout_s,
+            write_s=settings.idle_timeout_s,
+            dropped_bytes=max(settings.max_body_bytes, LEAST_DROPPED_BYTES),
+        ),
+        app[LACKS],
+    )
+    app[ADMISSION] = Admission(
+        settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
+    )
+    app.cleanup_ctx.extend(
+        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _handlers, _background)
+    )
     app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:
-        app.router.add_post(endpoint, _to(GENERATE, Generate.handle))
+        app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
     app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
-    app.router.add_get("/v1/pods", _to(STATUS, Status.pods))
     app.router.add_get("/health", _to(STATUS, Status.health))
     app.router.add_get("/ready", _to(STATUS, Status.ready))
-    if settings.metrics_port is None:
-        app.router.add_get("/metrics", _to(STATUS, Status.metrics))
-    app.router.add_post("/v1/route/explain", _to(ADMIN, Admin.explain))
-    app.router.add_post("/reset_prefix_cache", _to(ADMIN, Admin.reset_prefix_cache))
     return app
 
 
@@ -108,14 +150,6 @@ async def _leave_when_draining(request: web.Request, response: web.StreamRespons
     if request.app[ADMISSION].is_draining:
         response.force_close()
         response.headers["Connection"] = "close"
-
-
-def build_metrics_app(app: web.Application) -> web.Application:
-    """`/metrics` of the started `app` alone, for a port that no Ingress leads to."""
-    status = app[STATUS]
-    metrics_app = web.Application(middlewares=[errors])
-    metrics_app.router.add_get("/metrics", status.metrics)
-    return metrics_app
 
 
 def _to(
@@ -148,111 +182,110 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
             return StaticDiscovery(settings.engines)
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
-
-    Raises CannotListen and KeyFileError where it cannot start.
-    """
-    stop, force = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: force.set() if stop.is_set() else stop.set())
-    app = build_app(settings)
-    async with contextlib.AsyncExitStack() as running:
-        site, url = await _listen(running, make_runner(app), settings.host, settings.port)
-        lines = [f"listening on {url}"]
-        if settings.metrics_port is not None:
-            runner = web.AppRunner(
-                build_metrics_app(app), access_log=None, logger=http_log(), shutdown_timeout=FORCED_STOP_S
-            )
-            _, url = await _listen(running, runner, settings.host, settings.metrics_port)
-            lines.append(f"metrics on {url}/metrics")
-        print("\n".join(lines), flush=True)
-        await stop.wait()
-        await _drain(app, site, force)
-
-
-async def _listen(
-    running: contextlib.AsyncExitStack, runner: web.AppRunner, host: str, port: int
-) -> tuple[web.TCPSite, str]:
-    """Start the runner's application and its site, until `running` ends; the site's URL. Raises CannotListen."""
-    running.push_async_callback(runner.cleanup)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=1024)
-    try:
-        await site.start()
-    except OSError as error:
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    bound, number = runner.addresses[0][:2]
-    return site, f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
-
-
-def make_runner(app: web.Application) -> web.AppRunner:
-    """A runner whose handlers are cancelled when their client leaves, so that the engine hears of it at once."""
-    return web.AppRunner(
-        app,
-        handle_signals=False,
-        handler_cancellation=True,
-        access_log=None,
-        logger=http_log(),
-        shutdown_timeout=FORCED_STOP_S,
-    )
-
-
-async def _drain(app: web.Application, site: web.TCPSite, force: asyncio.Event) -> None:
-    settings, admission = app[SETTINGS], app[ADMISSION]
-    admission.is_draining = True
-    log.info("stopping: %d requests in flight; a second signal ends them", admission.in_flight)
-
-    async def finish() -> None:
-        await asyncio.sleep(settings.drain_delay_s)
-        await site.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.drain_timeout_s):
-                await admission.wait_idle()
-
-    async with _running(finish()) as finishing, _running(force.wait()) as forced:
-        await asyncio.wait((finishing, forced), return_when=asyncio.FIRST_COMPLETED)
-    if admission.in_flight:
-        log.warning("stopping with %d requests in flight", admission.in_flight)
-
-
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
 
 
-async def _keys(app: web.Application) -> AsyncIterator[None]:
-    """The keys of clients and of the engines, read before anything is served, and followed."""
-    settings = app[SETTINGS]
-    wanted = ((settings.api_keys_file, app[CLIENT_KEYS].use), (settings.engine_api_key_file, app[UPSTREAM].use_key))
+async def _supervision(app: web.Application) -> AsyncIterator[None]:
+    app[DIED] = asyncio.get_running_loop().create_future()
+    yield
+
+
+async def _usage_log(app: web.Application) -> AsyncIterator[None]:
+    """What tenants have used, written to its end when the last request has ended."""
+    app[USAGE_LOG] = None
+    folder = app[SETTINGS].usage_log
+    if folder is None:
+        yield
+        return
+    app[USAGE_LOG] = usage_log = UsageLog(Path(folder))
+    await usage_log.check()
     async with contextlib.AsyncExitStack() as running:
-        for path, use in wanted:
-            if path is not None:
-                file = KeyFile(Path(path), use)
-                await file.load()
-                await running.enter_async_context(_running(file.follow()))
+        running.push_async_callback(usage_log.close)
+        await running.enter_async_context(kept(app, "the usage log", usage_log.run()))
         yield
 
 
-async def _session(app: web.Application) -> AsyncIterator[None]:
+async def _limiter(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    async with contextlib.AsyncExitStack() as running:
+        shared: RedisLedger | None = None
+        if settings.redis_url is not None and settings.tenants_file is not None:
+            redis = await running.enter_async_context(connect_redis(settings.redis_url))
+            shared = RedisLedger(redis, uuid.uuid4().hex)
+        app[LIMITER] = limiter = Limiter(shared)
+        running.push_async_callback(limiter.close)
+        if settings.tenants_file is not None:
+            await running.enter_async_context(kept(app, "the account of limits", limiter.run()))
+        yield
+
+
+async def _keys(app: web.Application) -> AsyncIterator[None]:
+    """Who the tenants are, and the keys of clients and of the engines: read before anything is served, and followed."""
+    settings, keys, metrics = app[SETTINGS], app[CLIENT_KEYS], app[METRICS]
+
+    def use_tenants(tenants: Sequence[Tenant]) -> None:
+        names = [tenant.name for tenant in tenants]
+        app[LIMITER].use(tenants)
+        app[ISOLATION].keep(names)
+        metrics.tenants.keep([*names, DEFAULT.name])
+        keys.use_tenants(tenants)
+
+    parse = partial(parse_tenants, has_secret=settings.tenant_secret_file is not None)
+    wanted: Sequence[tuple[str, str | None, Callable[[Path, bytes], Any], Callable[[Any], None]]] = (
+        ("API keys", settings.api_keys_file, parse_keys, keys.use),
+        ("the engines' API key", settings.engine_api_key_file, parse_keys, app[UPSTREAM].use_key),
+        ("the secret of tenants' salts", settings.tenant_secret_file, parse_secret, app[ISOLATION].use),
+        ("tenants", settings.tenants_file, parse, use_tenants),
+    )
+    async with contextlib.AsyncExitStack() as running:
+        for what, path, parser, use in wanted:
+            if path is not None:
+                file = FollowedFile(what, Path(path), parser, use)
+                await file.load()
+                await running.enter_async_context(kept(app, f"reading {what}", file.follow()))
+        yield
+
+
+async def _clients(app: web.Application) -> AsyncIterator[None]:
     """Connections to the engines. Their number is bounded by the requests in flight; nothing queues for one."""
     settings = app[SETTINGS]
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=POOLED_IDLE_S)
-    async with aiohttp.ClientSession(
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        auto_decompress=False,
-    ) as app[SESSION]:
+    context: ssl.SSLContext | None = None
+    certificate: Certificate | None = None
+    if settings.has_engine_tls or any(url.startswith("https:") for url in settings.engines):
+        context = engine_context(settings.engine_tls_ca_file, settings.engine_tls_server_name)
+        if settings.engine_tls_cert_file and settings.engine_tls_key_file:
+            certificate = Certificate(context, settings.engine_tls_cert_file, settings.engine_tls_key_file)
+    app[ENGINES] = engines = EngineClient(context, settings.connect_timeout_s)
+    async with (
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=context or True, limit=0, keepalive_timeout=PROBES_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+            auto_decompress=False,
+        ) as app[SESSION],
+        kept(app, "keeping connections to engines", engines.keep()),
+        contextlib.AsyncExitStack() as running,
+    ):
+        if certificate is not None:
+            await running.enter_async_context(kept(app, "reading the certificate for engines", certificate.follow()))
         yield
+    await engines.close()
 
 
 async def _fleet(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
-    app[DISCOVERY] = make_discovery(settings)
+    discovery = make_discovery(settings)
+    app[DISCOVERY] = OverTls(discovery) if settings.has_engine_tls else discovery
     app[FLEET] = Fleet(
         app[DISCOVERY],
-        HttpProbe(app[SESSION], settings.probe_timeout_s, lambda: app[UPSTREAM].credentials),
+        HttpProbe(
+            app[SESSION],
+            settings.probe_timeout_s,
+            lambda: app[UPSTREAM].credentials,
+            app[LACKS],
+            pods=lambda: app[FLEET].size,
+        ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
         expected=settings.models,
@@ -265,7 +298,12 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
     app[REGISTRY] = NoRegistry()
     if settings.redis_url is not None:
         app[REGISTRY] = reader = RegistryReader(
-            settings.redis_url, app[INDEX], fleet.report, stride=settings.stride, lease_s=settings.lease_s
+            settings.redis_url,
+            app[INDEX],
+            fleet.report,
+            stride=settings.stride,
+            lease_s=settings.lease_s,
+            on_life=fleet.heard,
         )
         fleet.listen(lambda change: reader.set_pods(change.pods))
     yield
@@ -281,6 +319,9 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         stride=settings.stride,
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
+        isolation=app[ISOLATION],
+        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
+        wakes_models=settings.activation_timeout_s > 0,
     )
 
     def make_policies() -> dict[str, Policy]:
@@ -299,24 +340,52 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         foreign_ttl_s=settings.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
     )
-    limits = Limits(
-        first_byte_s=settings.first_byte_timeout_s, idle_s=settings.idle_timeout_s, retries=settings.retries
-    )
-    proxy = Proxy(app[SESSION], app[UPSTREAM], fleet, chooser, metrics, limits)
-    app[GENERATE] = Generate(
-        app[ADMISSION], reader, chooser, proxy, metrics, RequestLog(), total_timeout_s=settings.total_timeout_s
-    )
-    app[STATUS] = Status(app[DISCOVERY], fleet, registry, app[ADMISSION], metrics)
-    app[ADMIN] = Admin(
-        app[SESSION],
-        app[UPSTREAM],
+    app[ROOM] = WaitingRoom(
         fleet,
+        chooser,
+        metrics,
+        RoomLimits(
+            settings.queue_timeout_s,
+            settings.activation_timeout_s,
+            LineLimits(settings.queue_requests, settings.queue_mib * MIB, settings.max_pod_requests),
+        ),
+    )
+    limits = Limits(
+        first_byte_s=settings.first_byte_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        retries=settings.retries,
+        tells_cache=settings.cache_headers,
+        resumes=settings.resume_streams,
+        hedge_after_s=settings.hedge_after_s,
+    )
+    bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
+    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits)
+    app[GENERATE] = Generate(
         app[ADMISSION],
         reader,
         chooser,
-        index,
-        is_enabled=settings.enable_admin,
+        proxy,
+        metrics,
+        RequestLog(),
+        bodies,
+        app[LACKS],
+        app[LIMITER],
+        Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
+        total_timeout_s=settings.total_timeout_s,
     )
+    app[STATUS] = Status(
+        app[DISCOVERY],
+        fleet,
+        registry,
+        app[ADMISSION],
+        app[DOOR],
+        app[LACKS],
+        app[ROOM],
+        metrics,
+        app[LIMITER],
+        app[USAGE_LOG],
+    )
+    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
 
 
@@ -344,20 +413,20 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     app[FLEET].listen(forget)
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
-            await running.enter_async_context(_running(registry.run()))
+            await running.enter_async_context(kept(app, "the registry", registry.run()))
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
-            await running.enter_async_context(_running(shares.run()))
-        await running.enter_async_context(_running(app[FLEET].run()))
-        await running.enter_async_context(_running(sweep()))
-        await running.enter_async_context(_running(warm_up()))
+            await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
+        await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
+        await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
+        await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
+        await running.enter_async_context(kept(app, "warming up", warm_up()))
         yield
 
 
 @contextlib.asynccontextmanager
-async def _running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """`work` as a task while the block lasts. It should not fail; if it does, the log says so at once."""
+async def running_task(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """`work` as a task while the block lasts."""
     task = asyncio.create_task(work)
-    task.add_done_callback(_log_crash)
     try:
         yield task
     finally:
@@ -365,6 +434,17 @@ async def _running(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task
         await asyncio.wait((task,))
 
 
-def _log_crash(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("a background task died", exc_info=task.exception())
+@contextlib.asynccontextmanager
+async def kept(app: web.Application, name: str, work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """`work` as a task while the block lasts. If it fails, the gateway ends: `serve` waits for the first to do so."""
+
+    def look(task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("%s died: the gateway stops", name, exc_info=error)
+            app[ADMISSION].is_draining = True  # nothing may be sent to it any more
+            if not app[DIED].done():
+                app[DIED].set_result(f"{name} died: {type(error).__name__}: {error}")
+
+    async with running_task(work) as task:
+        task.add_done_callback(look)
+        yield

@@ -34,7 +34,8 @@ PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 class GatewaySettings(Settings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
 
-    Exit status: 0 after a clean stop, 1 where the port cannot be had, 2 for bad flags or key files.
+    Exit status: 0 after a clean stop, 1 where the port cannot be had or a part of it has died, 2 for bad flags or key
+    files.
     """
 
     config: str | None = Field(None, description="YAML file with any of these settings")
@@ -45,17 +46,69 @@ class GatewaySettings(Settings):
         None,
         ge=0,
         le=65535,
-        description="TCP port of /metrics alone; 0 takes any free one; none: on --port with the rest",
+        description="TCP port of /metrics alone, at --host; 0 takes any free one; none: it is on --admin-port alone",
+    )
+    admin_host: str = Field(
+        "127.0.0.1",
+        description="address of --admin-port; empty: every one, 0.0.0.0: every IPv4 one. Whoever reaches it sees what "
+        "lies in the caches, and may empty them",
+    )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port for operators: /v1/pods, /v1/route/explain, /reset_prefix_cache and /metrics, which "
+        "--port has none of; 0 takes any free one; none: they are not served",
     )
     api_keys_file: str | None = Field(
         None,
         description="file of API keys, one a line, # for comments, read again while running; "
         "none: whoever reaches the gateway may use it",
     )
+    tenants_file: str | None = Field(
+        None,
+        description="YAML file of tenants: their API keys, models and limits, read again while running "
+        "(router/tenants/README.md); none: no tenants. With --api-keys-file too, its keys are the tenant default's",
+    )
+    tenant_secret_file: str | None = Field(
+        None,
+        description="file of the secret, at least 32 bytes and the same on every gateway, from which the salts of "
+        "tenants with isolation: tenant are made, read again while running",
+    )
+    cache_headers: bool = Field(
+        True, description="tell clients of pods and caches in headers; each tenant's file entry may say no as well"
+    )
+    usage_log: str | None = Field(
+        None,
+        description="folder in which a line of JSON is kept for each request that an engine served, in a file a day; "
+        "none: no usage log",
+    )
     engine_api_key_file: str | None = Field(
         None,
         description="file of the one API key that engines want, read again while running; "
-        "none: engines get the client's Authorization header, unless --api-keys-file is given",
+        "none: engines get the client's Authorization header, unless --api-keys-file or --tenants-file is given",
+    )
+    tls_cert_file: str | None = Field(
+        None,
+        description="PEM file of the certificate chain that clients see, read again while running; none: plain HTTP. "
+        "--metrics-port and --admin-port are plain HTTP either way",
+    )
+    tls_key_file: str | None = Field(
+        None, description="PEM file of the key of --tls-cert-file, without a password, read again while running"
+    )
+    engine_tls_ca_file: str | None = Field(
+        None,
+        description="PEM file of the authority that signed the engines' certificates; none: the system's. With this or "
+        "another of the engine_tls settings, engines that discovery finds are spoken to by https",
+    )
+    engine_tls_cert_file: str | None = Field(
+        None, description="PEM file of the certificate chain that engines are shown; none: they are shown none"
+    )
+    engine_tls_key_file: str | None = Field(
+        None, description="PEM file of the key of --engine-tls-cert-file, without a password"
+    )
+    engine_tls_server_name: str | None = Field(
+        None, description="name that every engine's certificate must hold; none: the engine's address"
     )
     models: list[str] = Field(
         [],
@@ -93,7 +146,9 @@ class GatewaySettings(Settings):
         5.0, ge=1, description="dns: seconds after which the name is asked for again; sooner where its TTL is shorter"
     )
     redis_url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL of the registry; none: no registry"
+        None,
+        description="redis://, rediss:// or unix:// URL of the registry, or "
+        "redis+sentinel://HOST:26379,HOST:26379/MASTER; none: no registry",
     )
     stride: int = Field(
         DEFAULT_STRIDE_BYTES, ge=16, le=65536, description="bytes per prefix key; the same on every engine and gateway"
@@ -134,13 +189,79 @@ class GatewaySettings(Settings):
     idle_timeout_s: float = Field(60.0, gt=0, description="seconds a started answer may stay silent")
     total_timeout_s: float = Field(900.0, gt=0, description="seconds for the whole request, retries included")
     retries: int = Field(RETRIES, ge=0, le=10, description="further pods to try while nothing was sent to the client")
+    hedge_after_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds without a byte of a stream, and at least twice its predicted time to the first token, "
+        "after which a second engine is asked too; the first to answer serves the client. It is one of --retries, and "
+        "at most 2 % of the requests. A good value is the p99 of the time to the first byte. 0: never",
+    )
+    queue_timeout_s: float = Field(
+        10.0,
+        ge=0,
+        description="seconds after its arrival that a request may wait while every engine of its model is saturated; "
+        "then, or at once if it would be later, it is answered 429. 0: requests never wait, engines queue them",
+    )
+    queue_requests: int = Field(
+        1024, ge=1, description="requests of one model that may wait; of one more, the least urgent is answered 429"
+    )
+    queue_mib: int = Field(64, ge=1, description="MiB of the bodies of one model's requests that may wait")
+    max_pod_requests: int = Field(
+        0,
+        ge=0,
+        description="requests that one engine gets at a time, those of other gateways included if it reports them; "
+        "0: as many as it is found to take. Fewer make each answer faster. Needs --queue-timeout-s",
+    )
+    activation_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds after its arrival that a request for a known model may wait until an engine serves it, "
+        "within the bounds of the queue; 0: it is answered 503 at once",
+    )
+    engine_priority: Literal["none", "vllm", "sglang"] = Field(
+        "none",
+        description="how a request's priority (header x-warmroute-priority) goes on to engines, as the body's field "
+        "priority: vllm: lower is sooner, sglang: higher is sooner; a client's own field is replaced. none: not at all",
+    )
+    resume_streams: bool = Field(
+        True,
+        description="when a pod breaks a stream, ask another one for the rest where the request allows it; false: the "
+        "stream ends in an error event",
+    )
     max_in_flight: int = Field(4096, ge=1, description="requests in flight; one more is answered 429")
     max_in_flight_body_mib: int = Field(
         128,
         ge=1,
         description="MiB of request bodies in flight; one that does not fit is answered 429; at least --max-body-bytes",
     )
+    max_in_flight_answer_mib: int = Field(
+        128,
+        ge=1,
+        description="MiB of answers that are kept until they are whole, so that a pod's death can be made good; those "
+        "that do not fit, and those of more than 1 MiB, are passed on as they come",
+    )
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest request body in bytes; more is answered 413")
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="seconds in which a request's body must arrive; later is answered 408"
+    )
+    body_min_rate: int = Field(
+        4096, ge=0, description="bytes/s that a body must come with, on average over each 5 s; slower is answered 408"
+    )
+    max_connections: int = Field(
+        8192,
+        ge=1,
+        description="connections of clients that may be open; one more is answered 503. Each may need two of the "
+        "process's file descriptors",
+    )
+    head_timeout_s: float = Field(
+        10.0, gt=0, description="seconds from the first byte of a request to the end of its headers; later is 408"
+    )
+    keepalive_timeout_s: float = Field(
+        75.0,
+        gt=0,
+        description="seconds that a client's connection may stay open without a request; "
+        "more than a load balancer in front keeps its own",
+    )
     drain_delay_s: float = Field(
         0.0, ge=0, description="seconds that new requests are still taken after SIGTERM, while /ready answers 503"
     )
@@ -152,7 +273,6 @@ class GatewaySettings(Settings):
     probe_timeout_s: float = Field(2.0, gt=0, description="seconds an engine has to answer a probe")
     eject_after: int = Field(3, ge=1, description="consecutive failures after which an engine gets no requests")
 
-    enable_admin: bool = Field(False, description="serve POST /reset_prefix_cache, which empties every engine's cache")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level to log")
     log_requests: bool = Field(False, description="log one JSON line per finished request to stderr")
 
@@ -196,6 +316,27 @@ class GatewaySettings(Settings):
         """`max_in_flight_body_mib` in bytes."""
         return self.max_in_flight_body_mib * 2**20
 
+    @property
+    def max_in_flight_answer_bytes(self) -> int:
+        """`max_in_flight_answer_mib` in bytes."""
+        return self.max_in_flight_answer_mib * 2**20
+
+    @model_validator(mode="after")
+    def _check_queue(self) -> Self:
+        if self.max_pod_requests and not self.queue_timeout_s:
+            raise ValueError("--max-pod-requests needs --queue-timeout-s: what an engine may not get has to wait")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hedges(self) -> Self:
+        if self.hedge_after_s and not self.retries:
+            raise ValueError("--hedge-after-s needs --retries: the second engine is a further one to try")
+        if self.hedge_after_s >= self.first_byte_timeout_s:
+            raise ValueError(
+                "--hedge-after-s must be less than --first-byte-timeout-s, when the first engine is given up"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
         required = {"static": "engines", "kubernetes": "kube_selector", "dns": "dns_name"}
@@ -208,6 +349,27 @@ class GatewaySettings(Settings):
         if not getattr(self, name):
             about = type(self).model_fields[name].description
             raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+        return self
+
+    @property
+    def has_client_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return bool(self.api_keys_file or self.tenants_file)
+
+    @property
+    def has_engine_tls(self) -> bool:
+        """Whether any of the `engine_tls` settings is given."""
+        return any(getattr(self, name) for name in type(self).model_fields if name.startswith("engine_tls_"))
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        for cert, key in (("tls_cert_file", "tls_key_file"), ("engine_tls_cert_file", "engine_tls_key_file")):
+            for given, missing in ((cert, key), (key, cert)):
+                if getattr(self, given) and not getattr(self, missing):
+                    raise ValueError(f"{_flag(given)} needs {_flag(missing)}")
+        plain = [url for url in self.engines if url.startswith("http:")]
+        if self.has_engine_tls and plain:
+            raise ValueError(f"--engines has {plain[0]}, which is not https, as the engine_tls settings want it")
         return self
 
     @model_validator(mode="after")
@@ -225,6 +387,12 @@ class GatewaySettings(Settings):
                 f"--max-in-flight-body-mib {self.max_in_flight_body_mib} has no room for one body of --max-body-bytes "
                 f"{self.max_body_bytes}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_admin(self) -> Self:
+        if "admin_host" in self.model_fields_set and self.admin_port is None:
+            raise ValueError("--admin-host needs --admin-port")
         return self
 
     @field_validator("redis_url")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,10 +18,21 @@ settings.load_profile("tests")
 
 
 def pytest_configure() -> None:
-    """pytest-asyncio asks for the current loop before it sets its own; where none was ever set, asyncio makes one.
+    """Set up a process that runs tests.
 
-    It is never closed, and the ResourceWarning fails whichever test runs at the next garbage collection.
+    There is one such process for each core, so torch and BLAS compute with one thread each. A second one would wait at
+    every barrier for the core of another process: on a busy machine that makes seconds into minutes.
+
+    pytest-asyncio asks for the current loop before it sets its own. If none was ever set, asyncio makes one, which is
+    never closed, and the ResourceWarning fails whichever test runs at the next garbage collection.
+
+    A shell that runs `make test` in the background has SIGINT ignored. Every process that a test starts would inherit
+    that, and no test could end it by SIGINT.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # read when the libraries are loaded
+        os.environ.setdefault(name, "1")
     asyncio.set_event_loop(None)
 
 

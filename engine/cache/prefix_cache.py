@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
 from engine.cache.held_keys import HeldKeys, Span, anchors
+from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 from engine.cache.integrity import check
-from engine.cache.sequence import CachedSequence, Node
+from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
 
 MAX_KEYS_PER_BLOCK = 32
@@ -33,8 +34,7 @@ class PrefixCache:
         self.pool = BlockPool(blocks_total)
         self.block_size = block_size
         self.enabled = enabled
-        self._index: dict[bytes, Node] = {}
-        self._node_of: list[Node | None] = [None] * blocks_total
+        self._indexed = IndexedBlocks(blocks_total)
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
         self._steps_begun = self._steps_ended = 0
@@ -61,7 +61,7 @@ class PrefixCache:
 
     def count_hits(self, sequence: CachedSequence, known_tokens: int) -> int:
         """Blocks that `admit` would reuse, by hash alone. Cheap: starts from the last count for this sequence."""
-        digests, index = sequence.digests, self._index
+        digests, index = sequence.digests, self._indexed.of
         limit = self._hit_limit(sequence, known_tokens)
         hits = min(sequence.hits, limit)
         while hits and digests[hits - 1] not in index:
@@ -79,16 +79,15 @@ class PrefixCache:
         """
         nodes = self._match(sequence, self._hit_limit(sequence, known_tokens))
         references = self.pool.references
-        idle = sum([references(node.block) == 0 for node in nodes])
+        idle = sum([references(node) == 0 for node in nodes])
         missing = self.blocks_for(known_tokens) - len(nodes)
         if idle + missing + reserve_blocks > self.pool.available:
             return None
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
-        blocks = [node.block for node in nodes]
-        self.pool.add_references(blocks)
-        sequence.blocks += blocks
+        self.pool.add_references(nodes)
+        sequence.blocks += nodes
         sequence.nodes += nodes
         i = 0
         while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < len(nodes):
@@ -153,8 +152,7 @@ class PrefixCache:
         Blocks in use stay with their users and are never indexed again.
         """
         self._generation += 1
-        self._index.clear()
-        self._node_of = [None] * self.pool.total
+        self._indexed.clear()
         self._keys.clear()
         return self.pool.free_idle()
 
@@ -173,17 +171,17 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._index, self._node_of, self._users, self._keys, self.block_size)
+        check(self.pool, self._indexed, self._users, self._keys, self.block_size, self._generation)
 
     def _free(self, sequence: CachedSequence) -> None:
-        nodes, blocks, node_of = sequence.nodes, sequence.blocks, self._node_of
+        nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests
         held = blocks[len(nodes) :]
         held.reverse()
         for i in reversed(range(len(nodes))):  # a child before its parent: so it is evicted before it
-            if nodes[i].block != blocks[i]:
-                held.append(nodes[i].block)
+            if nodes[i] != blocks[i]:
+                held.append(nodes[i])
             held.append(blocks[i])
-        self.pool.drop_references(held, [node_of[block] is not None for block in held])
+        self.pool.drop_references(held, [digests[block] is not None for block in held])
         sequence.blocks.clear()
         sequence.nodes.clear()
         sequence.next_anchor = 0
@@ -193,51 +191,51 @@ class PrefixCache:
         """One token is always left to compute: its logits choose the next."""
         return min((known_tokens - 1) // self.block_size, len(sequence.digests))
 
-    def _match(self, sequence: CachedSequence, limit: int) -> list[Node]:
+    def _match(self, sequence: CachedSequence, limit: int) -> list[int]:
         """Longest indexed prefix. Equal parents and equal contents all the way: a hash collision is a miss."""
-        nodes: list[Node] = []
-        parent = None
+        find, parents, contents = self._indexed.of.get, self._indexed.parents, self._indexed.contents
+        nodes: list[int] = []
+        parent = NO_BLOCK
         for i in range(limit):
-            node = self._index.get(sequence.digests[i])
-            if node is None or node.parent is not parent or node.content != sequence.contents[i]:
+            node = find(sequence.digests[i])
+            if node is None or parents[node] != parent or contents[node] != sequence.contents[i]:
                 break
             nodes.append(node)
             parent = node
         return nodes
 
-    def _index_block(self, sequence: CachedSequence, i: int) -> Node | None:
-        """The node of the sequence's block i, whose parent is indexed; None where another chain has its digest."""
-        parent = sequence.nodes[i - 1] if i else None
+    def _index_block(self, sequence: CachedSequence, i: int) -> int | None:
+        """The indexed block equal to the sequence's block i, whose parent is indexed, or else that block itself.
+
+        None where another chain has its digest.
+        """
+        indexed, parent = self._indexed, sequence.nodes[i - 1] if i else NO_BLOCK
         digest, content, block = sequence.digests[i], sequence.contents[i], sequence.blocks[i]
-        node = self._index.get(digest)
+        node = indexed.of.get(digest)
         if node is None:
-            node = Node(block, digest, parent, content)
-            self._index[digest] = self._node_of[block] = node
-        elif node.parent is not parent or node.content != content:
+            indexed.add(block, digest, parent, content)
+            return block
+        if indexed.parents[node] != parent or indexed.contents[node] != content:
             return None
-        else:
-            self.pool.add_references((node.block,))
+        self.pool.add_references((node,))
         return node
 
-    def _attach_keys(self, sequence: CachedSequence, node: Node, index: int) -> None:
+    def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:
         """Anchor the sequence's keys that reach as far as its block `index`, in order."""
-        has_room = len(node.keys) < MAX_KEYS_PER_BLOCK
+        held = self._indexed.keys[node]
+        has_room = len(held) < MAX_KEYS_PER_BLOCK
         while sequence.next_anchor < len(sequence.anchors):
             anchor, key = sequence.anchors[sequence.next_anchor]
             if anchor > index:
                 return
-            if key not in node.keys:
+            if key not in held:
                 if not has_room:
                     return
-                node.keys.append(key)
+                self._indexed.keys[node] = held = (*held, key)
                 self._keys.hold(key)
             sequence.next_anchor += 1
 
     def _forget(self, block: int) -> None:
         """The block is to hold something else."""
-        node = self._node_of[block]
-        if node is not None:
-            del self._index[node.digest]
-            self._node_of[block] = None
-            for key in reversed(node.keys):
-                self._keys.drop(key)
+        for key in reversed(self._indexed.remove(block)):
+            self._keys.drop(key)

@@ -8,20 +8,6 @@ from dataclasses import dataclass, field
 
 from engine.cache.hashing import chain_digest, root_digest, token_bytes
 from engine.cache.held_keys import Anchor
-from engine.contract.prefix_key import PrefixKey
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A full block in the index. `parent is None` marks a chain's first block."""
-
-    block: int
-    digest: bytes
-    parent: Node | None
-    content: bytes
-    """`token_bytes` of the block; a first block's are preceded by the salt."""
-    keys: list[PrefixKey] = field(default_factory=list)
-    """Prefix keys anchored here, parents first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +20,10 @@ class CachedSequence:
     digests: list[bytes] = field(default_factory=list)
     """One per full block of known tokens; none where the cache is disabled."""
     contents: list[bytes] = field(default_factory=list)
-    """As `Node.content`, one per digest."""
+    """As `IndexedBlocks.contents`, one per digest."""
     blocks: list[int] = field(default_factory=list)
     """Pool blocks in order of position; empty while the request waits."""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
     """The indexed chain of the leading full blocks: this request's own block, or an equal one indexed before it."""
     next_anchor: int = 0
     """Anchors before this one are attached to `nodes`."""

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import orjson
 
+MAX_MESSAGE_CHARS = 2000
+MAX_NAME_CHARS = 200
+
+
+def quoted(name: str) -> str:
+    """A name that a client made up, for a message or a log: in quotes, cut, and with control characters escaped."""
+    return repr(name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "...")
+
+
+def escaped(name: str) -> str:
+    """As `quoted`, without the quotes."""
+    return quoted(name)[1:-1]
+
 
 class ApiError(Exception):
     """An error the client sees, as `{"error": {"message", "type", "param", "code"}}`.
 
-    `param` names the request field at fault; `retry_after_s` becomes a `Retry-After` header.
+    A message is cut to MAX_MESSAGE_CHARS. `param` names the request field at fault; `retry_after_s` becomes a
+    `Retry-After` header.
     Shape: https://platform.openai.com/docs/guides/error-codes
     """
 
@@ -18,6 +32,8 @@ class ApiError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[:MAX_MESSAGE_CHARS] + "..."
         super().__init__(message)
         self.message = message
         self.param = param

@@ -15,14 +15,21 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, pack_load, unpack_load
 from engine.contract.prefix_key import PrefixKey
 
 VERSION = 1
+_VERSION = bytes([VERSION])
+MAX_KEYS = 2**22
+"""In one message: 32 MiB. A pod that holds more keys than that publishes nothing that is believed."""
+MAX_LOADS = 4096
+"""Load reports that a decoder remembers."""
 _HEAD = struct.Struct("<BBHIQQ")
 _COUNTS = struct.Struct("<IIII")
 _BODY = _HEAD.size + LOAD_REPORT_BYTES
+_KEYS_AT = _BODY + _COUNTS.size
 
 
 class Tier(IntEnum):
@@ -41,9 +48,14 @@ class Kind(IntEnum):
 
 
 class DecodeError(ValueError):
-    """Bytes that are not a message of this version; the reader must resynchronise the pod."""
+    """Bytes that are no message; the reader must resynchronise the pod."""
 
 
+class UnknownVersion(DecodeError):
+    """A message of an engine that is newer, or older, than this program knows."""
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 Keys = tuple[PrefixKey, ...]
 
 
@@ -73,26 +85,56 @@ def encode(message: RegistryMessage) -> bytes:
     )
 
 
+class Decoder:
+    """Reads messages. Load reports that recur, as those of idle engines do, are taken apart once."""
+
+    def __init__(self) -> None:
+        self._loads: dict[bytes, LoadReport] = {}
+
+    def decode(self, data: bytes) -> RegistryMessage:
+        """The message in `data`.
+
+        Raises UnknownVersion, and DecodeError on a bad kind, a wrong length, or absurd numbers.
+        """
+        try:
+            if data[:1] not in (_VERSION, b""):
+                raise UnknownVersion(
+                    f"registry message of version {data[0]}, expected {VERSION}: upgrade gateway and engines"
+                )
+            _, kind, _, stride, epoch, seq = _HEAD.unpack_from(data)
+            load = self._load(data)
+            counts = _COUNTS.unpack_from(data, _BODY)
+            kind = _KINDS[kind]
+        except KeyError:
+            raise DecodeError(f"registry message of kind {kind}") from None
+        except (struct.error, ValueError) as error:
+            raise error if isinstance(error, DecodeError) else DecodeError(str(error)) from None
+        total = sum(counts)
+        if total > MAX_KEYS:
+            raise DecodeError(f"registry message with {total} keys, more than {MAX_KEYS}")
+        if len(data) != _KEYS_AT + 8 * total:
+            raise DecodeError(f"registry message of {len(data)} bytes, expected {_KEYS_AT + 8 * total}")
+        if not total:
+            return RegistryMessage(kind, stride, epoch, seq, load)
+        keys = _unpack_keys(data[_KEYS_AT:])
+        gpu, host, disk = accumulate(counts[:3])
+        return RegistryMessage(
+            kind, stride, epoch, seq, load, keys[:gpu], (keys[gpu:host], keys[host:disk], keys[disk:])
+        )
+
+    def _load(self, data: bytes) -> LoadReport:
+        packed = data[_HEAD.size : _BODY]
+        load = self._loads.get(packed)
+        if load is None:
+            if len(self._loads) >= MAX_LOADS:
+                self._loads.clear()
+            load = self._loads[packed] = unpack_load(packed)
+        return load
+
+
 def decode(data: bytes) -> RegistryMessage:
-    """The message in `data`. Raises DecodeError on another version, a bad kind, or a wrong length."""
-    try:
-        version, kind, _, stride, epoch, seq = _HEAD.unpack_from(data)
-        if version != VERSION:
-            raise DecodeError(f"registry message of version {version}, expected {VERSION}: upgrade gateway and engines")
-        load = unpack_load(data, _HEAD.size)
-        counts = _COUNTS.unpack_from(data, _BODY)
-        kind = Kind(kind)
-    except (struct.error, ValueError) as error:
-        raise DecodeError(str(error)) from None
-    start = _BODY + _COUNTS.size
-    if len(data) != start + 8 * sum(counts):
-        raise DecodeError(f"registry message of {len(data)} bytes, expected {start + 8 * sum(counts)}")
-    lists = []
-    for count in counts:
-        lists.append(_unpack_keys(data[start : start + 8 * count]))
-        start += 8 * count
-    removed, gpu, host, disk = lists
-    return RegistryMessage(kind, stride, epoch, seq, load, removed, (gpu, host, disk))
+    """One message alone: see `Decoder`."""
+    return Decoder().decode(data)
 
 
 def _pack_keys(keys: Iterable[PrefixKey]) -> bytes:

@@ -11,6 +11,12 @@ EPOCH = "x-warmroute-epoch"
 POLICY = "x-warmroute-policy"
 """Request (where the gateway allows it): route by this policy. Response: the policy that decided."""
 
+PRIORITY = "x-warmroute-priority"
+"""Request: which go first where not all can: an integer, higher is sooner, 0 without."""
+
+TTFT_SLO = "x-warmroute-ttft-slo-ms"
+"""Request: milliseconds in which the first token must come; if it cannot, the gateway refuses the request at once."""
+
 PREDICTED_CACHED = "x-warmroute-cached-tokens-predicted"
 """Response of the gateway: cached tokens it expected on that pod."""
 
@@ -22,3 +28,7 @@ PROMPT_TOKENS = "x-warmroute-prompt-tokens"
 
 REQUEST_ID = "x-request-id"
 """Request and response: the client's id for a request; made by the gateway where absent."""
+
+PODS = "x-warmroute-pods"
+"""Request of a gateway's probe (`/v1/models`): how many engines it follows, a decimal number. An engine that publishes
+does so the less often, the larger that fleet is."""

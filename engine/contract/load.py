@@ -45,6 +45,13 @@ class LoadReport:
     cost: StepCost = field(default_factory=StepCost)
 
 
+MAX_REQUESTS = 1_000_000
+MAX_TOKENS = 10**12
+MAX_BLOCK_SIZE = 1_000_000
+MAX_STEP_S = 60.0
+MAX_TOKEN_S = 1.0
+"""Greater numbers are absurd: no engine has so many requests, tokens or seconds."""
+
 _LAYOUT = struct.Struct("<IIQIQIII5d")
 LOAD_REPORT_BYTES = _LAYOUT.size
 
@@ -56,6 +63,13 @@ def pack_load(report: LoadReport) -> bytes:
 
 
 def unpack_load(data: bytes, offset: int = 0) -> LoadReport:
-    """The inverse of `pack_load`, from `offset`. Raises struct.error on short data."""
+    """The inverse of `pack_load`, from `offset`. Raises struct.error on short data, ValueError on absurd numbers."""
     running, waiting, uncached, decoding, context, free, total, size, *cost = _LAYOUT.unpack_from(data, offset)
+    if max(running, waiting, decoding) > MAX_REQUESTS or max(uncached, context) > MAX_TOKENS or size > MAX_BLOCK_SIZE:
+        raise ValueError("load report with absurd counts")
+    base_s, token_s, attention_s, context_s, sequence_s = cost
+    in_a_step, for_a_token = (base_s, sequence_s), (token_s, attention_s, context_s)
+    # Written so that it is False for what is no number.
+    if not (all(0 <= s <= MAX_STEP_S for s in in_a_step) and all(0 <= s <= MAX_TOKEN_S for s in for_a_token)):
+        raise ValueError(f"load report with absurd costs: {', '.join(f'{seconds:g}' for seconds in cost)}")
     return LoadReport(running, waiting, uncached, decoding, context, free, total, size, StepCost(*cost))

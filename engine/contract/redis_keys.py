@@ -24,3 +24,8 @@ def resync_key(model: str, pod_id: str) -> str:
 def shares_key(model: str) -> str:
     """Hash gateway id -> traffic counters and the time of their writing, so that gateways agree on affinity groups."""
     return f"warmroute:{{{model}}}:shares"
+
+
+def quota_key(tenant: str) -> str:
+    """Hash in which gateways keep account of what a tenant has used of its limits."""
+    return f"warmroute:{{tenant:{tenant}}}:quota"

@@ -5,6 +5,7 @@ Unknown fields are left alone here: the engine behind the gateway honours or ref
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,6 +17,13 @@ from engine.contract.keys import canonical_chat, canonical_tokens, media_parts
 
 TOKEN_ID_BYTES = 4
 """Canonical bytes of a token id."""
+ANSWER_SO_FAR = "answer_so_far"
+"""Field of a request with the beginning of its answer, for engines whose model card lists it under `accepts`: they go
+on from there. Its tokens count in `max_tokens`, and as completion tokens in `usage`."""
+MAX_LISTED = 16_384
+"""Messages, or prompts, of one request. Beyond any real one, and few enough to be looked at while others wait."""
+LARGE_BODY_BYTES = 2**18
+"""Of such a body, values are made by the million. The garbage collector would walk them again and again meanwhile."""
 
 
 class Endpoint(StrEnum):
@@ -43,10 +51,16 @@ class RequestHead:
 
 def parse_body(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises BadRequest when it is not one."""
+    collects = len(body) >= LARGE_BODY_BYTES and gc.isenabled()
+    if collects:
+        gc.disable()
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
+    finally:
+        if collects:
+            gc.enable()
     if not isinstance(parsed, dict):
         raise BadRequest("the request body must be a JSON object")
     return parsed
@@ -76,6 +90,8 @@ def _chat_bytes(fields: dict[str, Any]) -> bytes:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", param="messages")
+    if len(messages) > MAX_LISTED:
+        raise BadRequest(f"messages has {len(messages)} entries; at most {MAX_LISTED} are read", param="messages")
     tools = fields.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise BadRequest("tools must be a list", param="tools")
@@ -98,7 +114,11 @@ def prompt_bytes(prompt: object) -> bytes:
 
 def _further_prompts(prompt: object) -> list[Any]:
     """What follows the first of several prompts in one request."""
-    return prompt[1:] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else []
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+        return []
+    if len(prompt) > MAX_LISTED:
+        raise BadRequest(f"prompt has {len(prompt)} prompts; at most {MAX_LISTED} are read", param="prompt")
+    return prompt[1:]
 
 
 def _size(prompt: object) -> int:

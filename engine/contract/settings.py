@@ -186,13 +186,14 @@ def check_url(url: str, schemes: tuple[str, ...]) -> str:
 
 def check_redis_url(url: str) -> str:
     """`url`, where a client can be made of it, its options included. Connects to nothing. Raises ValueError."""
-    from engine.contract.redis_client import REDIS_ERRORS, connect  # a third of a second: only who uses Redis pays
+    from engine.contract import redis_client  # a third of a second: only who uses Redis pays
 
-    check_url(url, ("redis", "rediss", "unix"))
+    if not redis_client.is_sentinel_url(url):
+        check_url(url, ("redis", "rediss", "unix"))
     try:
-        pool: Any = connect(url).connection_pool
+        pool: Any = redis_client.connect(url).connection_pool
         pool.make_connection()
-    except (ValueError, TypeError, *REDIS_ERRORS) as error:
+    except (ValueError, TypeError, *redis_client.REDIS_ERRORS) as error:
         raise ValueError(f"{url!r} cannot be used: {error}") from None
     return url
 

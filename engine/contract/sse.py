@@ -27,8 +27,11 @@ class SseDecoder:
         self._buffer += chunk
         if b"\r" in self._buffer and not self._buffer.endswith(b"\r"):
             self._buffer = self._buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        while (end := self._buffer.find(b"\n\n")) >= 0:
-            event, self._buffer = self._buffer[:end], self._buffer[end + 2 :]
+        *events, self._buffer = self._buffer.split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: ") and b"\n" not in event:  # nearly all of them
+                yield event[6:]
+                continue
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
                 yield b"\n".join(lines)

@@ -347,8 +347,9 @@ class Scheduler:
         if cached is None:
             return False
         if entry.cached_tokens is None:
-            entry.cached_tokens = cached
-            self._count(prompt_tokens_queried=len(entry.request.prompt_tokens), prompt_tokens_hit=cached)
+            prompt_tokens = len(entry.request.prompt_tokens)
+            entry.cached_tokens = min(cached, prompt_tokens)  # output it came with may be there, too
+            self._count(prompt_tokens_queried=prompt_tokens, prompt_tokens_hit=entry.cached_tokens)
         entry.computed_tokens = entry.planned_tokens = cached
         entry.shown_blocks = ()
         entry.prefill_end = known

@@ -35,13 +35,14 @@ class Choice:
         *,
         logprobs: bool,
         context: Sequence[int] = (),
+        answered: int = 0,
     ) -> None:
-        """`context`: see `Detokenizer`."""
+        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client has already."""
         self.index = index
         self.prompt = prompt
         """Which of the request's prompts it continues."""
         self.cached_tokens = 0
-        self.completion_tokens = 0
+        self.completion_tokens = answered
         self.finish: str | None = None
         self._detokenizer = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
@@ -14,6 +14,7 @@ from engine.sched.request import KeySpan
 from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
 from engine.server.messages import check_tools, template_messages
+from engine.server.so_far import answered_tokens
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
@@ -53,6 +54,8 @@ class Prompt:
     """The prompt as the client wrote it, None for token ids and chats."""
     context: tuple[int, ...] = ()
     """Its last tokens, where the answer's text goes on from them (`text/detokenize.py`)."""
+    answered: tuple[int, ...] = ()
+    """Tokens of the answer that the client has already. They count as output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
             code="unsupported_parameter",
         )
     listed = list_prompts(completion.prompt)
+    if completion.answer_so_far and (len(listed) > 1 or completion.echo):
+        raise BadRequest("answer_so_far needs one prompt, and echo to be false", param="answer_so_far")
     _check_choices(len(listed), completion.n or 1)  # before any of them costs time
     prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in listed)
     return _job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
@@ -115,16 +120,26 @@ def check_model(model: ModelText, name: str | None) -> None:
 
 
 def render_chat(
-    model: ModelText, messages: Sequence[Any], tools: Sequence[Any] | None, variables: dict[str, Any] | None = None
+    model: ModelText,
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None,
+    variables: dict[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    goes_on: bool = False,
 ) -> str:
-    """The prompt's text. Raises BadRequest."""
+    """The prompt's text. `goes_on`: the answer continues the last message. Raises BadRequest."""
     if model.template is None:
         raise BadRequest(
             f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
             "chat_template.jinja",
             param="messages",
         )
-    return model.template.render(template_messages(messages), tools, variables)
+    if goes_on:
+        return model.template.render_open(template_messages(messages), tools, variables)
+    return model.template.render(
+        template_messages(messages), tools, variables, add_generation_prompt=add_generation_prompt
+    )
 
 
 def list_prompts(prompt: object) -> list[str | list[int]]:
@@ -186,7 +201,14 @@ def _is_ids(items: Sequence[object]) -> bool:
 
 def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     check_tools(fields.tools, fields.tool_choice)
-    text = render_chat(model, fields.messages, fields.tools, fields.chat_template_kwargs)
+    text = render_chat(
+        model,
+        fields.messages,
+        fields.tools,
+        fields.chat_template_kwargs,
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        goes_on=_goes_on(fields),
+    )
     encoded = _encode(model, text, "messages", add_special_tokens=False)
     keys = _keys(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
@@ -194,7 +216,24 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = _room(model, len(encoded.ids), given, "messages")
-    return Prompt(encoded.ids, spans, room if given is None else given, None)
+    return _begun(model, fields, Prompt(encoded.ids, spans, room if given is None else given, None))
+
+
+def _goes_on(fields: ChatFields) -> bool:
+    """Whether the answer continues the last message. Raises BadRequest."""
+    if not fields.continue_final_message:
+        return False
+    if fields.add_generation_prompt is not False:
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt to be false: the answer continues the last message "
+            "and begins no new one",
+            param="continue_final_message",
+        )
+    if not isinstance(last := fields.messages[-1], dict) or last.get("role") != "assistant":
+        raise BadRequest(
+            "continue_final_message needs the last message to be one of the assistant", param="continue_final_message"
+        )
+    return True
 
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
@@ -209,8 +248,30 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     context = context_of(model.tokenizer, tokens)
     keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
     if encoded is None or not isinstance(prompt, str):
-        return Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context)
-    return Prompt(tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context)
+        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context)
+    else:
+        made = Prompt(tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context)
+    return _begun(model, fields, made)
+
+
+def _begun(model: ModelText, fields: GenerationFields, prompt: Prompt) -> Prompt:
+    """`prompt` with the tokens of `answer_so_far`, where that is given. Raises BadRequest."""
+    if not fields.answer_so_far:
+        return prompt
+    if (fields.n or 1) > 1:
+        raise BadRequest("answer_so_far needs n to be 1", param="answer_so_far")
+    check_length(model, fields.answer_so_far, "answer_so_far")
+    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop)
+    check_ids(answered, model.vocab_size, "answer_so_far")
+    if len(answered) >= prompt.max_tokens:
+        raise BadRequest(
+            f"answer_so_far has {len(answered)} tokens; the answer may have {prompt.max_tokens} in all, so nothing is "
+            "left to generate",
+            param="answer_so_far",
+            code="answer_complete",
+        )
+    context = context_of(model.tokenizer, [*prompt.tokens, *answered] if prompt.context else answered)
+    return replace(prompt, answered=tuple(answered), context=context)
 
 
 def _keys(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from engine.contract import headers
+from engine.contract.audit import Action, recorded
 from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
-from engine.contract.requests import Endpoint, parse_body
+from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
+from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
 from engine.server.service import EngineService, ServerState
 from engine.server.wire import finish, read_body
@@ -24,13 +28,22 @@ log = logging.getLogger(__name__)
 STATE = web.AppKey("state", ServerState)
 METRICS = web.AppKey("metrics", EngineMetrics)
 MAX_BODY_BYTES = 64 * 2**20
+MAX_PODS_DIGITS = 9
 
 
-def make_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
-    """The engine's HTTP application. /health and /metrics answer before a service is there."""
-    app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)
-    app[STATE] = state
-    app[METRICS] = metrics
+def make_app(
+    state: ServerState,
+    metrics: EngineMetrics,
+    keys: ApiKeys | None = None,
+    *,
+    has_metrics: bool = True,
+    has_admin: bool = True,
+) -> web.Application:
+    """What clients and gateways talk to, /health included; `has_metrics`, `has_admin`: these too have no other port.
+
+    /health and /metrics answer before a service is there.
+    """
+    app = _app(state, metrics, [require_key(keys)] if keys is not None else [])
     app.on_response_prepare.append(_return_request_id)
     app.add_routes(
         [
@@ -41,11 +54,36 @@ def make_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
             web.post("/tokenize", _tokenize),
             web.post("/detokenize", _detokenize),
             web.get("/health", _health),
-            web.get("/metrics", _metrics),
-            web.post("/reset_prefix_cache", _reset_prefix_cache),
-            web.get("/debug/held_keys", _held_keys),
         ]
     )
+    if has_metrics:
+        app.router.add_get("/metrics", _metrics)
+    if has_admin:
+        app.add_routes(_ADMIN_ROUTES)
+    elif keys is not None:
+        app.add_routes(_RESET_ROUTES)  # gateways pass a reset on, and show the key
+    return app
+
+
+def make_metrics_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
+    """/metrics alone."""
+    app = _app(state, metrics)
+    app.router.add_get("/metrics", _metrics)
+    return app
+
+
+def make_admin_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
+    """What operators see and do."""
+    app = make_metrics_app(state, metrics)
+    app.router.add_get("/health", _health)
+    app.add_routes(_ADMIN_ROUTES)
+    return app
+
+
+def _app(state: ServerState, metrics: EngineMetrics, guards: Sequence[Middleware] = ()) -> web.Application:
+    app = web.Application(middlewares=[_errors, *guards], client_max_size=MAX_BODY_BYTES)
+    app[STATE] = state
+    app[METRICS] = metrics
     return app
 
 
@@ -85,6 +123,8 @@ async def _return_request_id(request: web.Request, response: web.StreamResponse)
 
 def _error_response(error: ApiError, status: int) -> web.Response:
     response = web.Response(body=error.body(), status=status, content_type="application/json")
+    if status == Unauthorized.status:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return response
@@ -96,6 +136,9 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 async def _models(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
+    pods = request.headers.get(headers.PODS, "")
+    if pods.isdecimal() and len(pods) <= MAX_PODS_DIGITS:
+        service.on_fleet(int(pods))
     response = _json({"object": "list", "data": [_card(service)]})
     response.headers[headers.POD] = service.pod_id
     response.headers[headers.EPOCH] = str(service.epoch)
@@ -118,6 +161,7 @@ def _card(service: EngineService) -> dict[str, Any]:
         "root": service.model.name,
         "parent": None,
         "max_model_len": service.model.max_model_len,
+        "accepts": [ANSWER_SO_FAR],
     }
 
 
@@ -146,15 +190,37 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:
-    service = request.app[STATE].serving()
-    return _json({"freed_blocks": service.loop.reset_cache()})
+    with _audited(request) as action:
+        freed = request.app[STATE].serving().loop.reset_cache()
+        action.detail["freed_blocks"] = freed
+        action.status = 200
+        return _json({"freed_blocks": freed})
 
 
 async def _held_keys(request: web.Request) -> web.Response:
-    service = request.app[STATE].serving()
-    held = service.scheduler.held_keys()
-    keys = {tier.name.lower(): [f"{key:016x}" for key in held[tier]] for tier in Tier}
-    return _json({"epoch": service.epoch, "stride": service.model.stride, "keys": keys})
+    with _audited(request) as action:
+        service = request.app[STATE].serving()
+        held = service.scheduler.held_keys()
+        keys = {tier.name.lower(): [f"{key:016x}" for key in held[tier]] for tier in Tier}
+        action.status = 200
+        return _json({"epoch": service.epoch, "stride": service.model.stride, "keys": keys})
+
+
+@contextmanager
+def _audited(request: web.Request) -> Iterator[Action]:
+    with recorded(request.method, request.path, request.remote) as action:
+        try:
+            yield action
+        except ApiError as error:
+            action.status = error.status
+            raise
+        except Exception:
+            action.status = ApiError.status
+            raise
+
+
+_RESET_ROUTES = (web.post("/reset_prefix_cache", _reset_prefix_cache),)
+_ADMIN_ROUTES = (*_RESET_ROUTES, web.get("/debug/held_keys", _held_keys))
 
 
 def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class EngineService:
     epoch: int
     registry: Callable[[], RegistryState]
     """How publishing goes at the moment."""
+    on_fleet: Callable[[int], None]
+    """Called with the number of engines that a gateway follows, when one says it."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -88,6 +90,7 @@ class EngineService:
                     key_spans=prompt.spans,
                     salt=job.salt,
                     hashed=hashed,
+                    output_tokens=list(prompt.answered),
                 )
                 requests.append(request)
                 choices[request.id] = Choice(
@@ -97,6 +100,7 @@ class EngineService:
                     job.stop,
                     logprobs=job.sampling.logprobs is not None,
                     context=prompt.context,
+                    answered=len(prompt.answered),
                 )
         return requests, choices
 
@@ -137,6 +141,11 @@ class ServerState:
             self._active -= 1
             if not self._active:
                 self._idle.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return not self._active
 
     async def wait_idle(self) -> None:
         """Wait until no request is being answered."""

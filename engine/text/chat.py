@@ -25,6 +25,9 @@ _RENDER_ERRORS = (
 )  # fmt: skip
 """What code over unexpected messages raises: a template indexes and concatenates whatever the client sent."""
 
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""What transformers puts behind a message that is to be continued. Its space shows whether the template trims."""
+
 
 class ChatTemplate:
     """A compiled template with the special tokens it may name. Thread-safe."""
@@ -73,6 +76,30 @@ class ChatTemplate:
             raise BadRequest(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
+
+    def render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `render`, up to the end of the last message's content: the model goes on with that message.
+
+        As transformers does for `continue_final_message`: a mark behind the content says where it ends, and where the
+        template trims the content, white space before the mark is left out. Raises BadRequest.
+        """
+        final = messages[-1]
+        content = str(final.get("content") or "")
+        marked = [*messages[:-1], {**final, "content": content + _MARK}]
+        text = self.render(marked, tools, variables, add_generation_prompt=False)
+        at = text.rfind(_MARK.strip())
+        if at < 0 or content.strip() not in text:
+            raise BadRequest(
+                "continue_final_message: the model's chat template changes the last message, so that it cannot be "
+                "continued",
+                param="continue_final_message",
+            )
+        return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 class _Generation(Extension):

@@ -33,7 +33,7 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct
 from loadgen.workloads.kinds import KINDS
 
 PROG = "warmroute-loadgen compare"
-LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--header")
+LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--admin-url", "--header")
 """Flags that take several words."""
 
 
@@ -55,6 +55,11 @@ class ComparedSettings(Settings):
         description="a pod's address, or ARM=address, to reset its cache and read its counters; repeatable; none: those"
         " that the gateway lists",
     )
+    admin_url: list[str] = Field(
+        [],
+        description="address of a gateway's --admin-port, or ARM=address: it lists the pods and resets their caches; "
+        "repeatable; none: where requests go",
+    )
     sessions: int = Field(50, ge=0, le=10_000_000, description="sessions of each block; 0: all that the data set has")
     warmup_requests: int = Field(8, ge=1, le=1000, description="short requests before each block, not counted")
     settle_s: float = Field(
@@ -71,7 +76,7 @@ class ComparedSettings(Settings):
 
     def arms(self) -> tuple[ArmSpec, ...]:
         """What is compared. Raises ValueError."""
-        return arms_of(self.url, self.policies, self.arm, self.metrics_urls)
+        return arms_of(self.url, self.policies, self.arm, self.metrics_urls, self.admin_url)
 
 
 class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, RequestSettings, ComparedSettings):

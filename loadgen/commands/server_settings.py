@@ -50,6 +50,7 @@ class RequestSettings(Settings):
             api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
             headers=words_of(self.header, "--header"),
             extra={"ignore_eos": True} if self.ignore_eos else {},
+            admin_url=arm.admin_url,
             timeout_s=self.request_timeout_s,
         )
 
@@ -76,10 +77,15 @@ class ServerSettings(RequestSettings):
         [],
         description="a pod's address, to read its counters and reset its cache; repeatable; none: the gateway's pods",
     )
+    admin_url: str = Field(
+        "",
+        description="address of the gateway's --admin-port: it lists the pods and resets their caches; "
+        "empty: where requests go",
+    )
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
     settle_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds of rest between preparations and load")
 
-    @field_validator("base_url")
+    @field_validator("base_url", "admin_url")
     @classmethod
     def _check_url(cls, url: str) -> str:
         if url and not url.startswith(("http://", "https://")):
@@ -105,7 +111,7 @@ class ServerSettings(RequestSettings):
 
     def arm(self, name: str = "server", policy: str = "") -> ArmSpec:
         """The server under a name."""
-        return ArmSpec(name, self.url, policy, tuple(self.metrics_urls))
+        return ArmSpec(name, self.url, policy, tuple(self.metrics_urls), self.admin_url)
 
     def target(self, arm: ArmSpec) -> Target:
         """How an arm is reached. Raises ValueError."""

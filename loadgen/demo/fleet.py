@@ -8,7 +8,7 @@ from pydantic import Field
 
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.run import ROUNDS, StackSettings, amount_within, compared, cpu_cores, on_stack
-from loadgen.demo.stack import Steps, emulated_engines
+from loadgen.demo.stack import GatewayUrls, Steps, emulated_engines
 from loadgen.load.arrivals import mean_turns
 from loadgen.load.calibrate import measure_tokens_per_word, probe
 from loadgen.load.client import Client
@@ -44,10 +44,10 @@ class FleetSettings(StackSettings):
     )
     total_s: float = Field(170.0, gt=0, description="seconds the whole demo is planned to take")
 
-    def traffic(self, url: str) -> dict[str, object]:
+    def traffic(self, gateway: GatewayUrls) -> dict[str, object]:
         """Settings of the comparison, without its amount: tenants as in `compare`, one or two turns a session."""
         return {
-            "url": url,
+            **gateway.flags,
             "policies": self.policies,
             "seed": self.seed,
             "rounds": ROUNDS,
@@ -65,15 +65,15 @@ async def fleet_demo(settings: FleetSettings, folder: Path, progress: Progress) 
     """The comparison's result. Raises ChildDied, ServerUnusable."""
     engines = emulated_engines(settings.profile)
 
-    async def measure(url: str, steps: Steps) -> Result:
-        return await _measure(settings, url, steps, progress)
+    async def measure(gateway: GatewayUrls, steps: Steps) -> Result:
+        return await _measure(settings, gateway, steps, progress)
 
     return await on_stack(engines, settings.pods, settings.redis_url, folder, progress, measure)
 
 
-async def _measure(settings: FleetSettings, url: str, steps: Steps, progress: Progress) -> Result:
-    given = settings.traffic(url)
-    async with Client(Target(url, policy=settings.policies[0], extra={"ignore_eos": True})) as client:
+async def _measure(settings: FleetSettings, gateway: GatewayUrls, steps: Steps, progress: Progress) -> Result:
+    given = settings.traffic(gateway)
+    async with Client(Target(gateway.clients, policy=settings.policies[0], extra={"ignore_eos": True})) as client:
         await client.model_id()
         tokens_per_word = await measure_tokens_per_word(client, settings.seed)
         words = round(settings.prompt_tokens / tokens_per_word)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from engine.contract.settings import Settings
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
-from loadgen.demo.stack import EngineKind, StackSpec, Steps, cpu_engines, start_stack
+from loadgen.demo.stack import EngineKind, GatewayUrls, StackSpec, Steps, cpu_engines, scratch_folder, start_stack
 from loadgen.experiment.arms import arms_of
 from loadgen.experiment.report import result_of
 from loadgen.experiment.run import Experiment
@@ -78,8 +77,8 @@ async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Resu
     """The comparison's result. Raises ChildDied, ServerUnusable."""
     engines = cpu_engines(settings.pool_tokens)
 
-    async def measure(url: str, steps: Steps) -> Result:
-        return await _measure(settings, url, steps, progress)
+    async def measure(gateway: GatewayUrls, steps: Steps) -> Result:
+        return await _measure(settings, gateway, steps, progress)
 
     return await on_stack(engines, settings.pods, settings.redis_url, folder, progress, measure)
 
@@ -90,23 +89,23 @@ async def on_stack(
     redis_url: str | None,
     folder: Path,
     progress: Progress,
-    measure: Callable[[str, Steps], Coroutine[Any, Any, Result]],
+    measure: Callable[[GatewayUrls, Steps], Coroutine[Any, Any, Result]],
 ) -> Result:
-    """What `measure` finds at the gateway's URL, on processes that live as long. Raises ChildDied, ServerUnusable."""
+    """What `measure` finds at the gateway, on processes that live as long. Raises ChildDied, ServerUnusable."""
     steps = Steps(progress.note)
     steps.say(f"logs of the child processes: {folder / 'logs'}")
-    with tempfile.TemporaryDirectory(prefix="warmroute-demo-") as scratch, Children(folder / "logs") as children:
+    with scratch_folder() as scratch, Children(folder / "logs") as children:
         redis_url = redis_url or os.environ.get("REDIS_URL") or None
-        url = await start_stack(StackSpec(pods, engines, redis_url, Path(scratch)), children, steps)
-        result = await children.guard(measure(url, steps))
+        gateway = await start_stack(StackSpec(pods, engines, redis_url, scratch), children, steps)
+        result = await children.guard(measure(gateway, steps))
         steps.say("stopping the children")
     return result
 
 
-async def _measure(settings: DemoSettings, url: str, steps: Steps, progress: Progress) -> Result:
-    given = {"url": url, "policies": settings.policies, "seed": settings.seed, "rounds": ROUNDS}
+async def _measure(settings: DemoSettings, gateway: GatewayUrls, steps: Steps, progress: Progress) -> Result:
+    given = {**gateway.flags, "policies": settings.policies, "seed": settings.seed, "rounds": ROUNDS}
     plan = CompareSettings.model_validate(given)
-    target = Target(url, policy=settings.policies[0], extra={"ignore_eos": True})
+    target = Target(gateway.clients, policy=settings.policies[0], extra={"ignore_eos": True})
     _, workload = make_plan(plan)
     first = workload.session(0).turns[0]
     system_tokens = sum(piece.tokens for piece in first.messages[0].pieces)

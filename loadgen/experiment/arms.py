@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_POLICIES = ("round_robin", "least_loaded", "affinity_groups", "predicted_ttft")
 
@@ -18,9 +18,17 @@ class ArmSpec:
     """Sent in the policy header; empty: no header."""
     metrics_urls: tuple[str, ...] = ()
     """Where the arm's pods are scraped and reset, one address a pod; empty: the gateway is asked for its pods."""
+    admin_url: str = ""
+    """Where the gateway lists and resets its pods; empty: where requests go."""
 
 
-def arms_of(url: str, policies: Sequence[str], arms: Sequence[str], metrics_urls: Sequence[str]) -> tuple[ArmSpec, ...]:
+def arms_of(
+    url: str,
+    policies: Sequence[str],
+    arms: Sequence[str],
+    metrics_urls: Sequence[str],
+    admin_urls: Sequence[str] = (),
+) -> tuple[ArmSpec, ...]:
     """Arms from flags: `--url` with `--policies`, then each `--arm NAME=URL[;POLICY]`. Raises ValueError."""
     if not url and not arms:
         raise ValueError("--url GATEWAY or at least two --arm NAME=URL are needed: what is compared?")
@@ -33,7 +41,7 @@ def arms_of(url: str, policies: Sequence[str], arms: Sequence[str], metrics_urls
         raise ValueError(
             f"arm {', '.join(twice)} is listed twice: each --policies entry and --arm needs a name of its own"
         )
-    return tuple(_with_metrics(spec, metrics_urls, names) for spec in specs)
+    return tuple(_with_ways(spec, metrics_urls, admin_urls, names) for spec in specs)
 
 
 def baseline_of(arms: Sequence[ArmSpec], wanted: str) -> str:
@@ -63,14 +71,23 @@ def _url(url: str, flag: str) -> str:
     return url.rstrip("/")
 
 
-def _with_metrics(spec: ArmSpec, metrics_urls: Sequence[str], names: Sequence[str]) -> ArmSpec:
+def _with_ways(spec: ArmSpec, metrics_urls: Sequence[str], admin_urls: Sequence[str], names: Sequence[str]) -> ArmSpec:
+    admin = _of_arm(spec.name, admin_urls, "--admin-url", names)
+    if len(admin) > 1:
+        raise ValueError(f"--admin-url gives {spec.name} {len(admin)} addresses: one is enough")
+    metrics = _of_arm(spec.name, metrics_urls, "--metrics-urls", names)
+    return replace(spec, metrics_urls=tuple(metrics), admin_url="".join(admin))
+
+
+def _of_arm(name: str, texts: Sequence[str], flag: str, names: Sequence[str]) -> list[str]:
+    """Of `URL` and `ARM=URL` those that hold for the arm. Raises ValueError."""
     mine = []
-    for text in metrics_urls:
+    for text in texts:
         arm, has_arm, url = text.partition("=")
         if not has_arm or "/" in arm:
             arm, url = "", text
         if arm and arm not in names:
-            raise ValueError(f"--metrics-urls {text!r}: {arm} is not an arm; arms are {', '.join(names)}")
-        if not arm or arm == spec.name:
-            mine.append(_url(url, "--metrics-urls"))
-    return ArmSpec(spec.name, spec.url, spec.policy, tuple(mine))
+            raise ValueError(f"{flag} {text!r}: {arm} is not an arm; arms are {', '.join(names)}")
+        if not arm or arm == name:
+            mine.append(_url(url, flag))
+    return mine

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from loadgen.experiment.contrasts import DECIDES, Contrasts
 from loadgen.experiment.verdict import failed_share
 from loadgen.measure.summary import AGREEMENT
+from loadgen.measure.validity import MAX_LAG_SHARE
 from loadgen.result.model import Arm, Summary
 
 MANY_DUPLICATES = 0.01
@@ -23,6 +24,7 @@ def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: i
         _warm_starts(arms),
         _duplicates(arms),
         _without_pods(arms),
+        _late(arms),
         *(_elsewhere(arm.name, contrasts) for arm in arms if arm.name != baseline),
         *contrasts.missing,
         _few_rounds(rounds) if len(arms) > 1 else "",
@@ -129,6 +131,17 @@ def _without_pods(arms: Sequence[Arm]) -> str:
     if not unknown or len(arms) == 1:  # one server, maybe one pod: there is nothing to share
         return ""
     return f"{', '.join(unknown)}: the answers do not name the pod, so how pods shared the load is unknown."
+
+
+def _late(arms: Sequence[Arm]) -> str:
+    """Figures of an arm that hold the generator's lag, though what is claimed of the arm stands."""
+    found = [(arm.name, arm.summary.validity) for arm in arms if arm.summary.validity.valid]
+    late = [
+        f"{one.lag_share:.1%} of the {one.lag_share_of} TTFT in {name}"
+        for name, one in found
+        if one.lag_share is not None and one.lag_share > MAX_LAG_SHARE
+    ]
+    return f"The load generator's own lag may be {', '.join(late)}. The comparison stands." if late else ""
 
 
 def _elsewhere(name: str, contrasts: Contrasts) -> str:

@@ -26,11 +26,11 @@ class Deployment:
     async def reset(self) -> str | None:
         """Empty the caches of all pods. None when done, else why not."""
         if self.is_gateway:
-            return await _reset(self.target)
+            return await _reset(self.target.admin)
         if not self.pods:
             return (
-                f"{self.target.origin} does not say which pods are behind it, so a reset might reach one of several;"
-                " --metrics-urls names them"
+                f"{self.target.admin.origin} does not say which pods are behind it, so a reset might reach one of"
+                " several; --admin-url names the gateway's administration, --metrics-urls the pods"
             )
         origins = dict.fromkeys(_origin(pod.url) for pod in self.pods)
         refusals = await asyncio.gather(*(_reset(_plain(self.target, origin)) for origin in origins))
@@ -38,10 +38,16 @@ class Deployment:
 
 
 async def look_up(client: Client, metrics_urls: Sequence[str]) -> Deployment:
-    """The pods behind `client`: those named by the user, else those that the gateway lists."""
+    """The pods behind `client`: those named by the user, else those that the gateway lists.
+
+    Raises ServerUnusable where an address was given for the gateway's administration, and nobody lists pods there.
+    """
     try:
-        listed = pods_of_gateway(await client.get_text("/v1/pods"))
-    except (ServerUnusable, CounterError):
+        async with Client(client.target.admin) as admin:
+            listed = pods_of_gateway(await admin.get_text("/v1/pods"))
+    except (ServerUnusable, CounterError) as error:
+        if client.target.admin_url:
+            raise ServerUnusable(f"--admin-url {client.target.admin_url}: {error}") from None
         listed = None
     named = tuple(address_of(url) for url in metrics_urls)
     return Deployment(client.target, named or tuple(listed or ()), is_gateway=listed is not None)

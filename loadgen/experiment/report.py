@@ -9,12 +9,14 @@ import numpy as np
 
 from loadgen.experiment.cautions import cautions, repeated
 from loadgen.experiment.contrasts import CONFIDENCE, DECIDES, SMALL_EFFECT, Contrasts, contrasts, joint_confidence
+from loadgen.experiment.lateness import MOST_LAG_SHARE, SHARE_OF_INTERVAL, judged
 from loadgen.experiment.pairs import pair
 from loadgen.experiment.plan import Block
 from loadgen.experiment.run import Experiment
 from loadgen.experiment.verdict import able_arms, verdict
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise, summarise_runs
+from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 from loadgen.result.model import Arm, Result, Summary
 
 SHOWN_PROBLEMS = 3
@@ -44,6 +46,7 @@ def result_of(
         if pairs is not None
         else Contrasts(())
     )
+    arms = judged(arms, found, plan.baseline)
     rounds = len(experiment.rounds)
     assert experiment.isolation is not None
     return Result(
@@ -89,7 +92,13 @@ def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: 
         name=name,
         url=url,
         policy=policy,
-        summary=summarise_runs([b.run for b in blocks], pods, objectives_ms, [b.counted for b in blocks]),
+        summary=summarise_runs(
+            [b.run for b in blocks],
+            pods,
+            objectives_ms,
+            [b.counted for b in blocks],
+            is_compared=len(experiment.plan.arms) > 1,
+        ),
         blocks=tuple(_brief(summary) for summary in each),
         ttft_cdf_low_ms=low,
         ttft_cdf_high_ms=high,
@@ -123,4 +132,9 @@ def _method(arms: int) -> dict[str, str]:
         " it covers sessions alone",
         "judgement": f"better or worse where the ratio's interval excludes 1 and the effect is at least"
         f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",
+        "validity": "an arm is invalid if the generator's lag may have moved the logarithm of the ratio of mean TTFT"
+        f" by more than {MAX_LAG_SHARE:.0%} of the effect that is claimed (of the factor if the effect is larger; of"
+        f" the means if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half the interval,"
+        f" or by more than {MOST_LAG_SHARE:.0%} of the means. The"
+        f" lag counts {LATE_TWICE:g} times, as reading is as late as sending, and as if the other arm had none",
     }

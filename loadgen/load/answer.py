@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from engine.contract import headers
+from engine.contract.http.connection import Fields
 from engine.contract.sse import SseDecoder
 
 DETAIL_CHARS = 300
@@ -45,8 +46,9 @@ class StreamedAnswer:
         self._complete = False
         self._events = 0
 
-    def head(self, status: int, headers: dict[bytes, bytes], now_s: float) -> None:
+    def head(self, status: int, fields: Fields, now_s: float) -> None:
         self._status = status
+        headers = {name.lower(): value for name, value in fields}
         self.pod = headers.get(_POD, b"").decode("latin-1")
         self.policy = headers.get(_POLICY, b"").decode("latin-1")
         self._kind = headers.get(b"content-type", b"no content type").decode("latin-1")
@@ -138,7 +140,7 @@ class PlainAnswer:
         self._parts: list[bytes] = []
         self._size = 0
 
-    def head(self, status: int, headers: dict[bytes, bytes], now_s: float) -> None:
+    def head(self, status: int, fields: Fields, now_s: float) -> None:
         self._status = status
 
     def body(self, data: bytes, now_s: float) -> None:

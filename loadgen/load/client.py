@@ -14,10 +14,11 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from engine.contract import headers
+from engine.contract.http.connection import Connection
+from engine.contract.http.pool import Pool
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
 from loadgen.load.answer import DETAIL_CHARS, PlainAnswer, StreamedAnswer
 from loadgen.load.clock import clock_of
-from loadgen.load.http1 import Connection, Pool
 from loadgen.load.target import PATHS, Call, ServerUnusable, Target, prompt_text
 from loadgen.measure.records import RequestRecord
 
@@ -103,17 +104,17 @@ class Client:
         """
         sent_s = self._clock()
         fields = f"{headers.REQUEST_ID}: wr-{self._run_id}-{next(self._numbers):x}\r\ncontent-length: {len(call.body)}"
-        data = b"%b%b\r\n\r\n%b" % (self._head, fields.encode(), call.body)
+        head = b"%b%b\r\n\r\n" % (self._head, fields.encode())
         if (connection := self._pool.take()) is not None:
-            answer = await self._exchange(connection, data, call, sent_s)
+            answer = await self._exchange(connection, head, call, sent_s)
             stale = answer.lost_connection and not connection.answered and answer.finished_s - sent_s < STALE_S
             if not stale:
                 return self._record(call, answer, sent_s)
             self.stale_connections += 1
-        answer = await self._exchange(None, data, call, sent_s)
+        answer = await self._exchange(None, head, call, sent_s)
         return self._record(call, answer, sent_s)
 
-    async def _exchange(self, connection: Connection | None, data: bytes, call: Call, sent_s: float) -> StreamedAnswer:
+    async def _exchange(self, connection: Connection | None, head: bytes, call: Call, sent_s: float) -> StreamedAnswer:
         answer = StreamedAnswer(self._loop)
         timeout_s = sent_s + self.target.timeout_s
         if call.deadline_s < timeout_s:
@@ -134,7 +135,7 @@ class Client:
                 return answer
         timer = self._loop.call_at(due_s, lambda: answer.fail(*reason, self._clock()))
         try:
-            connection.request(data, answer)
+            connection.request(head, call.body, answer)
             await answer.done
         finally:
             timer.cancel()
@@ -190,15 +191,12 @@ class Client:
         return body.decode(errors="replace")
 
     async def warm_connections(self, count: int) -> None:
-        """Open `count` connections for requests within the next IDLE_S. Raises ServerUnusable."""
+        """Open `count` connections for requests within the next half minute. Raises ServerUnusable."""
         try:
             async with asyncio.timeout(self.target.timeout_s):
-                opened = await asyncio.gather(*(self._pool.connect() for _ in range(count)))
+                await asyncio.gather(*(self._pool.open_ahead() for _ in range(count)))
         except (OSError, TimeoutError) as error:
             raise ServerUnusable(f"{self.target.origin}: {type(error).__name__} {error}".strip()) from None
-        for connection in opened:
-            connection.idle_since_s = self._clock()
-            self._pool.release(connection)
 
     async def reset_prefix_cache(self) -> str | None:
         """Empty the cache of every pod. None when done, else why the server refused."""
@@ -221,7 +219,7 @@ class Client:
         try:
             async with asyncio.timeout(self.target.timeout_s):
                 connection = await self._pool.connect()  # fresh: never stale, and none of the measured ones
-                connection.request(data, answer)
+                connection.request(data, b"", answer)
                 return await answer.done
         except (OSError, TimeoutError) as error:
             words = f"{type(error).__name__} {error}".strip()

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from engine.contract.collector import quiet_collector
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.load.clock import clock_of
-from loadgen.load.process import first_of, quiet_collector, raise_file_limit
+from loadgen.load.process import first_of, raise_file_limit
 from loadgen.load.target import Call
 from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload
@@ -87,6 +88,11 @@ class Tally:
     completed: int = 0
     failed: int = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.sent == self.completed + self.failed
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArmRun:
@@ -117,12 +123,14 @@ async def play(
     """
     clock = clock_of(asyncio.get_running_loop())
     raise_file_limit()
-    with quiet_collector(), contextlib.ExitStack() as stack:
+    tally = tally or Tally()
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(quiet_collector(lambda: tally.is_idle))
         start_s = clock() if start_s is None else start_s  # not before the collector is done: it may take 0.1 s
         kept_keys = KEPT_KEYS // spec.workers
         log = stack.enter_context(RecordLog(start_s, keep_gaps=spec.keep_gaps, kept_keys=kept_keys))
         schedule = _Schedule(workload, spec, start_s)
-        arm = _Arm(client, renderer, spec, clock, start_s, log, on_record, tally or Tally())
+        arm = _Arm(client, renderer, spec, clock, start_s, log, on_record, tally)
         try:
             await (arm.closed_loop if spec.arrivals.kind is ArrivalKind.CLOSED else arm.open_loop)(schedule)
         except BaseExceptionGroup as group:  # of tasks that all fail alike: one says it
@@ -273,9 +281,10 @@ class _Arm:
     ) -> None:
         """The turn, then what goes on from it. A failed turn ends its branch: there is no answer to go on from."""
         while intended_s <= self.deadline_s:
+            call = call or self._call(session, turn, answers, intended_s)  # before it is due: the pause is there for it
             while (wait_s := intended_s - self.clock()) > 0:  # noqa: ASYNC110  # timers may fire early
                 await asyncio.sleep(max(wait_s, QUANTUM_S))
-            record = await self._send(call or self._call(session, turn, answers, intended_s), answers)
+            record = await self._send(call, answers)
             call = None
             if record is None or record.failure is not None:
                 return

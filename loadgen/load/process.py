@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator
 
 try:
     import resource
@@ -18,17 +16,6 @@ def raise_file_limit() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@contextlib.contextmanager
-def quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking through what existed before: a pause that would count as the server's."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def first_of(error: BaseException) -> BaseException:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from engine.contract import headers
-from loadgen.load.http1 import Address
+from engine.contract.http.pool import Address
 
 Paths = Mapping[str, str]
 PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -46,6 +46,8 @@ class Target:
     tls_ca_file: str = ""
     """PEM file of the authority that signed an https server's certificate; empty: the system's."""
     tls_verify: bool = True
+    admin_url: str = ""
+    """Where a gateway lists its pods and resets their caches; empty: at `url`."""
 
     def __post_init__(self) -> None:
         parts = _split(self.url)
@@ -54,6 +56,11 @@ class Target:
         for name, value in (*self.headers.items(), ("api key", self.api_key), ("policy", self.policy)):
             if not (name + value).isprintable() or not (name + value).isascii():
                 raise ValueError(f"{name!r} cannot be sent in an HTTP header: only printable ASCII is allowed")
+
+    @property
+    def admin(self) -> Target:
+        """How the gateway's administration is reached: without the key and the header fields of requests."""
+        return replace(self, url=self.admin_url, policy="", api_key="", headers={}) if self.admin_url else self
 
     @property
     def base_path(self) -> str:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import uvloop
 
+from engine.contract.collector import quiet_collector
 from loadgen.load.client import Client
 from loadgen.load.player import RunSpec, Tally, play
-from loadgen.load.process import quiet_collector
 from loadgen.load.target import Target
 from loadgen.workloads.base import Workload
 from loadgen.workloads.render import Renderer
@@ -59,7 +59,7 @@ async def _work(job: Job) -> None:
     task = asyncio.current_task()
     assert task is not None
     loop.add_reader(sys.stdin.fileno(), _listen, started, task)
-    with quiet_collector():  # before the start, not after it
+    async with quiet_collector(lambda: tally.is_idle):  # before the start, not after it
         await _play(job, started, tally)
         await loop.create_future()  # until the parent has read the records, or is dead
 

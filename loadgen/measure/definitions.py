@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.measure.reuse import STRIDE_BYTES
-from loadgen.measure.validity import MAX_LAG_SHARE
+from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 
 DEFINITIONS = {
     "ttft": "time to first token, from the intended send time to the first chunk with text: waiting in the client"
@@ -14,7 +14,9 @@ DEFINITIONS = {
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, less the wait that a cap on requests in"
-    f" flight asked for. Where its p99 exceeds {MAX_LAG_SHARE:.0%} of the median TTFT, the run is invalid",
+    f" flight asked for. A run alone is invalid if {LATE_TWICE:g} times what lag adds to the mean, median, p90 or p99"
+    f" TTFT exceeds {MAX_LAG_SHARE:.0%} of it: reading is as late as sending. A comparison is judged by what lag can"
+    " change of what it claims",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
     " request as infinitely slow and is absent where more than 1 % failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",

@@ -49,8 +49,10 @@ def summarise_runs(
     *,
     percentiles: Sequence[float] = (),
     in_brief: bool = False,
+    is_compared: bool = False,
 ) -> Summary:
-    """The numbers of runs pooled, as if each began when the one before ended; `counted` has an entry for each run."""
+    """The numbers of runs pooled, as if each began when the one before ended; `counted` has an entry for each run. How
+    `is_compared` changes what is valid, `validity` says."""
     columns = columns_of(runs, pods)
     done = columns.completed
     failed = int(len(columns) - done.sum())
@@ -95,7 +97,7 @@ def summarise_runs(
         pods=shares,
         reuse=_reuse(columns, runs, counts if counted and all(counted) else {}),
         goodput=goodput(columns, objectives_ms) if objectives_ms else None,
-        validity=validity(columns, lag, ttft),
+        validity=validity(columns, is_compared=is_compared),
         series=None if in_brief else time_series(columns),
     )
 

@@ -137,6 +137,7 @@ def measures(s: Summary) -> dict[str, Value]:
         **_statistics("e2e", s.e2e),
         **_statistics("e2e_from_send", s.e2e_from_send),
         **_statistics("lag", s.lag),
+        "lag_share": s.validity.lag_share,
         "lag_p99_share": s.validity.lag_p99_share,
         "valid": s.validity.valid,
         "imbalance": s.imbalance,

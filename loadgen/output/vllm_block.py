@@ -97,6 +97,7 @@ def _generator_rows(s: Summary) -> Iterator[str]:
     )
     yield _row("P99 TTFT, failures as infinite (ms):", infinite)
     yield _row("Lag p99 / median TTFT:", percent(s.validity.lag_p99_share))
+    yield _row("Lag in a TTFT figure, at most:", percent(s.validity.lag_share))
     if s.goodput:
         yield _row("Good of offered requests:", percent(s.goodput.share))
     yield _row("Valid:", "yes" if s.validity.valid else "NO")

@@ -102,8 +102,14 @@ class Validity(_Model):
 
     valid: bool
     reasons: tuple[str, ...] = ()
+    is_late: bool = False
+    """A reason is the generator's lag."""
+    lag_share: float | None = None
+    """The largest part of a TTFT figure (mean, median, p90, p99) that the generator's lag may be; None: no TTFT."""
+    lag_share_of: str = ""
+    """The figure that `lag_share` is of."""
     lag_p99_share: float | None = None
-    """p99 of the generator's lag / median TTFT; above 0.05 the run is invalid."""
+    """p99 of the generator's lag / median TTFT."""
 
 
 class Summary(_Model):

@@ -76,6 +76,7 @@ def flat_summary(summary: Summary) -> dict[str, Json]:
         "jain_index": summary.jain_index,
         "pods": {name: pod.model_dump(mode="json") for name, pod in summary.pods.items()},
         "valid": summary.validity.valid,
+        "lag_share": summary.validity.lag_share,
         "lag_p99_share": summary.validity.lag_p99_share,
     }
 

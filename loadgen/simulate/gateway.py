@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from router.fleet.probe import PodIdentity
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import Inbound
+from router.gateway.tables import WIDE_FROM
 from router.gateway.usage import Usage
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
@@ -99,6 +101,8 @@ class Gateway:
             stride=stride,
             speculation_ttl_s=speculation_ttl_s,
             foreign_ttl_s=FOREIGN_TTL_S,
+            # A policy that was made for a trial may override how single pods are looked at.
+            wide_from=WIDE_FROM if made is None else sys.maxsize,
         )
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
@@ -153,7 +157,7 @@ class Gateway:
         known = self._serving.by_name.get(pod)
         if known is not None:
             self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
-            known.state.report(report.load, now_s=now_s)
+            known.report(report.load, now_s=now_s)
 
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
         """See `Router`; it reads no metrics."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -22,6 +22,8 @@ class EngineAddress:
     """The one model requests are sent for; None: every model the engine lists."""
     weight: float = 1.0
     """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+    name: str | None = field(default=None, compare=False)
+    """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,19 @@ class StaticDiscovery:
     def status(self) -> DiscoveryStatus:
         """Always current."""
         return DiscoveryStatus(asyncio.get_running_loop().time())
+
+
+class OverTls:
+    """The addresses of another discovery, with https for http."""
+
+    def __init__(self, plain: Discovery) -> None:
+        self._plain = plain
+
+    async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
+        """See Discovery."""
+        async for addresses in self._plain.watch():
+            yield frozenset(replace(a, url=f"https:{a.url.partition(':')[2]}") for a in addresses)
+
+    def status(self) -> DiscoveryStatus:
+        """See Discovery."""
+        return self._plain.status()

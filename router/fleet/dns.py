@@ -100,7 +100,9 @@ class DnsDiscovery:
         while True:
             try:
                 answer = await self._resolver.resolve(self._name)
-            except LookupFailed as error:
+            except Exception as error:  # outermost loop: what nobody foresaw must not end discovery
+                if not isinstance(error, LookupFailed):
+                    log.exception("discovery")
                 if not failures:
                     log.error("discovery: %s is not resolved (%s); the engines known so far stay", self._name, error)
                 pause_s = min(LONGEST_RETRY_S, SHORTEST_S * 2 ** min(failures, 10))

@@ -3,14 +3,15 @@
 An engine that is broken answers 500 at once and its probe well. It looks idle and fast for it, and would draw every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
-    taking requests -- failures in a row --> out -- its time is over, probe answered --> on trial -- a request --> tried
+    IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
 
-    tried: back, when the request gets the whole of its answer; out for longer, when it fails; else on trial once more
+    TRIED: IN, when the request gets the whole of its answer; OUT for longer, when it fails; else ON_TRIAL once more
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
@@ -22,6 +23,17 @@ BREAKS_LAST_S = 600.0
 """Seconds for which it is remembered that a pod broke a stream: a proxy that cuts them may do so minutes apart."""
 MOST_COUNTED = 1000
 """Failures in a row; more say no more."""
+
+
+class Standing(Enum):
+    """Whether a pod gets requests, as far as its answers to others say."""
+
+    IN = auto()
+    OUT = auto()
+    ON_TRIAL = auto()
+    """Its time out is over: the next request shows what it is worth."""
+    TRIED = auto()
+    """That request is under way, and no other is sent there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +84,16 @@ class Faults:
         "_broken",
         "_ended_s",
         "_errors",
+        "_is_suspect",
         "_length_s",
         "_out_s",
+        "_standing",
         "_until_s",
-        "is_on_trial",
-        "is_suspect",
-        "is_tried",
     )
 
     def __init__(self) -> None:
+        self._standing = Standing.IN
+        self._is_suspect = False
         self._errors = Streak()
         """Without a first byte of an answer."""
         self._broken = Streak()
@@ -89,17 +102,20 @@ class Faults:
         """When an answer last began well, and when one last ended well."""
         self._broke_s = float("-inf")
         """When a stream last broke."""
-        self._out_s: float | None = None
-        """When it was ejected; None: it is not."""
-        self._until_s = float("-inf")
+        self._out_s = self._until_s = float("-inf")
+        """When it was last ejected, and when that is over at the earliest, or was over."""
         self._length_s = 0.0
-        """Seconds of the last ejection, which ended at `_until_s` at the earliest."""
-        self.is_on_trial = False
-        """Its time is over: the next request shows what it is worth."""
-        self.is_tried = False
-        """That request is under way."""
-        self.is_suspect = False
-        """It has failed a request since it last answered one: no place for a second attempt."""
+        """Seconds of the last ejection."""
+
+    @property
+    def standing(self) -> Standing:
+        """Its methods alone change it."""
+        return self._standing
+
+    @property
+    def began_s(self) -> float:
+        """When it last began an answer well."""
+        return self._began_s
 
     @property
     def count(self) -> int:
@@ -109,12 +125,17 @@ class Faults:
     @property
     def is_ejected(self) -> bool:
         """Whether it is to get no requests, but for that of a trial."""
-        return self._out_s is not None
+        return self._standing is not Standing.IN
 
     @property
     def is_out(self) -> bool:
         """Whether it is to get none at the moment."""
-        return self._out_s is not None and not self.is_on_trial
+        return self._standing in (Standing.OUT, Standing.TRIED)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it is no place for a second attempt: it has failed a request since it last answered one."""
+        return self._is_suspect or self.is_ejected
 
     def has_broken(self, now_s: float) -> bool:
         """Whether it broke a stream in the last minutes."""
@@ -131,7 +152,7 @@ class Faults:
     def began(self, now_s: float) -> None:
         """A request got the first byte of its answer."""
         self._began_s = now_s
-        self.is_suspect = False
+        self._is_suspect = False
         self._errors.end()
 
     def ended(self, *, sent_s: float, now_s: float) -> bool:
@@ -141,10 +162,14 @@ class Faults:
         """
         self._ended_s = now_s
         self._broken.end()
-        if self._out_s is None or sent_s < self._out_s:
+        if self._standing is Standing.IN or sent_s < self._out_s:
             return False
-        self._out_s, self._until_s, self.is_on_trial = None, now_s, False
+        self._standing, self._until_s = Standing.IN, now_s
         return True
+
+    def doubt(self) -> None:
+        """A request failed here. Whether by this pod's fault, its second attempt elsewhere shows."""
+        self._is_suspect = True
 
     def failed(self, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by this pod's fault. `is_begun`: after the first byte of its answer."""
@@ -155,21 +180,35 @@ class Faults:
 
     def may_be_ejected(self, fault: Fault, eject_after: int) -> bool:
         """Whether its failures, of which `fault` is the last, are enough: the one of a trial is."""
-        if self._out_s is None:
+        if self._standing is Standing.IN:
             return self.count >= eject_after
         return fault.sent_s >= self._until_s
 
     def eject(self, now_s: float) -> float:
         """Out, for so many seconds: twice as long as before where that was no longer ago than it had lasted."""
-        is_soon = self._out_s is not None or now_s - self._until_s <= self._length_s
+        is_soon = self.is_ejected or now_s - self._until_s <= self._length_s
         self._length_s = min(2 * self._length_s, LONGEST_EJECTION_S) if is_soon else 0.0
         self._length_s = self._length_s or FIRST_EJECTION_S
-        self._out_s, self._until_s, self.is_on_trial = now_s, now_s + self._length_s, False
+        self._out_s, self._until_s = now_s, now_s + self._length_s
+        if self._standing is not Standing.TRIED:  # where it is, the request of the trial has yet to end
+            self._standing = Standing.OUT
         return self._length_s
 
     def try_again(self, now_s: float) -> bool:
         """The pod answers its probe. True: it may be tried with a request."""
-        if self._out_s is None or self.is_on_trial or self.is_tried or now_s < self._until_s:
+        if self._standing is not Standing.OUT or now_s < self._until_s:
             return False
-        self.is_on_trial = True
+        self._standing = Standing.ON_TRIAL
         return True
+
+    def begin_trial(self) -> bool:
+        """A request is sent there. True: it is the one of a trial, and there is no other before `end_trial`."""
+        if self._standing is not Standing.ON_TRIAL:
+            return False
+        self._standing = Standing.TRIED
+        return True
+
+    def end_trial(self) -> None:
+        """That request is over. Where it has shown nothing, there is another trial."""
+        if self._standing is Standing.TRIED:
+            self._standing = Standing.OUT

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engine.contract.load import LoadReport
+from engine.contract.periods import SMALL_FLEET
 from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
+from router.fleet.roster import Roster
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
 
 JITTER = 0.2
+LONGEST_UNPROBED_S = 60.0
+"""A pod is probed this often whatever else shows its life: only a probe tells which models it serves."""
 MAX_SEEN_MODELS = 1024
-"""Each is a time series, and a name that is answered 503 rather than 404; the oldest are forgotten."""
+"""Each is a time series, and a name that is answered 503 rather than 404; the oldest that are neither served nor
+expected are forgotten."""
 MOST_EJECTED = 0.5
 """Share of a model's pods that may be out for failing requests. Where more seem broken it is likelier the requests, or
 something that all pods need, and the load of the pods that are left has a bound. Clients lose nothing by it: a pod that
@@ -38,7 +44,17 @@ class FleetChange:
 class Member:
     """One engine of discovery, with what is known of it."""
 
-    __slots__ = ("address", "admitted", "failures", "last_error", "pod", "probed", "task", "wake")
+    __slots__ = (
+        "address",
+        "admitted",
+        "asked",
+        "failures",
+        "last_error",
+        "pod",
+        "probed_at_s",
+        "task",
+        "wake",
+    )
 
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
@@ -47,9 +63,17 @@ class Member:
         """The probe says that it answers. Requests need discovery's word too: `answers`."""
         self.failures = 0
         self.last_error: str | None = None
-        self.probed = False
+        self.probed_at_s = 0.0
+        """When the last probe had its answer, or got none."""
+        self.asked = False
+        """Whether a probe is wanted at once."""
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Have it probed at once."""
+        self.asked = True
+        self.wake.set()
 
     @property
     def url(self) -> str:
@@ -65,19 +89,6 @@ class Member:
     def takes_requests(self) -> bool:
         """Whether it answers, and is not ejected for failing requests."""
         return self.answers and self.pod is not None and not self.pod.faults.is_ejected
-
-
-@dataclass(slots=True)
-class _Table:
-    """What requests read; replaced whole on every change."""
-
-    by_model: dict[str, tuple[Pod, ...]] = field(default_factory=dict)
-    """Pods to choose among, in order of pod id."""
-    answering: dict[str, list[Pod]] = field(default_factory=dict)
-    """By model too; those that are ejected for failing requests as well."""
-    cards: dict[str, ServedModel] = field(default_factory=dict)
-    """Every model of an identified pod, admitted or not."""
-    by_id: dict[PodId, Pod] = field(default_factory=dict)
 
 
 class Fleet:
@@ -100,24 +111,33 @@ class Fleet:
         self._eject_after = eject_after
         self._rng = rng or random.Random()
         self._members: dict[str, Member] = {}
-        self._table = _Table()
+        self._owners: dict[PodId, Member] = {}
+        """By the id of its pod, every member that has one."""
+        self._named: dict[str, Member] = {}
+        """By the name that discovery has for it."""
+        self._roster = Roster()
+        self._clock: Callable[[], float] | None = None
+        self._ended: set[PodId] = set()
+        self._is_telling = False
         self._listeners: list[Callable[[FleetChange], None]] = []
         self._probed = asyncio.Event()
+        self._unprobed: set[Member] = set()
         self._numbers = itertools.count()
         self.ejections = 0
         """Times that a pod was ejected for failing requests."""
-        self._seen_models = dict.fromkeys(expected)
+        self._expected = frozenset(expected)
+        self._seen_models = dict.fromkeys(sorted(self._expected))
         """The names alone, in the order in which they became known."""
 
     # -- what a request needs ---------------------------------------------------------------------------------
 
     def pods(self, model: str) -> tuple[Pod, ...]:
         """Pods that take requests for `model`, in order of pod id."""
-        return self._table.by_model.get(model, ())
+        return self._roster.pods(model)
 
     def models(self) -> Mapping[str, ServedModel]:
         """Every known model by name; one whose pods are all down is still known."""
-        return self._table.cards
+        return self._roster.cards()
 
     def is_known(self, model: str) -> bool:
         """Whether the model is expected, or was ever served: it may have been scaled to zero."""
@@ -126,6 +146,11 @@ class Fleet:
     def engines_by_model(self) -> Mapping[str, int]:
         """How many pods take requests for each model that is known; 0 for one that none does."""
         return {model: len(self.pods(model)) for model in self._seen_models}
+
+    @property
+    def size(self) -> int:
+        """How many engines discovery knows."""
+        return len(self._members)
 
     def members(self) -> tuple[Member, ...]:
         """Every URL of discovery, in order."""
@@ -141,14 +166,13 @@ class Fleet:
 
     def doubtful(self, model: str) -> frozenset[PodId]:
         """Pods for `model` that have failed a request since they last answered one."""
-        return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_suspect or pod.faults.is_ejected)
+        return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_doubtful)
 
     def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
         """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
-        is_trial = pod.faults.is_on_trial
-        if is_trial:  # with this request, and with no other before its end and the next probe
-            pod.faults.is_on_trial, pod.faults.is_tried = False, True
-            self._changed()
+        is_trial = pod.faults.begin_trial()
+        if is_trial:
+            self._refresh(pod)
         return Lease(
             pod,
             str(next(self._numbers)),
@@ -163,33 +187,39 @@ class Fleet:
     # -- what others tell the fleet ---------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[FleetChange], None]) -> None:
-        """Call `listener` after every change of the set of identified pods."""
+        """Call `listener` after changes of the set of identified pods, in the loop's next turn."""
         self._listeners.append(listener)
 
     def report(self, pod_id: PodId, load: LoadReport) -> None:
         """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
-        pod = self._table.by_id.get(pod_id)
+        pod = self._roster.get(pod_id)
         if pod is not None:
-            pod.state.report(load, now_s=asyncio.get_running_loop().time())
+            pod.report(load, now_s=self._now_s())
+
+    def heard(self, pod_id: PodId, epoch: int) -> None:
+        """A pod has just published: as good a sign of life as an answer to a probe, if it is the life that is known."""
+        pod = self._roster.get(pod_id)
+        if pod is not None and pod.epoch == epoch:
+            pod.heard_at_s = self._now_s()
 
     def failed(self, pod: Pod, reason: str) -> None:
         """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""
         member = self._members.get(pod.url)
         if member is not None and member.pod is pod:
             self._failure(member, ProbeFailed(reason))
-            member.wake.set()
+            member.ask()
 
     def served(self, pod: Pod, *, sent_s: float) -> None:
         """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
         if pod.faults.ended(sent_s=sent_s, now_s=asyncio.get_running_loop().time()):
             log.info("fleet: pod %s at %s takes requests again", pod.pod_id, pod.url)
-            self._changed()
+            self._refresh(pod)
 
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
         faults = pod.faults
         faults.failed(fault, is_begun=is_begun)
-        if self._table.by_id.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
+        if self._roster.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
         if not (faults.is_ejected or self._can_spare(pod, is_begun=is_begun)):
             return
@@ -199,7 +229,7 @@ class Fleet:
             "fleet: pod %s at %s is ejected for %g s: it failed its last requests (%d), though its probes go well",
             *(pod.pod_id, pod.url, pause_s, faults.count),
         )
-        self._changed()
+        self._refresh(pod)
 
     def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
         """Whether enough pods are left for each of its models when it is ejected.
@@ -209,7 +239,7 @@ class Fleet:
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
-            others = [other for other in self._table.answering.get(model.name, ()) if other is not pod]
+            others = [other for other in self._roster.answering(model.name) if other is not pod]
             lost = sum(other.faults.is_ejected or (is_begun and other.faults.has_broken(now_s)) for other in others)
             if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
@@ -235,28 +265,36 @@ class Fleet:
 
     def _set(self, addresses: frozenset[EngineAddress], group: asyncio.TaskGroup) -> None:
         wanted = {address.url: address for address in addresses}
-        gone = []
+        gone: list[Pod] = []
         for url, member in list(self._members.items()):
             address = wanted.get(url)
             if address is not None and address.life == member.address.life:
                 became_ready = address.is_ready and not member.address.is_ready
                 if became_ready or address.model != member.address.model:
-                    member.wake.set()  # what its last probe said is not true any more
+                    member.ask()  # what its last probe said is not true any more
                 member.address = address
                 if member.pod is not None:
                     member.pod.weight = address.weight
+                    self._roster.put(member.pod, answers=member.answers)
                 continue
-            gone.append(self._members.pop(url))
+            del self._members[url]
+            self._unprobed.discard(member)
+            if member.pod is not None:
+                gone.append(member.pod)
+            self._disown(member)
             if member.task is not None:
                 member.task.cancel()
         for url in wanted.keys() - self._members.keys():
             member = self._members[url] = Member(wanted[url])
+            self._unprobed.add(member)
             member.task = group.create_task(self._watch(member))
-        self._changed(ended=frozenset(member.pod.pod_id for member in gone if member.pod))
+        self._named = {member.address.name: member for member in self._members.values() if member.address.name}
+        self._tell(ended=frozenset(pod.pod_id for pod in gone))
         self._note_probed()
 
     async def _watch(self, member: Member) -> None:
         while True:
+            member.asked = False
             member.wake.clear()
             try:
                 self._success(member, await self._identify(member))
@@ -265,14 +303,38 @@ class Fleet:
             except Exception as error:  # outermost loop: one odd answer must not end the probing
                 log.exception("probe of %s", member.url)
                 self._failure(member, ProbeFailed(repr(error)))
-            member.probed = True
+            self._unprobed.discard(member)
             self._note_probed()
-            pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            member.probed_at_s = self._now_s()
+            await self._pause(member)
+
+    async def _pause(self, member: Member) -> None:
+        """Until the next probe is due: an interval after the pod's last sign of life, or when it is asked for."""
+        pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        loop = asyncio.get_running_loop()
+        due_s = member.probed_at_s + pause_s
+        while loop.time() < due_s:
+            timer = loop.call_at(due_s, member.wake.set)
             try:
-                async with asyncio.timeout(pause_s):
-                    await member.wake.wait()
-            except TimeoutError:
-                pass
+                await member.wake.wait()
+            finally:
+                timer.cancel()
+            if member.asked:
+                return
+            member.wake.clear()
+            due_s = min(self._life_s(member) + pause_s, member.probed_at_s + self._longest_pause_s(pause_s))
+
+    def _longest_pause_s(self, pause_s: float) -> float:
+        """So long a pod that shows its life goes without a probe: together as many are probed as of a small fleet."""
+        return max(pause_s, min(LONGEST_UNPROBED_S, pause_s * len(self._members) / SMALL_FLEET))
+
+    @staticmethod
+    def _life_s(member: Member) -> float:
+        """When the pod last showed that it takes requests, other than by a probe; -inf where a probe has to tell."""
+        pod = member.pod
+        if pod is None or not member.takes_requests or member.last_error is not None or pod.faults.is_doubtful:
+            return -math.inf
+        return max(pod.heard_at_s, pod.faults.began_s)
 
     async def _identify(self, member: Member) -> PodIdentity:
         """Who answers there: by its own word, or by discovery's where it wants a key for it. Raises ProbeFailed."""
@@ -285,40 +347,53 @@ class Fleet:
             return named_by_discovery(member.url, model)
 
     def _note_probed(self) -> None:
-        if all(member.probed for member in self._members.values()):
+        if not self._unprobed:
             self._probed.set()
 
     # -- admission and ejection -------------------------------------------------------------------------------
 
     def _success(self, member: Member, identity: PodIdentity) -> None:
-        owner = self._owner(identity.pod_id)
+        named = self._named.get(identity.pod_id, member)
+        if named is not member:
+            self._failure(
+                member, ProbeFailed(f"it says that it is {identity.pod_id}, which discovery has at {named.url}")
+            )
+            return
+        owner = self._owners.get(identity.pod_id)
         if owner is not None and owner is not member and owner.admitted:
             self._failure(member, ProbeFailed(f"pod id {identity.pod_id} is already in use at {owner.url}"))
             return
         member.failures, member.last_error = 0, None
         ended = set()
         if owner is not None and owner is not member:  # the pod came back at another address
-            owner.pod = None
+            self._disown(owner)
             ended.add(identity.pod_id)
         pod = member.pod
         if pod is not None and self._goes_on(member, pod, identity):
             may_be_tried = pod.faults.try_again(asyncio.get_running_loop().time())
             if member.admitted and pod.identity == identity:
                 if may_be_tried:
-                    self._changed()
+                    self._refresh(pod)
                 return
             pod.identity = identity
         else:
             if pod is not None:
                 ended.add(pod.pod_id)
-            member.pod = Pod(member.url, identity, member.address.weight)
+                self._disown(member)
+            pod = member.pod = Pod(member.url, identity, member.address.weight)
+            self._owners[identity.pod_id] = member
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
-        self._changed(frozenset(ended))
+        self._roster.put(pod, answers=member.answers)
+        self._tell(frozenset(ended))
 
-    def _owner(self, pod_id: PodId) -> Member | None:
-        return next((m for m in self._members.values() if m.pod is not None and m.pod.pod_id == pod_id), None)
+    def _disown(self, member: Member) -> None:
+        """Its pod is gone."""
+        pod, member.pod = member.pod, None
+        if pod is not None:
+            del self._owners[pod.pod_id]
+            self._roster.drop(pod.pod_id)
 
     @staticmethod
     def _goes_on(member: Member, pod: Pod, identity: PodIdentity) -> bool:
@@ -332,6 +407,8 @@ class Fleet:
         if member.last_error is None:
             log.warning("fleet: %s: %s", member.url, error)
         member.last_error = str(error)
+        if error.untried:
+            return
         now_s = asyncio.get_running_loop().time()
         if error.silent and member.pod is not None and member.pod.faults.was_heard(now_s):
             member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
@@ -340,28 +417,42 @@ class Fleet:
         if member.admitted and (error.refused or member.failures >= self._eject_after):
             log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
             member.admitted = False
-            self._changed()
+            if member.pod is not None:
+                self._refresh(member.pod)
 
-    def _changed(self, ended: frozenset[PodId] = frozenset()) -> None:
-        table = _Table()
-        pods: dict[PodId, str] = {}
-        known = [(m.pod, m.answers) for m in self._members.values() if m.pod is not None]
-        for pod, answers in sorted(known, key=lambda item: item[0].pod_id):
-            pods[pod.pod_id] = pod.model
-            table.by_id[pod.pod_id] = pod
-            for model in pod.identity.models:
-                table.cards.setdefault(model.name, model)
-                if answers:
-                    table.answering.setdefault(model.name, []).append(pod)
-        for name, answering in table.answering.items():  # where every pod that answers is ejected, all are used
-            table.by_model[name] = tuple(pod for pod in answering if not pod.faults.is_out) or tuple(answering)
-        self._table = table
-        for name in table.cards:
+    def _refresh(self, pod: Pod) -> None:
+        """Whether the pod is to be chosen may have changed, but not who it is."""
+        member = self._owners.get(pod.pod_id)
+        if member is not None and member.pod is pod:
+            self._roster.put(pod, answers=member.answers)
+
+    def _tell(self, ended: frozenset[PodId] = frozenset()) -> None:
+        """Which pods there are, or what they serve, has changed."""
+        cards = self._roster.cards()
+        for name in cards:
             self._seen_models.setdefault(name)
-        for name in list(self._seen_models)[: max(0, len(self._seen_models) - MAX_SEEN_MODELS)]:
-            del self._seen_models[name]
+        if len(self._seen_models) > MAX_SEEN_MODELS:
+            past = [name for name in self._seen_models if name not in cards and name not in self._expected]
+            for name in past[: len(self._seen_models) - MAX_SEEN_MODELS]:
+                del self._seen_models[name]
+        self._ended |= ended
+        if not self._is_telling:
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._tell_listeners)
+
+    def _tell_listeners(self) -> None:
+        """Of all changes of one turn of the loop at once: at the start thousands of pods come together."""
+        change = FleetChange(self._roster.models(), frozenset(self._ended))
+        self._is_telling = False
+        self._ended.clear()
         for listener in self._listeners:
-            listener(FleetChange(pods, ended))
+            listener(change)
+
+    def _now_s(self) -> float:
+        """Of the loop's clock. To ask for the loop is a system call on Python 3.11, and reports are many."""
+        if self._clock is None:
+            self._clock = asyncio.get_running_loop().time
+        return self._clock()
 
 
 def _restricted(identity: PodIdentity, model: str | None) -> PodIdentity:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -198,7 +199,7 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
     """
     number = _port_of(pod, port)
     ip = pod.status.ip
-    if number is None or not ip or pod.status.phase in ("Succeeded", "Failed"):
+    if number is None or not ip or not _is_ip(ip) or pod.status.phase in ("Succeeded", "Failed"):
         return None
     conditions = {condition.type: condition.status for condition in pod.status.conditions or ()}
     is_ready = conditions.get("Ready") == "True" and pod.metadata.deleted is None and pod.status.phase == "Running"
@@ -208,6 +209,7 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         is_ready=is_ready,
         model=_annotations(pod).get(MODEL_ANNOTATION) or None,
         weight=_weight_of(pod) or 1.0,
+        name=pod.metadata.name,
     )
 
 
@@ -218,7 +220,15 @@ def _port_of(pod: Pod, port: int | str) -> int | None:
     if isinstance(port, int):
         return port
     ports = (declared for container in pod.spec.containers for declared in container.ports or ())
-    return next((declared.number for declared in ports if declared.name == port), None)
+    return next((one.number for one in ports if one.name == port and 0 < one.number < 65536), None)
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
 
 
 def _weight_of(pod: Pod) -> float | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from yarl import URL
-
+from engine.contract.http.target import Target
+from engine.contract.load import LoadReport
 from engine.contract.requests import Endpoint
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
+from router.overload.saturation import Cap
 from router.routing.pod_state import PodState
 from router.routing.types import PodId
 
@@ -20,8 +22,10 @@ class Pod:
     """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
 
     __slots__ = (
+        "cap",
         "epoch",
         "faults",
+        "heard_at_s",
         "identity",
         "in_flight",
         "pod_id",
@@ -29,18 +33,20 @@ class Pod:
         "targets",
         "tells_cached_tokens",
         "url",
-        "weight",
     )
 
     def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
         self.url = url
-        self.targets = {endpoint: URL(url + endpoint) for endpoint in Endpoint}
+        self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
         self.pod_id: PodId = identity.pod_id
         self.epoch = identity.epoch
         self.state = PodState()
         self.faults = Faults()
+        self.cap = Cap()
         self.in_flight = 0
+        self.heard_at_s = -math.inf
+        """When it last published to the registry."""
         self.weight = weight
         self.tells_cached_tokens = False
         """Whether an answer ever said how much it reused: an engine that says so leaves out what is 0."""
@@ -49,9 +55,23 @@ class Pod:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"
 
     @property
+    def weight(self) -> float:
+        """Traffic it is meant to take beside others; above 0."""
+        return self.state.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.state.weight = weight
+
+    @property
     def model(self) -> str:
         """The first model it lists: the one its registry entries are filed under."""
         return self.identity.models[0].name
+
+    def report(self, load: LoadReport, *, now_s: float) -> None:
+        """A load report of it."""
+        self.cap.reported(load, self.state.lateness_s(now_s))
+        self.state.report(load, now_s=now_s)
 
     def is_same_life(self, identity: PodIdentity) -> bool:
         """Whether `identity` is this pod, not restarted."""
@@ -108,7 +128,7 @@ class Lease:
     def __exit__(self, *exc: object) -> None:
         self._pod.in_flight -= 1
         if self._is_trial:
-            self._pod.faults.is_tried = False
+            self._pod.faults.end_trial()
         self._pod.state.finished(self._request_id, now_s=self._clock())
 
     def first_token(self, cached_tokens: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,9 +13,16 @@ import aiohttp
 import orjson
 
 from engine.contract import headers
+from engine.contract.errors import quoted
+from router.fleet.lack import Lacks, lack_of
 from router.routing.types import PodId
 
 MAX_ANSWER_BYTES = 2**20
+MAX_MODELS = 1024
+"""Of one engine: each is a time series."""
+MAX_EPOCH_DIGITS = 20
+_NAME = re.compile(r"[\x21-\x7e]{1,253}")
+"""Of a pod or a model: what a header, a label and a line of a log hold without being taken apart."""
 NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
 """Of a model's card, as some engines make it: the time of the answer, and a random id with its own time."""
 
@@ -44,11 +52,21 @@ class ProbeFailed(Exception):
     """The engine gave no usable answer.
 
     `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403);
-    `silent`: nothing came in time, not even that the connection is refused.
+    `silent`: nothing came in time, not even that the connection is refused; `untried`: it was not asked, for want of
+    something of this machine.
     """
 
-    def __init__(self, reason: str, *, refused: bool = False, protected: bool = False, silent: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        refused: bool = False,
+        protected: bool = False,
+        silent: bool = False,
+        untried: bool = False,
+    ) -> None:
         super().__init__(reason)
+        self.untried = untried
         self.refused = refused
         self.protected = protected
         self.silent = silent
@@ -62,14 +80,25 @@ class Probe(Protocol):
 
 
 class HttpProbe:
-    """The probe over HTTP. `credentials` gives the headers that engines want to see at the moment."""
+    """The probe over HTTP.
+
+    `credentials` gives the headers that engines want to see at the moment, `pods` how many engines the gateway follows:
+    engines of ours publish the less often for it.
+    """
 
     def __init__(
-        self, session: aiohttp.ClientSession, timeout_s: float, credentials: Callable[[], Mapping[str, str]] = dict
+        self,
+        session: aiohttp.ClientSession,
+        timeout_s: float,
+        credentials: Callable[[], Mapping[str, str]] = dict,
+        lacks: Lacks | None = None,
+        pods: Callable[[], int] = lambda: 1,
     ) -> None:
+        self._lacks = lacks or Lacks()
         self._session = session
         self._timeout_s = timeout_s
         self._credentials = credentials
+        self._pods = pods
 
     async def identify(self, url: str) -> PodIdentity:
         """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
@@ -78,7 +107,9 @@ class HttpProbe:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._session.get(
-                    f"{url}/v1/models", headers={"Accept": "application/json", **credentials}
+                    f"{url}/v1/models",
+                    headers={"Accept": "application/json", headers.PODS: str(self._pods()), **credentials},
+                    allow_redirects=False,
                 ) as response,
             ):
                 if response.status in (401, 403):
@@ -95,17 +126,22 @@ class HttpProbe:
         except TimeoutError:
             raise ProbeFailed(f"no answer to GET /v1/models within {self._timeout_s:g} s", silent=True) from None
         except (aiohttp.ClientError, OSError) as error:
+            lack = lack_of(error)
+            if lack is not None:
+                self._lacks.note(lack)
+                raise ProbeFailed(f"the gateway lacks what a connection needs ({lack})", untried=True) from None
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
         epoch = names.get(headers.EPOCH, "")
         return PodIdentity(
-            pod_id=PodId(names.get(headers.POD) or urlsplit(url).netloc),
-            epoch=int(epoch) if epoch.isdecimal() else None,
+            pod_id=PodId(_named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")),
+            epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
             models=served_models(body),
         )
 
 
 def named_by_discovery(url: str, model: str) -> PodIdentity:
-    """An engine that does not say who it is, of which discovery knows the one model it serves."""
+    """An engine that does not say who it is, of which discovery knows the one model it serves. Raises ProbeFailed."""
+    _named(model, "model of discovery")
     card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})
     return PodIdentity(PodId(urlsplit(url).netloc), None, (ServedModel(model, card),))
 
@@ -118,8 +154,19 @@ def served_models(body: bytes) -> tuple[ServedModel, ...]:
         for entry in answer["data"]:
             lasting = {name: value for name, value in entry.items() if name not in NEW_IN_EVERY_ANSWER}
             models.setdefault(entry["id"], ServedModel(entry["id"], orjson.dumps(entry), orjson.dumps(lasting)))
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise ProbeFailed("GET /v1/models answered something that is not an OpenAI model list") from None
-    if not models or not all(isinstance(name, str) and name for name in models):
+    if not models:
         raise ProbeFailed("GET /v1/models lists no model")
+    if len(models) > MAX_MODELS:
+        raise ProbeFailed(f"GET /v1/models lists {len(models)} models, more than {MAX_MODELS}")
+    for name in models:
+        _named(name, "model")
     return tuple(models.values())
+
+
+def _named(name: object, what: str) -> str:
+    """`name`, where it is one. Raises ProbeFailed."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ProbeFailed(f"its {what} {quoted(str(name))} is no name: 1 to 253 visible ASCII characters are")
+    return name

@@ -8,12 +8,13 @@ from dataclasses import asdict
 import aiohttp
 from aiohttp import web
 
+from engine.contract.errors import escaped
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.gateway.admission import Admission
-from router.gateway.body import read_body
+from router.gateway.audit import note
+from router.gateway.body import BodyLimits, read_body
 from router.gateway.chooser import Chooser
-from router.gateway.errors import Forbidden
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.status import json_response
@@ -21,6 +22,8 @@ from router.registry.index import PrefixIndex
 
 RESET_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
+MAX_FAILED_NOTED = 16
+"""Engines that an audit line names."""
 
 
 class Admin:
@@ -35,8 +38,7 @@ class Admin:
         reader: Reader,
         chooser: Chooser,
         index: PrefixIndex,
-        *,
-        is_enabled: bool,
+        bodies: BodyLimits,
     ) -> None:
         self._session = session
         self._upstream = upstream
@@ -45,14 +47,15 @@ class Admin:
         self._reader = reader
         self._chooser = chooser
         self._index = index
-        self._is_enabled = is_enabled
+        self._bodies = bodies
 
     async def explain(self, request: web.Request) -> web.Response:
         """Every pod's score for the request in the body, which is not sent anywhere. Raises ApiError."""
         deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         with self._admission.request() as admitted:
-            body = await read_body(request, admitted, deadline_s)
+            body = await read_body(request, admitted, self._bodies, deadline_s)
             inbound = self._reader.read(None, body, request.headers)
+        note(request, model=escaped(inbound.model))
         choice, pods, views = self._chooser.explain(inbound)
         scores = {score.pod_id: asdict(score) for score in choice.decision.scores}
         return json_response(
@@ -73,11 +76,10 @@ class Admin:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         """Empty the prefix cache of every engine: 200 when all did, 502 with each one's answer otherwise."""
-        if not self._is_enabled:
-            raise Forbidden("POST /reset_prefix_cache is switched off: start the gateway with --enable-admin")
         pods = self._fleet.answering()
         answers = await asyncio.gather(*(self._reset(pod) for pod in pods))
         failed = {pod.pod_id: answer for pod, answer in zip(pods, answers, strict=True) if answer != "ok"}
+        note(request, engines=len(pods), failed=sorted(failed)[:MAX_FAILED_NOTED])
         body = {"pods": {pod.pod_id: failed.get(pod.pod_id, "ok") for pod in pods}}
         return json_response(body, status=502 if failed else 200)
 
@@ -85,7 +87,9 @@ class Admin:
         try:
             async with (
                 asyncio.timeout(RESET_TIMEOUT_S),
-                self._session.post(f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials) as response,
+                self._session.post(
+                    f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
+                ) as response,
             ):
                 if response.status >= 300:
                     return f"answered {response.status}"

@@ -1,4 +1,5 @@
-"""How many requests are inside and how many bytes their bodies have, how many may be, and when none is left."""
+"""How many requests are inside, how many bytes of bodies and answers are kept for them, how many may be, and when none
+is left."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ MIB = 2**20
 class Admission:
     """`with admission.request() as admitted:` counts one request in and out, and what `admitted` holds."""
 
-    def __init__(self, max_in_flight: int, max_body_bytes: int) -> None:
-        """`max_body_bytes`: of all requests inside together."""
+    def __init__(self, max_in_flight: int, max_body_bytes: int, max_answer_bytes: int) -> None:
+        """Bytes are those of all requests inside together."""
         self._max_in_flight = max_in_flight
         self._max_body_bytes = max_body_bytes
+        self._max_answer_bytes = max_answer_bytes
         self._idle = asyncio.Event()
         self._idle.set()
         self.in_flight = 0
         self.body_bytes = 0
+        self.answer_bytes = 0
         self.is_draining = False
         """Set on shutdown: readiness says no, requests that still arrive are served."""
 
@@ -45,10 +48,18 @@ class Admission:
             )
         self.body_bytes += body_bytes
 
-    def leave(self, body_bytes: int) -> None:
+    def keep(self, answer_bytes: int) -> bool:
+        """So many bytes of an answer more. False where they do not fit."""
+        if self.answer_bytes + answer_bytes > self._max_answer_bytes:
+            return False
+        self.answer_bytes += answer_bytes
+        return True
+
+    def leave(self, body_bytes: int, answer_bytes: int) -> None:
         """One request less, and the bytes it reserved."""
         self.in_flight -= 1
         self.body_bytes -= body_bytes
+        self.answer_bytes -= answer_bytes
         if not self.in_flight:
             self._idle.set()
 
@@ -60,18 +71,19 @@ class Admission:
 class Admitted:
     """One request, counted while its block lasts. Entering raises TooManyRequests at the bound."""
 
-    __slots__ = ("_admission", "_body_bytes")
+    __slots__ = ("_admission", "_answer_bytes", "_body_bytes")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._body_bytes = 0
+        self._answer_bytes = 0
 
     def __enter__(self) -> Self:
         self._admission.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._admission.leave(self._body_bytes)
+        self._admission.leave(self._body_bytes, self._answer_bytes)
 
     def hold(self, body_bytes: int) -> None:
         """Count the body as at least so many bytes, until the block ends. Raises TooManyRequests at the bound."""
@@ -79,6 +91,18 @@ class Admitted:
         if more > 0:
             self._admission.reserve(more)
             self._body_bytes = body_bytes
+
+    def keep(self, answer_bytes: int) -> bool:
+        """Count so many bytes more of answers, until `let_go` or the block's end. False where they do not fit."""
+        if not self._admission.keep(answer_bytes):
+            return False
+        self._answer_bytes += answer_bytes
+        return True
+
+    def let_go(self) -> None:
+        """What was kept of answers is gone."""
+        self._admission.answer_bytes -= self._answer_bytes
+        self._answer_bytes = 0
 
 
 def _overloaded(text: str) -> TooManyRequests:

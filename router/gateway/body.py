@@ -1,46 +1,128 @@
-"""A request's body, read whole within its bounds."""
+"""A request's body, read whole within its bounds of size, of time and of memory."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 
 from engine.contract.errors import BadRequest
 from router.gateway.admission import Admitted
-from router.gateway.errors import DeadlineExceeded, TooLarge
+from router.gateway.door import leave_gate
+from router.gateway.errors import RequestTimeout, TooLarge
+from router.gateway.inflate import Inflater, NotCompressed, inflater_for
+
+WINDOW_S = 5.0
+"""Seconds over which the minimum rate is looked at: a client may pause for less."""
 
 
-async def read_body(request: web.Request, admitted: Admitted, deadline_s: float) -> bytes:
-    """The body, counted among those in flight: what its head announces before any of it is read, more as it comes.
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """How long a body may take, in seconds, and how slow it may be, in bytes/s."""
 
-    Raises TooLarge, TooManyRequests, DeadlineExceeded, and BadRequest for what cannot be read.
+    timeout_s: float
+    min_rate: int
+
+
+async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits, deadline_s: float) -> bytes:
+    """The body, inflated, and counted among those in flight as it comes.
+
+    What its head announces reserves nothing: who announces and sends nothing takes nobody's room. Raises TooLarge,
+    UnsupportedEncoding, TooManyRequests, RequestTimeout, and BadRequest for what cannot be read.
     """
-    announced = request.content_length or 0
-    _check_size(announced, request)
-    admitted.hold(announced)
+    inflater = inflater_for(request.headers.get("Content-Encoding"))
+    _check_size(request.content_length or 0, request)
+    body = _Body(request, admitted, inflater)
     try:
-        if request.content.is_eof():  # here already, as small bodies are: nothing to wait for
-            return await _read(request, admitted)
-        async with asyncio.timeout_at(deadline_s):
-            return await _read(request, admitted)
-    except TimeoutError:
-        raise DeadlineExceeded("the request's body did not arrive in time") from None
+        if not request.content.is_eof():  # else it is here already, as small bodies are: nothing to wait for
+            leave_gate(request)
+            await _go_ahead(request)
+            await _receive(body, limits, deadline_s)
+        while piece := await request.content.readany():
+            await body.take(piece)
+        return await body.whole()
     except web.RequestPayloadError as error:
-        # It is not what its headers say: not compressed that way, or cut off.
         cause = error.__cause__ or error
         raise BadRequest(f"the request's body cannot be read: {getattr(cause, 'message', cause)}") from None
+    except NotCompressed as error:
+        raise BadRequest(f"the request's body cannot be read: {error}") from None
 
 
-async def _read(request: web.Request, admitted: Admitted) -> bytes:
-    """As `request.read`, which would keep the bytes for as long as the connection does."""
-    chunks, size = [], 0
-    while chunk := await request.content.readany():
-        chunks.append(chunk)
-        size += len(chunk)
-        _check_size(size, request)
-        admitted.hold(size)  # unannounced ones, and those that were compressed
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+async def no_go_ahead(request: web.Request) -> None:
+    """Say no `100 Continue` yet: `read_body` does when the body is wanted. Raises HTTPExpectationFailed."""
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect must be 100-continue")
+
+
+async def _go_ahead(request: web.Request) -> None:
+    if "Expect" in request.headers and request.version >= (1, 1):
+        writer = request.writer
+        await writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        writer.output_size = 0  # nothing of the answer is sent yet
+
+
+async def _receive(body: _Body, limits: BodyLimits, deadline_s: float) -> None:
+    """All of it. Each `min_rate * WINDOW_S` bytes have WINDOW_S seconds. Raises RequestTimeout."""
+    clock = asyncio.get_running_loop().time
+    deadline_s = min(deadline_s, clock() + limits.timeout_s)
+    share = limits.min_rate * WINDOW_S
+    try:
+        async with asyncio.timeout_at(min(deadline_s, clock() + WINDOW_S)) as limit:
+            next_share = share
+            while piece := await body.content.readany():
+                await body.take(piece)
+                if body.received >= next_share:
+                    next_share = body.received + share
+                    limit.reschedule(min(deadline_s, clock() + WINDOW_S))
+    except TimeoutError:
+        raise RequestTimeout(
+            f"the request's body did not arrive in time: it has {limits.timeout_s:g} s, and in each {WINDOW_S:g} s "
+            f"at least {share:g} bytes must come"
+        ) from None
+
+
+class _Body:
+    """What has come so far."""
+
+    def __init__(self, request: web.Request, admitted: Admitted, inflater: Inflater | None) -> None:
+        self.content = request.content
+        self.received = 0
+        """Bytes, as they were sent."""
+        self._check: Callable[[int], None] = lambda size: _check_size(size, request)
+        self._admitted = admitted
+        self._inflater = inflater
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    async def take(self, piece: bytes) -> None:
+        """One more piece. Other requests get their turn between the slices of a compressed one."""
+        self.received += len(piece)
+        if self._inflater is None:
+            self._add(piece)
+            return
+        self._check(self.received)
+        for number, made in enumerate(self._inflater.inflate(piece)):
+            if number:
+                await asyncio.sleep(0)
+            self._add(made)
+
+    async def whole(self) -> bytes:
+        """All of it, when no more comes."""
+        if self._inflater is not None and self.received:
+            for made in self._inflater.finish():
+                self._add(made)
+                await asyncio.sleep(0)
+        return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+
+    def _add(self, made: bytes) -> None:
+        if not made:
+            return
+        self._size += len(made)
+        self._check(self._size)
+        self._admitted.hold(self._size)
+        self._chunks.append(made)
 
 
 def _check_size(size: int, request: web.Request) -> None:

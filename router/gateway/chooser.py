@@ -15,11 +15,14 @@ from router.gateway.estimates import Estimates
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
 from router.gateway.shadow import Shadows
+from router.gateway.tables import WIDE_FROM, Tables
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
 from router.routing.affinity_groups import AffinityGroups
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
+from router.routing.wide import WidePolicy
 from router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -73,8 +76,10 @@ class Chooser:
         speculation_ttl_s: float,
         foreign_ttl_s: float,
         shadows: Shadows | None = None,
+        wide_from: int = WIDE_FROM,
     ) -> None:
-        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys."""
+        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
+        `wide_from`: pods from which all are looked at at once, by policies that can."""
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -87,6 +92,8 @@ class Chooser:
         self._speculation_ttl_s = speculation_ttl_s
         self._foreign_ttl_s = foreign_ttl_s
         self._shadows = shadows
+        self._tables = Tables()
+        self._wide_from = wide_from
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -107,16 +114,62 @@ class Chooser:
         """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
         return self._decide(inbound, (), self._clock(), explain=True)
 
+    def least_ttft_s(self, inbound: Inbound) -> float:
+        """Predicted seconds to the first token, on the pod where it would come first. Leaves no trace. Raises
+        Unavailable."""
+        now_s = self._clock()
+        pods = self._pods(inbound, ())
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
+        predictor = self._policies_of(inbound.model)["predicted_ttft"]
+        assert isinstance(predictor, PredictedTtft)
+        return min(predictor.ttfts_s(_info(inbound, now_s), views))
+
+    def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
+        """Seconds that the request had better wait for one of the pods `without_room` than go to another: what the
+        other would compute a second time. 0: there is nothing to win. Leaves no trace.
+
+        Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
+        """
+        matches = self._index.match(inbound.keys, self._clock())
+        pods = self._fleet.pods(inbound.model)
+        longest = {pod.pod_id: matches[pod.pod_id].strides for pod in pods if pod.pod_id in matches}
+        there = max((strides for pod, strides in longest.items() if pod in without_room), default=0)
+        elsewhere = max((strides for pod, strides in longest.items() if pod not in without_room), default=0)
+        if there <= elsewhere:
+            return 0.0
+        token_s = min(pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room)
+        return (there - elsewhere) * inbound.tokens_per_stride * token_s
+
     def _decide(
         self, inbound: Inbound, excluded: Collection[PodId], now_s: float, *, explain: bool = False
     ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
+        if len(pods) >= self._wide_from:
+            if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
+                return self._decide_wide(inbound, policy, pods, now_s), pods, ()
+        elif inbound.model in self._tables and not excluded:
+            self._tables.drop(inbound.model)
         matches = self._index.match(inbound.keys, now_s)
         views = self._views(inbound, pods, matches, now_s)
         decision = policy.choose(_info(inbound, now_s), views, explain=explain)
         pod = pods[decision.pod]
         return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
+
+    def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
+        """As `_decide`, without a view of each pod."""
+        table = self._tables.of(inbound.model, pods)
+        seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
+        sets, tiers = self._index.match_sets(inbound.keys, now_s)
+        for pod_ids, strides in sets:
+            seen.hold(table.rows(pod_ids), min(int(strides * per_stride), prompt_tokens))
+        for pod_id, match in tiers.items():
+            if (row := table.row(pod_id)) is not None:
+                host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
+        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
 
     def undo(self, inbound: Inbound, choice: Choice) -> None:
         """The request did not run on the chosen pod."""
@@ -155,10 +208,13 @@ class Chooser:
         """
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
-        if held + slack < choice.strides:
-            now_s = self._clock()
-            self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
-            self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
+        if held + slack >= choice.strides:
+            return
+        if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+            return
+        now_s = self._clock()
+        self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
+        self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
 
     def _remember(self, pod: PodId, inbound: Inbound, now_s: float) -> None:
         ttl_s = self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
@@ -178,16 +234,19 @@ class Chooser:
         return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
 
     def _policy(self, inbound: Inbound, now_s: float) -> Policy:
-        policies = self._policies.get(inbound.model)
-        if policies is None:
-            policies = self._policies[inbound.model] = self._make_policies()
         if now_s >= self._check_at_s:
             self._check_at_s = now_s + EXPIRY_CHECK_S
             expired = self._registry.expired
             if expired != self._is_expired:
                 log.warning("registry: %s", "expired, routing by bounded_hash" if expired else "back in use")
             self._is_expired = expired
-        return policies[self._in_force(inbound.policy)]
+        return self._policies_of(inbound.model)[self._in_force(inbound.policy)]
+
+    def _policies_of(self, model: str) -> Mapping[str, Policy]:
+        policies = self._policies.get(model)
+        if policies is None:
+            policies = self._policies[model] = self._make_policies()
+        return policies
 
     def _in_force(self, policy: str) -> str:
         return FALLBACK_POLICY if self._is_expired and policy in INDEX_POLICIES else policy

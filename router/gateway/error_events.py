@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from engine.contract.errors import MAX_MESSAGE_CHARS
+
 # A quote inside generated text is escaped, so `{"error":` at the start of an event can only be the engine's own word.
-_ERROR_EVENT = re.compile(rb'(?:^|[\r\n])data: ?(\{\s*"error"\s*:[^\r\n]*)')
+_ERROR_EVENT = re.compile(rb'(?:^|[\r\n])(?P<event>data: ?)(\{\s*"error"\s*:[^\r\n]*)')
 
 
 class EngineError(NamedTuple):
@@ -23,6 +25,12 @@ def has_error(events: bytes) -> bool:
     return b'"error"' in events and _ERROR_EVENT.search(events) is not None
 
 
+def before_error(events: bytes) -> int:
+    """How many bytes of `events` come before the first error event; all of them without one."""
+    found = _ERROR_EVENT.search(events)
+    return len(events) if found is None else found.start("event")
+
+
 def engine_error(events: bytes) -> EngineError | None:
     """The last error event in `events`, where the engine is at fault; None without such an event."""
     if b'"error"' not in events:
@@ -31,13 +39,13 @@ def engine_error(events: bytes) -> EngineError | None:
     if not found:
         return None
     try:
-        error: Any = orjson.loads(found[-1])["error"]
+        error: Any = orjson.loads(found[-1][1])["error"]
     except orjson.JSONDecodeError:
         return EngineError("an error")
     if not isinstance(error, dict):
-        return EngineError(str(error)) if error else None
+        return EngineError(str(error)[:MAX_MESSAGE_CHARS]) if error else None
     kind = error.get("type")
     code = error["code"] if isinstance(error.get("code"), int) else None
     if kind == "invalid_request_error" or (code is not None and 400 <= code < 500):
         return None
-    return EngineError(str(error.get("message") or kind or "an error"), code)
+    return EngineError(str(error.get("message") or kind or "an error")[:MAX_MESSAGE_CHARS], code)

@@ -1,21 +1,21 @@
-"""Every error a client sees has the OpenAI shape; this is where exceptions become responses.
-
-But for what is not HTTP, or compressed in a way that is not known here: no request comes of it, and aiohttp answers.
-"""
+"""Every error a client sees has the OpenAI shape; this is where exceptions become responses."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.contract import headers
-from engine.contract.errors import ApiError, BadRequest, Unavailable
+from engine.contract.errors import ApiError, BadRequest, Unavailable, escaped, quoted
 
 log = logging.getLogger(__name__)
+
+OPERATORS_PATHS = frozenset(("/metrics", "/v1/pods", "/v1/route/explain", "/reset_prefix_cache"))
+"""What --admin-port serves and --port does not."""
 
 
 class TooLarge(BadRequest):
@@ -24,8 +24,20 @@ class TooLarge(BadRequest):
     status = 413
 
 
+class RequestTimeout(BadRequest):
+    """408: the client was too slow."""
+
+    status = 408
+
+
+class UnsupportedEncoding(BadRequest):
+    """415: the body is compressed in a way that is not known here."""
+
+    status = 415
+
+
 class Forbidden(BadRequest):
-    """403: switched off by configuration; the message names the flag."""
+    """403: switched off by configuration, as the message says, or not for this tenant."""
 
     status = 403
 
@@ -40,26 +52,49 @@ class NoEngine(Unavailable):
     """503: the model is known, and no engine serves it at the moment."""
 
     def __init__(self, model: str, *, retry_after_s: float) -> None:
-        super().__init__(f"no engine serving {model!r} is up", code="no_engine", retry_after_s=retry_after_s)
+        super().__init__(f"no engine serving {quoted(model)} is up", code="no_engine", retry_after_s=retry_after_s)
         self.model = model
 
 
-class BadGateway(ApiError):
+class Lacking(Unavailable):
+    """503: no connection to any engine can be made, for want of something of this machine."""
+
+    def __init__(self, lack: str) -> None:
+        super().__init__(
+            f"the gateway lacks what a connection needs ({lack}): try again", code="overloaded", retry_after_s=1.0
+        )
+        self.lack = lack
+
+
+class UpstreamError(ApiError):
+    """No pod gave a whole answer. `detail` is for logs: clients are not told where engines are."""
+
+    def __init__(self, message: str, detail: str | None = None) -> None:
+        super().__init__(message)
+        self.detail = detail or self.message
+
+
+class BadGateway(UpstreamError):
     """502: no pod gave a whole answer."""
 
     status = 502
     type = "upstream_error"
 
 
-class DeadlineExceeded(ApiError):
+class DeadlineExceeded(UpstreamError):
     """504: no pod answered in time."""
 
     status = 504
     type = "timeout_error"
 
 
-def error_response(error: ApiError, request_id: str | None = None, status: int | None = None) -> web.Response:
-    """`error` as a response, with the request's id and Retry-After where there are such."""
+def error_response(
+    error: ApiError,
+    request_id: str | None = None,
+    status: int | None = None,
+    rate_headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """`error` as a response, with the request's id, Retry-After and `rate_headers` where there are such."""
     response = web.Response(status=status or error.status, body=error.body(), content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -67,6 +102,8 @@ def error_response(error: ApiError, request_id: str | None = None, status: int |
         response.headers["WWW-Authenticate"] = "Bearer"
     if request_id is not None:
         response.headers[headers.REQUEST_ID] = request_id
+    if rate_headers:
+        response.headers.update(rate_headers)
     return response
 
 
@@ -81,13 +118,12 @@ def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError):
         return True
-    log.info("%s: %s", record.getMessage(), _fault(error))
+    log.info("%s: %s", record.getMessage(), fault_of(error))
     return False
 
 
-def _fault(error: HttpProcessingError) -> str:
-    """What aiohttp says is wrong with a request, without what it quotes of it: a key may stand there. The answer, which
-    aiohttp writes itself, quotes it, to whoever has sent it."""
+def fault_of(error: HttpProcessingError) -> str:
+    """What aiohttp says is wrong with a request, without what it quotes of it: a key may stand there."""
     return error.message.partition(":")[0]
 
 
@@ -100,6 +136,8 @@ async def errors(
     if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
         response.force_close()
         request.content.feed_eof()
+    elif not request.content.is_eof():  # answered without its body: that is not read on for another request's sake
+        response.force_close()
     return response
 
 
@@ -114,14 +152,16 @@ async def _answer(
         if error.status < 400:
             raise
         kind = TooLarge if error.status == TooLarge.status else BadRequest
-        message = f"{request.method} {request.path}: {error.text}"
+        message = f"{request.method} {escaped(request.path)}: {error.text}"
         if error.status == web.HTTPNotFound.status_code:
             served = {resource.canonical for resource in request.app.router.resources()}
             message += f"; served here: {', '.join(sorted(served))}"
+            if request.path in OPERATORS_PATHS:
+                message += "; operators have a port of their own: --admin-port"
         response = error_response(kind(message), status=error.status)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
     except Exception:  # outermost: the request gets an answer, the log the traceback
-        log.exception("%s %s", request.method, request.path)
+        log.exception("%s %s", request.method, escaped(request.path))
         return error_response(ApiError("internal error of the gateway"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router.fleet.faults import Fault
-from router.fleet.pod import Pod
-from router.gateway.chooser import Choice
+from aiohttp import web
+
+from router.gateway.attempt import Attempt
+from router.gateway.begun import Begun
 from router.gateway.inbound import Inbound
+from router.gateway.outcome import Outcome
 from router.gateway.usage import Usage
+from router.tenants.tenant import DEFAULT, Tenant
 
 CLIENT_GONE = 499
 """Status in metrics and logs of a request whose client left; nobody gets it."""
@@ -21,14 +25,50 @@ class Exchange:
     request_id: str
     arrived_s: float
     deadline_s: float
+    tenant: Tenant = DEFAULT
     inbound: Inbound | None = None
-    choice: Choice | None = None
-    attempts: int = 0
-    sent_s: float = 0.0
-    """When the last attempt began."""
+    attempts: list[Attempt] = field(default_factory=list)
+    answer: web.Response | None = None
+    """The last one that a pod gave to its end: an error is passed on where no other pod does better."""
     status: int = 0
     first_byte_s: float | None = None
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
-    faults: list[tuple[Pod, Fault]] = field(default_factory=list)
-    """Pods that failed the request, until it is known whether another does better."""
+    rate_headers: Mapping[str, str] = field(default_factory=dict)
+    """What the tenant has left of its limits, for the answer."""
+    begun: Begun | None = None
+    """The answer that is passed on as it comes, once the client has its head."""
+    breaks: int = 0
+    """Times that its stream broke, and another pod was to give the rest."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a pod began to do what was asked."""
+        return any(attempt.has_run for attempt in self.attempts)
+
+    @property
+    def tokens_used(self) -> int | None:
+        """Tokens that the request took, as far as that is known; None: as estimated."""
+        if not self.has_run:
+            return 0
+        if self.inbound is None or self.usage.prompt_tokens is None:
+            return None
+        output = self.usage.completion_tokens
+        return self.usage.prompt_tokens + (self.inbound.output_tokens if output is None else output)
+
+    @property
+    def last(self) -> Attempt | None:
+        """The attempt that gave the answer, or might have."""
+        return self.attempts[-1] if self.attempts else None
+
+    def forget_faults(self) -> None:
+        """Those that the pods committed with this request are counted, or are none."""
+        for attempt in self.attempts:
+            attempt.fault = None
+
+    def client_left(self, error: Exception | None = None) -> None:
+        """Nobody takes the answer any more, as `error` says where there is one."""
+        self.error = f"client gone: {type(error).__name__}" if error else "client gone"
+        self.status = CLIENT_GONE
+        if self.attempts:
+            self.attempts[-1].outcome = Outcome.CLIENT_GONE

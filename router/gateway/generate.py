@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from aiohttp import web
 
 from engine.contract.errors import ApiError
 from engine.contract.requests import Endpoint
-from router.gateway.admission import Admission
-from router.gateway.body import read_body
+from router.fleet.lack import Lacks
+from router.gateway.accounts import Accounts
+from router.gateway.admission import Admission, Admitted
+from router.gateway.body import BodyLimits, read_body
 from router.gateway.chooser import Chooser
-from router.gateway.errors import NoEngine, error_response
-from router.gateway.exchange import CLIENT_GONE, Exchange
+from router.gateway.door import leave_gate
+from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, error_response
+from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
-from router.gateway.inbound import Reader
+from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
+from router.gateway.keys import tenant_of
 from router.gateway.proxy import Proxy
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
+from router.tenants.limiter import Limiter, RateLimited
 
 
 class Generate:
@@ -31,6 +37,10 @@ class Generate:
         proxy: Proxy,
         metrics: Metrics,
         request_log: RequestLog,
+        bodies: BodyLimits,
+        lacks: Lacks,
+        limiter: Limiter,
+        accounts: Accounts | None,
         *,
         total_timeout_s: float,
     ) -> None:
@@ -40,55 +50,94 @@ class Generate:
         self._proxy = proxy
         self._metrics = metrics
         self._request_log = request_log
+        self._bodies = bodies
+        self._lacks = lacks
+        self._limiter = limiter
+        self._accounts = accounts
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
         now_s = self._clock()
-        exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s)
+        exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
         try:
             with self._admission.request() as admitted:
-                body = await read_body(request, admitted, exchange.deadline_s)
-                inbound = exchange.inbound = self._reader.read(Endpoint(request.path), body, request.headers)
-                response = await self._proxy.forward(request, exchange, inbound)
+                inbound = exchange.inbound = self._reader.read(
+                    Endpoint(request.path),
+                    await read_body(request, admitted, self._bodies, exchange.deadline_s),
+                    request.headers,
+                    exchange.tenant,
+                )
+                response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
         except ApiError as error:
-            exchange.status, exchange.error = error.status, error.message
+            exchange.status = error.status
+            exchange.error = error.detail if isinstance(error, UpstreamError) else error.message
             if isinstance(error, NoEngine):
                 self._metrics.unserved(error.model)
-            return error_response(error, exchange.request_id)
+            elif isinstance(error, Lacking):
+                self._lacks.note(error.lack)
+            elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
+                self._metrics.tenants.refused(exchange.tenant.name, "model")
+            return error_response(error, exchange.request_id, rate_headers=exchange.rate_headers)
         except asyncio.CancelledError:
-            exchange.status, exchange.error = CLIENT_GONE, "client gone"
+            exchange.client_left()
             raise
         finally:
             self._record(request, exchange)
 
+    async def _serve(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
+    ) -> web.StreamResponse:
+        """The answer, within the tenant's limits. Raises RateLimited, and what the proxy raises."""
+        if exchange.tenant.limits is None:
+            return await self._proxy.forward(request, exchange, inbound, admitted)
+        try:
+            tokens, on_wait = inbound.prompt_tokens + inbound.output_tokens, partial(leave_gate, request)
+            async with self._limiter.take(exchange.tenant, tokens, on_wait) as taking:
+                exchange.rate_headers = taking.headers()
+                try:
+                    return await self._proxy.forward(request, exchange, inbound, admitted)
+                finally:
+                    taking.used = exchange.tokens_used
+        except RateLimited as error:
+            exchange.rate_headers = error.headers
+            self._metrics.tenants.refused(exchange.tenant.name, error.reason)
+            raise
+
     def _record(self, request: web.Request, exchange: Exchange) -> None:
-        choice, inbound, first_byte_s = exchange.choice, exchange.inbound, exchange.first_byte_s
+        last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
+        choice = last.choice if last else None
         policy = choice.policy if choice else ""
         pod = choice.pod.pod_id if choice else ""
         self._metrics.answered(policy, pod, exchange.status or 500)
-        if choice and inbound and first_byte_s is not None:
+        if last and choice and inbound and first_byte_s is not None:
             self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
             if exchange.status == 200:
                 self._chooser.learn(inbound, choice, exchange.usage)
                 predicted_s = choice.decision.predicted_ttft_s
-                if predicted_s is not None and inbound.stream:
-                    self._metrics.predicted(predicted_s, first_byte_s - exchange.sent_s)
-        if not self._request_log.enabled:
+                if predicted_s is not None and inbound.stream and not exchange.breaks:
+                    self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+        if self._accounts is None and not self._request_log.enabled:
             return
         now_s = self._clock()
+        if self._accounts is not None:
+            self._accounts.ended(exchange, request.path, now_s - exchange.arrived_s)
+        if not self._request_log.enabled:
+            return
         self._request_log.write(
             RequestRecord(
                 request_id=exchange.request_id,
+                tenant=exchange.tenant.name,
                 path=request.path,
                 model=inbound.model if inbound else "",
                 policy=policy,
                 pod=pod,
                 status=exchange.status or 500,
-                attempts=exchange.attempts,
+                attempts=len(exchange.attempts),
+                breaks=exchange.breaks,
                 prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
                 cached_tokens_predicted=choice.cached_tokens if choice else 0,
                 cached_tokens=exchange.usage.cached_tokens,

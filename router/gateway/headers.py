@@ -1,30 +1,48 @@
-"""Which headers pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1."""
+"""Which headers pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1.
+
+Cookies pass in neither direction: a browser sends those of everything under the same name, and an engine would set them
+for all of it. Who the client is (X-Forwarded-*, Forwarded, X-Real-IP) is told to no engine; nothing here believes it.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 
 from engine.contract import headers
-from router.gateway.keys import KeyFileError
+from engine.contract.api_keys import KeyFileError
 
+RawFields = Sequence[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
 
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
 ) | {"transfer-encoding", "upgrade"}
-# The body is sent with a length of its own, decoded (aiohttp undoes a request's compression) and already expected.
-_REQUEST_ONLY = _HOP_BY_HOP | {
-    "host",
-    "content-length",
-    "content-encoding",
-    "expect",
-    headers.POLICY,
-    headers.REQUEST_ID,
+_WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
+    f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
 }
-_RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", headers.POD, headers.REQUEST_ID}
+# The body is sent with a length of its own, decoded (aiohttp undoes a request's compression) and already expected.
+_REQUEST_ONLY = (
+    _HOP_BY_HOP
+    | _WHO_ASKS
+    | {
+        "host",
+        "content-length",
+        "content-encoding",
+        "expect",
+        headers.POLICY,
+        headers.PRIORITY,
+        headers.REQUEST_ID,
+        headers.TTFT_SLO,
+    }
+)
+CACHE_FACTS = frozenset(
+    (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
+)
+"""What tells of caches, or of the pods that have them. An engine sends some of them, the gateway the others."""
+_RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", "set-cookie", "set-cookie2", headers.POD, headers.REQUEST_ID}
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
@@ -40,7 +58,9 @@ class UpstreamHeaders:
 
     def __init__(self, *, passes_authorization: bool) -> None:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
-        self._dropped = _REQUEST_ONLY if passes_authorization else _REQUEST_ONLY | {"authorization"}
+        own = set() if passes_authorization else {"authorization"}
+        self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
+        self._shown = b""
         self.credentials: dict[str, str] = {}
         """What engines are shown of the gateway itself."""
 
@@ -49,23 +69,40 @@ class UpstreamHeaders:
         if len(keys) != 1:
             raise KeyFileError(f"--engine-api-key-file must hold one key, not {len(keys)}")
         self.credentials = {"Authorization": f"Bearer {keys[0]}"}
+        self._shown = b"".join(f"{name}: {value}\r\n".encode() for name, value in self.credentials.items())
 
-    def of(self, incoming: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
-        """Those of a request that came with `incoming`."""
-        passed = _copy(incoming, self._dropped)
-        passed[headers.REQUEST_ID] = request_id
-        if self.credentials:
-            passed.update(self.credentials)
-        return passed
+    def of(self, incoming: RawFields, request_id: str) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent."""
+        dropped = self._dropped
+        names = [name.lower() for name, _ in incoming]
+        if b"connection" in names:
+            said = [
+                value.decode("latin-1")
+                for name, (_, value) in zip(names, incoming, strict=True)
+                if name == b"connection"
+            ]
+            dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
+        lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
+        lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
+        lines.append(self._shown)
+        return b"".join(lines)
 
 
-def answer_headers(upstream: Mapping[str, str]) -> CIMultiDict[str]:
-    """What the client gets of the engine's headers."""
-    return _copy(upstream, _RESPONSE_ONLY)
+def answer_headers(upstream: MultiMapping[str], *, tells_cache: bool = True) -> CIMultiDict[str]:
+    """What the client gets of the engine's headers. `tells_cache`: with those that tell of pods and caches."""
+    return _copy(upstream, _RESPONSE_ONLY if tells_cache else _RESPONSE_ONLY | CACHE_FACTS)
 
 
-def _copy(source: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    connection = source.get("Connection")
-    if connection and connection.lower() not in ("keep-alive", "close"):
-        dropped |= {name.strip().lower() for name in connection.split(",")}
+def _copy(source: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in source:
+        dropped |= _next_hop_only(source.getall("Connection"))
     return CIMultiDict([(name, value) for name, value in source.items() if name.lower() not in dropped])
+
+
+def _next_hop_only(connection: Iterable[str]) -> set[str]:
+    """The fields, in lower case, that the values of `Connection` name."""
+    named: set[str] = set()
+    for value in connection:
+        if value.lower() not in ("keep-alive", "close"):
+            named |= {name.strip().lower() for name in value.split(",")}
+    return named

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.contract import headers
-from engine.contract.errors import BadRequest, ModelNotFound, Unavailable
+from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
 from router.fleet.fleet import Fleet
 from router.fleet.probe import ServedModel
-from router.gateway.errors import NoEngine
+from router.gateway.errors import Forbidden, NoEngine
 from router.gateway.estimates import Estimates
+from router.gateway.fields import with_fields
+from router.tenants.isolation import Isolation
+from router.tenants.tenant import DEFAULT, Tenant
 
 MEDIA_TOKENS = 1024
 """Prompt tokens of an image, a sound or a file, whose bytes say nothing of them. Engines make 576 of an image for LLaVA
 1.5, 256 to 1,280 for Qwen2-VL with the bounds its authors advise, 4,096 of a megapixel for Pixtral."""
+NOT_ALLOWED = "model_not_allowed"
+"""Code of the error for a model that the tenant may not use."""
+LOWEST_PRIORITY = -9
+"""Of a request: below 0 it is the first to be given up when there is too much."""
+_NUMBER = re.compile(r"-?[0-9]{1,6}")
 RETRY_AFTER_S = 1.0
 SCALING_RETRY_AFTER_S = 5.0
 """For a model without a single engine: one that starts takes a while."""
@@ -45,31 +54,63 @@ class Inbound:
     teaches_tokens: bool
     """Whether the answer's token count tells how many tokens this model makes of a byte of text."""
     body: bytes
+    """As it came, but for `cache_salt` where the gateway makes salts, and `priority` where engines are told."""
     prompts: int = 1
     """`keys` and `prompt_bytes` are the first one's."""
+    priority: int = 0
+    """Higher is sooner."""
+    ttft_slo_s: float | None = None
+    """Seconds in which the client wants the first token."""
 
 
 class Reader:
     """Turns bodies into Inbound. Raises BadRequest, ModelNotFound or Unavailable, naming the field."""
 
     def __init__(
-        self, fleet: Fleet, estimates: Estimates, *, stride: int, default_policy: str, policies: frozenset[str] | None
+        self,
+        fleet: Fleet,
+        estimates: Estimates,
+        *,
+        stride: int,
+        default_policy: str,
+        policies: frozenset[str] | None,
+        isolation: Isolation | None = None,
+        engine_priority: Literal[-1, 1] | None = None,
+        wakes_models: bool = False,
     ) -> None:
-        """`policies`: names a request may choose from by header; None: it may not."""
+        """`policies`: names a request may choose from by header; None: it may not. `isolation`: tenants' salts.
+        `engine_priority`: sign of the field `priority` that engines get, 1 where higher is sooner for them; None:
+        they get none but the client's. `wakes_models`: requests for known models that no engine serves are read too.
+        """
+        self._engine_priority = engine_priority
+        self._wakes_models = wakes_models
         self._fleet = fleet
         self._estimates = estimates
         self._stride = stride
         self._default_policy = default_policy
         self._policies = policies
+        self._isolation = isolation
 
-    def read(self, endpoint: Endpoint | None, body: bytes, incoming: Mapping[str, str]) -> Inbound:
-        """The request in `body`; without an endpoint, the one that the body's fields belong to."""
+    def read(
+        self, endpoint: Endpoint | None, body: bytes, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
+    ) -> Inbound:
+        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to."""
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
         if endpoint is None:
             endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
         head = request_head(endpoint, fields)
-        model, adapter = self._model(head.model)
+        model, adapter = self._model(head.model, tenant)
+        salt = head.salt
+        priority = _priority(incoming.get(headers.PRIORITY), tenant)
+        new: dict[str, str | int] = {}
+        if self._isolation is not None and (tenant.is_isolated or (salt and self._isolation.has_secret)):
+            salt = self._isolation.salt(tenant, salt)
+            new["cache_salt"] = salt
+        if self._engine_priority is not None and (priority or "priority" in fields):
+            new["priority"] = self._engine_priority * priority
+        if new:
+            body = with_fields(body, fields, new)
         estimate = self._estimates.of(model)
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
@@ -81,7 +122,7 @@ class Reader:
             model=model,
             stream=head.stream,
             policy=policy,
-            keys=prefix_keys(head.canonical, key_seed(model, adapter, head.salt), self._stride),
+            keys=prefix_keys(head.canonical, key_seed(model, adapter, salt), self._stride),
             prompt_bytes=size,
             prompt_tokens=max(1, round(prompt_tokens)),
             tokens_per_stride=self._stride * (prompt_tokens / size if media else tokens_per_byte),
@@ -89,6 +130,8 @@ class Reader:
             teaches_tokens=not media and (endpoint is Endpoint.CHAT or isinstance(fields.get("prompt"), str)),
             body=body,
             prompts=head.prompts,
+            priority=priority,
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
         )
 
     def _policy(self, asked: str | None) -> str:
@@ -101,34 +144,47 @@ class Reader:
             )
         if asked not in self._policies:
             raise BadRequest(
-                f"{headers.POLICY}: unknown policy {asked!r}; known: {', '.join(sorted(self._policies))}",
+                f"{headers.POLICY}: unknown policy {quoted(asked)}; known: {', '.join(sorted(self._policies))}",
                 param=headers.POLICY,
             )
         return asked
 
-    def _model(self, name: str | None) -> tuple[str, str]:
+    def _model(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
         """The names of the model and of the adapter on it, empty without one.
 
         SGLang is asked for `model:adapter` and does not list that; other engines list each adapter as a model. An
         adapter that does not exist is for the engine to refuse.
         """
         if name is not None:
+            check_allowed(tenant, name)
             base, _, adapter = name.rpartition(":")
             if adapter and not self._is_known(name) and self._is_known(base):
-                return find_model(self._fleet, base).name, adapter
-            return find_model(self._fleet, name).name, ""
-        known = self._fleet.models()
-        if not known:
+                name = base
+            else:
+                adapter = ""
+            if not (self._wakes_models and self._fleet.is_known(name)):
+                find_model(self._fleet, name, tenant)
+            return name, adapter
+        served = self._fleet.models()
+        if not served:
             raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
-        if len(known) > 1:
-            raise BadRequest(f"model is required, one of: {', '.join(sorted(known))}", param="model")
-        return next(iter(known)), ""
+        allowed = [name for name in served if tenant.may_use(name)]
+        if len(allowed) != 1:
+            known = ", ".join(sorted(allowed)) or "none that this API key may use is served"
+            raise BadRequest(f"model is required, one of: {known}", param="model")
+        return allowed[0], ""
 
     def _is_known(self, name: str) -> bool:
         return name in self._fleet.models() or self._fleet.is_known(name)
 
 
-def find_model(fleet: Fleet, name: str) -> ServedModel:
+def check_allowed(tenant: Tenant, name: str) -> None:
+    """Raises Forbidden if the tenant may not ask for that name; whether there is such a model is not told."""
+    if not tenant.may_use(name):
+        raise Forbidden(f"this API key may not use model {quoted(name)}", param="model", code=NOT_ALLOWED)
+
+
+def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:
     """The model of that name. Raises ModelNotFound, or Unavailable for one that no engine serves at the moment."""
     known = fleet.models()
     if name in known:
@@ -137,9 +193,33 @@ def find_model(fleet: Fleet, name: str) -> ServedModel:
         raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
     if not known:
         raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
-    raise ModelNotFound(
-        f"model {name!r} does not exist; known: {', '.join(sorted(known))}", param="model", code="model_not_found"
-    )
+    names = ", ".join(sorted(filter(tenant.may_use, known)))
+    raise ModelNotFound(f"model {quoted(name)} does not exist; known: {names}", param="model", code="model_not_found")
+
+
+def _priority(asked: str | None, tenant: Tenant) -> int:
+    """Raises BadRequest, naming the header, for what is no number that the tenant may use."""
+    if asked is None:
+        return 0
+    if _NUMBER.fullmatch(asked) is None or not LOWEST_PRIORITY <= int(asked) <= tenant.highest_priority:
+        raise BadRequest(
+            f"{headers.PRIORITY} must be a whole number from {LOWEST_PRIORITY} to {tenant.highest_priority}, the most "
+            f"urgent that this client may ask for, got {quoted(asked)}",
+            param=headers.PRIORITY,
+        )
+    return int(asked)
+
+
+def _ttft_slo_s(asked: str | None) -> float | None:
+    """Raises BadRequest, naming the header, for what is no number of milliseconds."""
+    if asked is None:
+        return None
+    if _NUMBER.fullmatch(asked) is None or int(asked) < 1:
+        raise BadRequest(
+            f"{headers.TTFT_SLO} must be a whole number of milliseconds from 1 to 999999, got {quoted(asked)}",
+            param=headers.TTFT_SLO,
+        )
+    return int(asked) / 1000
 
 
 def _is_token_ids(prompt: object) -> bool:

@@ -1,105 +1,80 @@
-"""Who may ask: API keys in a file, as a mounted Secret has them, read again while the gateway runs."""
+"""Who may ask: API keys in a file, as a mounted Secret has them, and those of the tenants' file."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from hashlib import sha256
-from pathlib import Path
+from datetime import UTC, datetime
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from engine.contract.api_keys import digest_of, digest_shown
 from router.gateway.errors import Unauthorized
+from router.tenants.tenant import DEFAULT, Tenant, TenantKey
 
-log = logging.getLogger(__name__)
-
-REREAD_S = 5.0
-"""A Secret takes up to a minute to reach its volume; this adds little."""
-OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-"""For kubelets and Prometheus, which have no key; nothing there tells of requests or caches."""
-_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry without being taken apart
-_BEARER = "bearer "
+OPEN_PATHS = frozenset(("/health", "/ready"))
+"""For kubelets, which have no key; nothing there tells of requests or caches."""
+TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
+"""Where a request keeps whose key it showed."""
 
 
-class KeyFileError(Exception):
-    """A file that keys cannot be had from; the text names it and the remedy, and no key."""
+class ExpiredKey(Unauthorized):
+    """401: the key was valid until some time ago. `tenant`: whose it was."""
 
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in the file, one a line; blank lines and lines that begin with # are none. Raises KeyFileError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeyFileError(f"{path} cannot be read: {error}") from None
-    keys = []
-    for number, line in enumerate(lines, start=1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        if not _KEY.fullmatch(key):
-            raise KeyFileError(f"{path}: line {number} is no key: only visible ASCII characters, without spaces")
-        keys.append(key)
-    if not keys:
-        raise KeyFileError(f"{path} holds no key; write one a line")
-    return tuple(keys)
-
-
-class KeyFile:
-    """Keeps `use` supplied with what a file says. `use` may raise KeyFileError for what it cannot use."""
-
-    def __init__(self, path: Path, use: Callable[[Sequence[str]], None]) -> None:
-        self._path = path
-        self._use = use
-        self._keys: tuple[str, ...] = ()
-        self._error = ""
-
-    async def load(self) -> None:
-        """Read the file, and hand over what it says where that is news. Raises KeyFileError."""
-        keys = await asyncio.to_thread(read_keys, self._path)
-        if keys != self._keys:
-            self._use(keys)
-            self._keys = keys
-            log.info("keys: %d read from %s", len(keys), self._path)
-
-    async def follow(self) -> None:
-        """Read it again and again, until cancelled. While it says nothing usable, what it said last holds."""
-        while True:
-            await asyncio.sleep(REREAD_S)
-            try:
-                await self.load()
-                self._error = ""
-            except KeyFileError as error:
-                if str(error) != self._error:
-                    log.error("keys: %s; the last ones stay in force", error)
-                self._error = str(error)
+    def __init__(self, tenant: Tenant, expired_s: float) -> None:
+        when = datetime.fromtimestamp(expired_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        super().__init__(f"the API key expired on {when}: ask for a new one", code="expired_api_key")
+        self.tenant = tenant
 
 
 class ClientKeys:
-    """The keys that clients may show."""
+    """The keys that clients may show, and whose they are."""
 
-    def __init__(self) -> None:
-        self._digests: frozenset[bytes] = frozenset()
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since 1970."""
+        self._clock = clock
+        self._plain: frozenset[bytes] = frozenset()
+        self._tenants: Sequence[Tenant] = ()
+        self._owners: dict[bytes, tuple[Tenant, TenantKey]] = {}
 
     def use(self, keys: Sequence[str]) -> None:
-        """From now on these, and no others."""
-        self._digests = frozenset(sha256(key.encode()).digest() for key in keys)
+        """From now on these of the file that names no tenants, and no others of it."""
+        self._plain = frozenset(map(digest_of, keys))
+        self._join()
 
-    def admit(self, authorization: str | None) -> None:
-        """Return for `Bearer` and one of the keys. Raises Unauthorized."""
+    def use_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """From now on the keys of these tenants, and of no others."""
+        self._tenants = tenants
+        self._join()
+
+    def _join(self) -> None:
+        default = next((tenant for tenant in self._tenants if tenant.name == DEFAULT.name), DEFAULT)
+        self._owners = {digest: (default, TenantKey(digest)) for digest in self._plain}
+        self._owners |= {key.digest: (tenant, key) for tenant in self._tenants for key in tenant.keys}
+
+    def admit(self, authorization: str | None) -> Tenant:
+        """Whose key it is, for `Bearer` and one of the keys. Raises Unauthorized."""
         if authorization is None:
             raise Unauthorized("no API key given: send the header 'Authorization: Bearer KEY'", code="missing_api_key")
-        shown = authorization[len(_BEARER) :].strip()
-        # Digests are compared, not keys: how long it takes says nothing of how much of a key was right.
-        digest = sha256(shown.encode("utf-8", "surrogateescape")).digest()
-        if not authorization.lower().startswith(_BEARER) or digest not in self._digests:
+        digest = digest_shown(authorization)
+        found = None if digest is None else self._owners.get(digest)
+        if found is None:
             raise Unauthorized("the API key is not valid here", code="invalid_api_key")
+        tenant, key = found
+        if key.expires_s is not None and self._clock() >= key.expires_s:
+            raise ExpiredKey(tenant, key.expires_s)
+        return tenant
 
 
-def require_key(keys: ClientKeys, on_refusal: Callable[[], None]) -> Middleware:
-    """A middleware that lets nothing but OPEN_PATHS pass without a key."""
+def tenant_of(request: web.Request) -> Tenant:
+    """Who asks."""
+    tenant: Tenant = request.get(TENANT, DEFAULT)
+    return tenant
+
+
+def require_key(keys: ClientKeys, on_refusal: Callable[[Unauthorized], None]) -> Middleware:
+    """A middleware that lets nothing but OPEN_PATHS pass without a key, and notes whose it is."""
 
     @web.middleware
     async def check(
@@ -107,9 +82,9 @@ def require_key(keys: ClientKeys, on_refusal: Callable[[], None]) -> Middleware:
     ) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
             try:
-                keys.admit(request.headers.get("Authorization"))
-            except Unauthorized:
-                on_refusal()
+                request[TENANT] = keys.admit(request.headers.get("Authorization"))
+            except Unauthorized as error:
+                on_refusal(error)
                 raise
         return await handler(request)
 

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Set
-from dataclasses import dataclass, replace
+from collections.abc import Set
+from dataclasses import replace
+from functools import partial
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
 from engine.contract import headers
-from engine.contract.errors import ApiError, Unavailable
+from engine.contract.errors import TooManyRequests, Unavailable
 from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
+from router.gateway.admission import Admitted
+from router.gateway.attempt import Attempt
+from router.gateway.begun import Begun, Passed, RestBody, no_stream
 from router.gateway.chooser import Choice, Chooser
+from router.gateway.door import leave_gate
+from router.gateway.engine_client import Answer, EngineClient
 from router.gateway.error_events import engine_error
 from router.gateway.errors import BadGateway
-from router.gateway.exchange import CLIENT_GONE, Exchange
+from router.gateway.exchange import Exchange
 from router.gateway.headers import UpstreamHeaders, answer_headers
+from router.gateway.hedge import Hedges, Race, Steps
 from router.gateway.inbound import Inbound
-from router.gateway.relay import ClientStalled, EventRelay, UpstreamBroke, send_whole
+from router.gateway.limits import Limits
+from router.gateway.outcome import Outcome
+from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
+from router.gateway.resume import Way
+from router.gateway.said import Record
 from router.gateway.upstream import Opened, PodFailed, open_answer
 from router.gateway.usage import Tail, header_usage, whole_usage
+from router.gateway.waiting import WaitingRoom
+from router.overload.retries import RetryBudget
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
@@ -34,91 +46,129 @@ TELLING_BYTES = 4096
 """At the end of a body, which tell requests apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Deadlines in seconds, and how many further pods to try."""
-
-    first_byte_s: float
-    idle_s: float
-    retries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An attempt of which the client has seen nothing. `answer`: the engine's own error, if it gave one.
-
-    `is_defect`: by the pod's fault, unless it is the request's; `is_risky`: it may be, as it was not refused unread.
-    """
-
-    reason: str
-    error: ApiError
-    answer: web.Response | None = None
-    is_defect: bool = False
-    is_risky: bool = False
-
-
 class Proxy:
     """The way of a request through the fleet."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         upstream: UpstreamHeaders,
         fleet: Fleet,
         chooser: Chooser,
+        room: WaitingRoom,
         metrics: Metrics,
         limits: Limits,
     ) -> None:
-        self._session = session
+        self._client = client
         self._upstream = upstream
         self._fleet = fleet
         self._chooser = chooser
+        self._room = room
         self._metrics = metrics
         self._limits = limits
+        self._inside = 0
+        """Requests on their way through here."""
+        self._retries = RetryBudget()
+        self._hedges = Hedges(limits.hedge_after_s, fleet, chooser, room, metrics) if limits.hedge_after_s else None
         self._clock = asyncio.get_running_loop().time
 
-    async def forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
-        """The answer, already sent where it is a stream. Raises ApiError when there is none to pass on."""
+    async def forward(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
+    ) -> web.StreamResponse:
+        """The answer, which is sent. Raises ApiError when there is none to pass on."""
+        self._inside += 1
         try:
-            return await self._forward(request, exchange, inbound)
+            return await self._forward(request, exchange, inbound, admitted)
         finally:
+            self._inside -= 1
             self._settle(exchange)  # where the client has left between two attempts
 
-    async def _forward(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> web.StreamResponse:
-        excluded: set[PodId] = set()
-        answer: web.Response | None = None
-        failure: Failure | None = None
-        defects = 0
-        while exchange.attempts <= self._limits.retries:
-            try:
-                choice = self._chooser.choose(inbound, self._to_avoid(inbound, excluded))
-            except Unavailable:
-                if failure is None:
-                    raise
+    async def _forward(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
+    ) -> web.StreamResponse:
+        attempts = exchange.attempts
+        while len(attempts) <= self._limits.retries:
+            if not attempts:
+                choice = self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+            else:
+                again = await self._choose_again(request, exchange, inbound)
+                if again is None:
+                    break
+                choice = again
+                if not self._retries.take(self._inside):
+                    self._chooser.undo(inbound, choice)
+                    self._metrics.retry_refused()
+                    break
+            attempt = self._begin(exchange, inbound, choice)
+            attempt.is_on_budget = len(attempts) > 1
+            if self._hedges is None or attempt.is_on_budget:
+                response = await self._try(request, exchange, inbound, admitted, attempt)
+            else:
+                steps = self._steps(request, exchange, inbound, admitted)
+                response = await self._hedges.run(inbound, attempts, attempt, steps)
+                attempt = attempts[-1]
+            if response is not None:
+                return response
+            if exchange.begun is not None:
+                return await self._go_on(request, exchange, inbound, admitted, exchange.begun)
+            assert attempt.outcome is not None
+            if not attempt.outcome.is_retried:
                 break
-            exchange.attempts += 1
-            excluded.add(choice.pod.pod_id)
-            until_s = self._attempt_deadline_s(exchange, inbound, excluded)
-            result = await self._attempt(request, exchange, inbound, choice, until_s)
-            if isinstance(result, web.Response):
-                return await self._send_whole(request, exchange, result)
-            if not isinstance(result, Failure):
-                return result
-            failure = result
-            answer = failure.answer or answer
-            exchange.error = failure.error.message
-            self._metrics.retried(failure.reason)
-            if failure.is_defect:
-                choice.pod.faults.is_suspect = True
-                exchange.faults.append((choice.pod, self._fault(exchange, inbound)))
-            defects += failure.is_risky
-            if defects == MAX_DEFECTS or self._clock() >= exchange.deadline_s:
+            self._note_failure(exchange, inbound, attempt)
+            risky = sum(a.outcome is not None and a.outcome.is_risky for a in attempts)
+            if risky == MAX_DEFECTS or self._clock() >= exchange.deadline_s:
                 break
         self._settle(exchange)
-        if answer is not None:
-            return await self._send_whole(request, exchange, answer)
-        assert failure is not None
-        raise failure.error
+        if exchange.answer is not None:
+            return await self._send_whole(request, exchange, exchange.answer)
+        error = attempts[-1].error
+        assert error is not None
+        raise error
+
+    def _steps(self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted) -> Steps:
+        return Steps(
+            begin=partial(self._begin, exchange, inbound),
+            run=partial(self._try, request, exchange, inbound, admitted),
+            note_failure=partial(self._note_failure, exchange, inbound),
+        )
+
+    async def _choose_again(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> Choice | None:
+        """Where a request goes that has failed; None: nowhere. It waits if that is because every pod is full."""
+        tried = {attempt.pod.pod_id for attempt in exchange.attempts}
+        full = self._room.full(inbound.model)
+        was_full = exchange.attempts[-1].outcome is Outcome.FULL
+        try:
+            if full is None and was_full:
+                return self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+            return self._chooser.choose(inbound, self._to_avoid(inbound, tried | (full or set())))
+        except (TooManyRequests, Unavailable):
+            return None
+
+    def _begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
+        lease = self._fleet.lease(
+            choice.pod,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+            streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
+        )
+        attempt = Attempt(choice, lease, self._clock())
+        exchange.attempts.append(attempt)
+        return attempt
+
+    def _note_failure(self, exchange: Exchange, inbound: Inbound, attempt: Attempt) -> None:
+        """Another pod is to make it good."""
+        assert attempt.error is not None
+        assert attempt.outcome is not None
+        exchange.error = attempt.error.detail
+        self._metrics.retried(attempt.reason)
+        if attempt.outcome is Outcome.FULL:
+            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
+        if attempt.outcome is Outcome.UNREACHABLE:
+            self._fleet.failed(attempt.pod, attempt.error.detail)
+        if attempt.outcome.is_blamed:
+            attempt.pod.faults.doubt()
+            attempt.fault = self._fault(attempt, inbound)
 
     def _to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
         """Pods that `tried` it, and for a further attempt those in doubt, unless there is no other.
@@ -130,18 +180,19 @@ class Proxy:
         avoided = tried | self._fleet.doubtful(inbound.model)
         return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
 
-    def _fault(self, exchange: Exchange, inbound: Inbound) -> Fault:
-        """The present attempt as a failure of its pod."""
-        return Fault(hash(inbound.body[-TELLING_BYTES:]), exchange.sent_s, self._clock())
+    def _fault(self, attempt: Attempt, inbound: Inbound) -> Fault:
+        """The attempt as a failure of its pod."""
+        return Fault(hash(inbound.body[-TELLING_BYTES:]), attempt.sent_s, self._clock())
 
     def _settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
         """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
-        if len(exchange.faults) == 1:
-            ((pod, fault),) = exchange.faults
+        faults = [(attempt.pod, attempt.fault) for attempt in exchange.attempts if attempt.fault is not None]
+        exchange.forget_faults()
+        if len(faults) == 1:
+            ((pod, fault),) = faults
             self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
-        exchange.faults.clear()
 
-    def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound, tried: Collection[PodId]) -> float:
+    def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound) -> float:
         """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.
 
         Of a whole answer nothing is seen while it is made, so a pod that hangs looks like one that is busy. It must not
@@ -150,147 +201,300 @@ class Proxy:
         now_s = self._clock()
         if inbound.stream:
             return min(exchange.deadline_s, now_s + self._limits.first_byte_s)
-        may_go_on = exchange.attempts <= self._limits.retries
+        tried = {attempt.pod.pod_id for attempt in exchange.attempts}
+        may_go_on = len(exchange.attempts) <= self._limits.retries
         if may_go_on and any(pod.pod_id not in tried for pod in self._fleet.pods(inbound.model)):
             return now_s + WHOLE_ATTEMPT_SHARE * (exchange.deadline_s - now_s)
         return exchange.deadline_s
 
-    async def _attempt(
-        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice, until_s: float
-    ) -> web.StreamResponse | Failure:
-        """One attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index."""
-        exchange.choice, exchange.sent_s = choice, self._clock()
+    async def _try(
+        self,
+        request: web.Request,
+        exchange: Exchange,
+        inbound: Inbound,
+        admitted: Admitted,
+        attempt: Attempt,
+        race: Race | None = None,
+    ) -> web.StreamResponse | None:
+        """The attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index.
+
+        The answer where the client has all that it gets; None: another pod may do better, as `attempt` says, or give
+        the rest of what `exchange.begun` has the beginning of.
+        """
         opened: Opened | None = None
-        has_run = False
+        deadline_s = self._attempt_deadline_s(exchange, inbound)
         try:
-            with self._fleet.lease(
-                choice.pod,
-                prompt_tokens=inbound.prompt_tokens,
-                uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-                output_tokens=inbound.output_tokens,
-                streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
-            ) as lease:
+            with attempt.lease:
                 opened = await open_answer(
-                    self._session,
-                    choice.pod.targets[inbound.endpoint],
+                    self._client,
+                    attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.headers, exchange.request_id),
-                    until_s,
+                    self._upstream.of(request.raw_headers, exchange.request_id),
+                    deadline_s,
+                    admitted.keep,
+                    partial(leave_gate, request),
                 )
-                if opened.is_retryable:
-                    error = BadGateway(f"pod {choice.pod.pod_id} answered {opened.response.status}")
-                    return self._failure("status", error, opened, choice, _whole_answer(opened, exchange, choice))
-                now_s = exchange.first_byte_s = self._clock()
-                has_run = opened.has_run
-                if not has_run:
-                    exchange.faults.clear()  # the request is wrong: no pod is to blame
-                    return _whole_answer(opened, exchange, choice)
-                choice.pod.faults.began(now_s)
+                outcome = opened.outcome
+                if outcome.is_retried:
+                    attempt.reason = "status"
+                    attempt.error = BadGateway(f"the engine answered {opened.response.status}")
+                    exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
+                    attempt.failed(outcome, self._clock())
+                    return None
+                if race is not None:
+                    race.won_by(attempt)
+                if outcome is not Outcome.REFUSED:
+                    body = await self._body(exchange, opened, deadline_s)
+                now_s = self._clock()
+                if exchange.begun is None:
+                    exchange.first_byte_s = now_s
+                attempt.outcome = outcome
+                if outcome is Outcome.REFUSED:
+                    exchange.forget_faults()  # the request is wrong: no pod is to blame
+                    exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
+                    return None
+                attempt.has_run = True
+                self._end_retry(attempt)
+                attempt.pod.faults.began(now_s)
                 self._settle(exchange, is_made_good=True)
                 if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
                     exchange.usage = header_usage(opened.response.headers)
-                    lease.first_token(exchange.usage.cached_tokens)
-                if opened.is_stream:
-                    return await self._stream(request, exchange, inbound, choice, opened)
-                self._fleet.served(choice.pod, sent_s=exchange.sent_s)
+                    attempt.lease.first_token(exchange.usage.cached_tokens)
+                if not opened.is_whole:
+                    return await self._pass_on(request, exchange, inbound, admitted, attempt, opened, body)
+                self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
                 exchange.usage = whole_usage(opened.first).or_else(exchange.usage)
-                return _whole_answer(opened, exchange, choice)
+                exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
+                return None
         except PodFailed as failed:
-            if failed.is_down:
-                self._fleet.failed(choice.pod, str(failed))
-            return self._failure(failed.reason, failed.error, failed, choice)
+            attempt.reason, attempt.error = failed.reason, failed.error
+            attempt.failed(failed.outcome, self._clock())
+            return None
         finally:
             if opened is not None:
                 opened.close()
-            if not has_run:
-                self._chooser.undo(inbound, choice)
+            self._end_retry(attempt)
+            if not attempt.has_run:
+                self._chooser.undo(inbound, attempt.choice)
 
-    def _failure(
+    def _end_retry(self, attempt: Attempt) -> None:
+        """It has begun to answer, or will not: it may have been a further attempt until now."""
+        if attempt.is_on_budget:
+            attempt.is_on_budget = False
+            self._retries.give_back()
+
+    async def _body(self, exchange: Exchange, opened: Opened, deadline_s: float) -> Source:
+        """What is read of an answer that is passed on. Raises PodFailed where it is no rest of what has begun."""
+        if exchange.begun is None:
+            return opened.response
+        if not opened.is_stream:
+            raise no_stream()
+        assert exchange.begun.rewriter is not None
+        body = RestBody(opened.response, opened.take_first(), exchange.begun.rewriter)
+        opened.first = await body.begin(deadline_s)
+        return body
+
+    async def _pass_on(
         self,
-        reason: str,
-        error: ApiError,
-        cause: Opened | PodFailed,
-        choice: Choice,
-        answer: web.Response | None = None,
-    ) -> Failure:
-        """An attempt that `cause` ended. Who refuses one request while it answers others is full, not broken."""
-        is_full = cause.is_refusal and choice.pod.faults.is_at_work(self._clock())
-        return Failure(
-            reason,
-            error,
-            answer,
-            is_defect=cause.is_defect and not is_full,
-            is_risky=cause.is_defect and not cause.is_refusal,
-        )
-
-    async def _stream(
-        self, request: web.Request, exchange: Exchange, inbound: Inbound, choice: Choice, opened: Opened
-    ) -> web.StreamResponse:
-        """Send the stream. From here on nothing is retried: the client sees the head."""
-        response = web.StreamResponse(
-            status=opened.response.status, headers=_headers(opened.response, exchange, choice)
-        )
+        request: web.Request,
+        exchange: Exchange,
+        inbound: Inbound,
+        admitted: Admitted,
+        attempt: Attempt,
+        opened: Opened,
+        body: Source,
+    ) -> web.StreamResponse | None:
+        """Send the answer as it comes: the client sees the head. None: another pod may give the rest."""
+        begun, on_first_sent = exchange.begun, None
         tail = Tail()
         is_ended = False
         try:
-            writer = await response.prepare(request)
-            assert writer is not None  # only a HEAD request has none
-            relay = EventRelay(
-                opened.response.content, writer, tail, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s
+            if begun is None:
+                begun = exchange.begun = await self._begin_answer(request, exchange, inbound, admitted, opened, attempt)
+                on_first_sent = admitted.let_go
+            else:
+                self._metrics.attempt_broke("resumed")
+            relay = Relay(
+                body,
+                begun.writer,
+                tail,
+                is_events=opened.is_stream,
+                idle_s=self._limits.idle_s,
+                deadline_s=exchange.deadline_s,
+                record=begun.record,
             )
             try:
-                await relay.copy(opened.first)
+                await relay.copy(opened.take_first(), on_first_sent=on_first_sent)
             except UpstreamBroke as error:
-                exchange.error = str(error)
-                if error.is_defect:
-                    self._fleet.blame(choice.pod, self._fault(exchange, inbound), is_begun=True)
-                self._metrics.broke()
-                response.force_close()
-                await relay.end_with(BadGateway(f"{error} (pod {choice.pod.pod_id})"))
-                # No last chunk: nobody takes the stream for whole, and no client puts the connection back in its pool.
-                if request.transport is not None:
-                    request.transport.close()
+                exchange.error = error.detail
+                self._broke(inbound, attempt, error.outcome)
+                begun.stopped(error, relay, inbound, tail.usage().or_else(exchange.usage).prompt_tokens)
+                is_over = await self._stop(request, exchange, inbound, begun)
+                is_ended = True
+                return begun.response if is_over else None
+            said = engine_error(tail.last_bytes()) if opened.is_stream else None
+            if said is None:
+                self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
             else:
-                said = engine_error(tail.last_bytes())
-                if said is None:
-                    self._fleet.served(choice.pod, sent_s=exchange.sent_s)
-                else:
-                    exchange.error = said.message
-                    self._fleet.blame(choice.pod, self._fault(exchange, inbound), is_begun=True)
-                await response.write_eof()
+                exchange.error = said.message
+                self._broke(inbound, attempt, Outcome.BROKEN)
+            await begun.response.write_eof()
             is_ended = True
         except (ClientStalled, ConnectionError) as error:
-            exchange.error = f"client gone: {type(error).__name__}"
-            exchange.status = CLIENT_GONE
+            exchange.client_left(error)
         finally:
-            exchange.usage = tail.usage().or_else(exchange.usage)
+            said_usage = tail.usage() if opened.is_stream else whole_usage(tail.last_bytes())
+            exchange.usage = said_usage.or_else(exchange.usage)
             if not is_ended and request.transport is not None:
-                request.transport.abort()  # so that nothing can end the stream as if it were whole
-        return response
+                request.transport.abort()  # so that nothing can end the answer as if it were whole
+        return begun.response if begun is not None else web.Response()
+
+    async def _begin_answer(
+        self,
+        request: web.Request,
+        exchange: Exchange,
+        inbound: Inbound,
+        admitted: Admitted,
+        opened: Opened,
+        attempt: Attempt,
+    ) -> Begun:
+        """Send the head. Raises ConnectionError."""
+        head = self._headers(opened.response, exchange, attempt.choice)
+        response = Passed(status=opened.response.status, headers=head)
+        if not opened.is_stream:
+            response.content_length = opened.response.content_length
+        writer = await response.prepare(request)
+        assert writer is not None  # only a HEAD request has none
+        is_kept = self._limits.resumes and opened.is_stream and inbound.prompts == 1
+        record = Record(inbound.endpoint, admitted.keep) if is_kept else None
+        return Begun(response, writer, opened.is_stream, record)
+
+    async def _stop(self, request: web.Request, exchange: Exchange, inbound: Inbound, begun: Begun) -> bool:
+        """A pod broke its stream. False: another one is to give the rest; else it is over for the client.
+
+        Raises ClientStalled or ConnectionError.
+        """
+        if await self._end_complete(inbound, begun):
+            return True
+        assert begun.relay is not None
+        why = begun.obstacle() or self._why_no_rest(exchange, inbound, begun)
+        if not why:
+            exchange.breaks += 1
+            return False
+        self._metrics.attempt_broke(why)
+        assert begun.broke is not None
+        if begun.broke.withheld:  # its own words, and what it has to add
+            begun.relay.record = None
+            try:
+                await begun.relay.copy(begun.broke.withheld)
+            except UpstreamBroke as error:
+                begun.broke = error
+            else:
+                await begun.response.write_eof()
+                return True
+        await self._end_broken(request, begun)
+        return True
+
+    def _why_no_rest(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> str:
+        """Why no pod is asked for the rest, as metrics have it; empty where one can be."""
+        is_late = len(exchange.attempts) > self._limits.retries or self._clock() >= exchange.deadline_s
+        if is_late or begun.defects >= MAX_DEFECTS:
+            return "failed"
+        return "" if self._ways(exchange, inbound, begun) is not None else "engine"
+
+    def _ways(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> tuple[Way, set[PodId]] | None:
+        avoided = self._to_avoid(inbound, {attempt.pod.pod_id for attempt in exchange.attempts})
+        return begun.ways(inbound, self._fleet.pods(inbound.model), avoided)
+
+    async def _go_on(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted, begun: Begun
+    ) -> web.StreamResponse:
+        """The rest of a stream from another pod, or an error event at its end."""
+        while not self._why_no_rest(exchange, inbound, begun):
+            found = self._ways(exchange, inbound, begun)
+            assert found is not None
+            way, able = found
+            asked = begun.rest(inbound, way)
+            others = {pod.pod_id for pod in self._fleet.pods(inbound.model)} - able
+            attempt = self._begin(exchange, asked, self._chooser.choose(asked, others))
+            response = await self._try(request, exchange, asked, admitted, attempt)
+            if response is not None:
+                return response
+            if attempt.has_run:  # it gave a part of the rest
+                continue
+            assert attempt.outcome is not None
+            if not attempt.outcome.is_retried:
+                break
+            self._note_failure(exchange, asked, attempt)
+            begun.defects += attempt.outcome.is_risky
+        self._settle(exchange)
+        begun.refused(exchange.answer)
+        try:
+            if not await self._end_complete(inbound, begun):
+                self._metrics.attempt_broke("failed")
+                await self._end_broken(request, begun)
+        except (ClientStalled, ConnectionError) as error:
+            exchange.client_left(error)
+            if request.transport is not None:
+                request.transport.abort()
+        return begun.response
+
+    async def _end_complete(self, inbound: Inbound, begun: Begun) -> bool:
+        """Add the end, where nothing else is missing. Raises ClientStalled or ConnectionError."""
+        missing = begun.ending(inbound)
+        if missing is None:
+            return False
+        assert begun.relay is not None
+        self._metrics.attempt_broke("ended")
+        if missing:
+            await begun.relay.say(missing)
+        await begun.response.write_eof()
+        return True
+
+    async def _end_broken(self, request: web.Request, begun: Begun) -> None:
+        """Say so. No last chunk: nobody takes the answer for whole, and no client pools the connection.
+
+        Raises ClientStalled or ConnectionError.
+        """
+        assert begun.broke is not None
+        assert begun.relay is not None
+        self._metrics.broke()
+        begun.response.force_close()
+        if begun.is_stream:
+            await begun.relay.end_with(BadGateway(str(begun.broke)))
+        if request.transport is not None:
+            request.transport.close()
+
+    def _broke(self, inbound: Inbound, attempt: Attempt, outcome: Outcome) -> None:
+        """The stream ended wrongly after its first byte."""
+        attempt.outcome = outcome
+        if outcome.is_blamed:
+            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=True)
 
     async def _send_whole(self, request: web.Request, exchange: Exchange, answer: web.Response) -> web.StreamResponse:
         """Send an answer that is here already; its pod is done with it."""
         try:
             await send_whole(request, answer, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s)
         except (ClientStalled, ConnectionError) as error:
-            exchange.error = f"client gone: {type(error).__name__}"
-            exchange.status = CLIENT_GONE
+            exchange.client_left(error)
             if request.transport is not None:
                 request.transport.abort()
         return answer
 
+    def _whole_answer(self, opened: Opened, exchange: Exchange, choice: Choice) -> web.Response:
+        return web.Response(
+            status=opened.response.status, body=opened.first, headers=self._headers(opened.response, exchange, choice)
+        )
 
-def _whole_answer(opened: Opened, exchange: Exchange, choice: Choice) -> web.Response:
-    return web.Response(
-        status=opened.response.status, body=opened.first, headers=_headers(opened.response, exchange, choice)
-    )
-
-
-def _headers(upstream: aiohttp.ClientResponse, exchange: Exchange, choice: Choice) -> CIMultiDict[str]:
-    """The engine's headers, and why the request went there."""
-    passed = answer_headers(upstream.headers)
-    passed[headers.POD] = choice.pod.pod_id
-    passed[headers.POLICY] = choice.policy
-    passed[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
-    passed[headers.REQUEST_ID] = exchange.request_id
-    return passed
+    def _headers(self, upstream: Answer, exchange: Exchange, choice: Choice) -> CIMultiDict[str]:
+        """The engine's headers, why the request went there, and what the tenant has left."""
+        tells_cache = self._limits.tells_cache and exchange.tenant.tells_cache
+        passed = answer_headers(upstream.headers, tells_cache=tells_cache)
+        if tells_cache:
+            passed[headers.POD] = choice.pod.pod_id
+            passed[headers.POLICY] = choice.policy
+            passed[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
+        passed[headers.REQUEST_ID] = exchange.request_id
+        if exchange.rate_headers:
+            passed.update(exchange.rate_headers)
+        return passed

@@ -34,5 +34,12 @@ class NoRegistry:
     def status(self) -> RegistryStatus:
         """An empty registry."""
         return RegistryStatus(
-            connected=False, pods_known=0, pods_synced=0, expired=False, messages=0, resyncs=0, last_error=None
+            connected=False,
+            pods_known=0,
+            pods_synced=0,
+            expired=False,
+            messages=0,
+            resyncs=0,
+            refused=0,
+            last_error=None,
         )

@@ -1,67 +1,108 @@
-"""Copy an answer from an engine to a client: a stream chunk for chunk, unread; any other in pieces once it is whole."""
+"""Copy an answer from an engine to a client: chunk for chunk, unread, or in pieces once it is whole."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
-from aiohttp import ClientError, StreamReader, web
+from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from engine.contract.errors import ApiError
 from engine.contract.sse import sse_event
-from router.gateway.usage import Tail
+from router.gateway.error_events import before_error, engine_error
+from router.gateway.outcome import Outcome
+from router.gateway.said import Record
+from router.gateway.usage import TAIL_BYTES, Tail
 
 HELD_BYTES = 2**18
 """An event may be this long before its first bytes go out ahead of its last."""
 LAST_WORD_S = 1.0
 """How long a client may take to accept the error event that ends a broken stream."""
-PIECE_BYTES = 2**16
+PIECE_BYTES = 2**14
 """So much of a whole answer the client has to take within the idle timeout."""
+SMALL_BYTES = 2**15
+"""A whole answer up to this is written with its head, in one packet. It fits the transport's buffer, so that writing it
+does not wait."""
 REARM_SHARE = 0.25
 """The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more. It is
 set for as much longer, so that the last chunk before the next time still has the whole of it."""
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_SEAM_BYTES = 3
+"""Of the longest of them, all but the last."""
 
 
 class UpstreamBroke(Exception):
-    """The engine's stream ended wrongly, or went silent, after its first byte. `is_defect`: it is not merely slow."""
+    """The engine's stream ended wrongly (BROKEN), or went silent (SILENT), after its first byte."""
 
-    def __init__(self, message: str, *, is_defect: bool = False) -> None:
+    def __init__(self, message: str, outcome: Outcome, detail: str | None = None, withheld: bytes = b"") -> None:
+        """`detail`: for logs. It may name the engine's address. `withheld`: its own word of it, not sent yet."""
         super().__init__(message)
-        self.is_defect = is_defect
+        self.detail = detail or message
+        self.outcome = outcome
+        self.withheld = withheld
 
 
 class ClientStalled(Exception):
     """The client took nothing for the idle timeout."""
 
 
-class EventRelay:
-    """One stream. Bytes after the last complete event wait for the rest of theirs.
+class Source(Protocol):
+    """The body of an answer, as it comes."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it has come to its end, and all of it has been read."""
+        ...
+
+    async def readany(self) -> bytes:
+        """What has come, at least a byte; empty at the end. Raises OSError where it breaks off."""
+        ...
+
+
+class Relay:
+    """One answer. Of events, the bytes after the last complete one wait for the rest of theirs.
 
     A client cannot use half an event, and an engine that dies within one would leave it half before the error event.
     """
 
     def __init__(
-        self, source: StreamReader, sink: AbstractStreamWriter, tail: Tail, *, idle_s: float, deadline_s: float
+        self,
+        source: Source,
+        sink: AbstractStreamWriter,
+        tail: Tail,
+        *,
+        is_events: bool,
+        idle_s: float,
+        deadline_s: float,
+        record: Record | None = None,
     ) -> None:
+        """`record` gets what was sent, so that another pod can give the rest. With one, an event that tells of the
+        engine's failure is not sent: it raises UpstreamBroke."""
+        self._is_events = is_events
+        self.record = record
         self._source = source
         self._sink = sink
         self._idle_s = idle_s
         self._deadline_s = deadline_s
         self._tail = tail
-        self._held = b""
+        self._held: list[bytes] = []
+        self._held_size = 0
+        self._seam = b""
+        """The last bytes that came: an event's end may begin with them."""
         self._is_mid_event = False
 
-    async def copy(self, chunk: bytes) -> None:
-        """Send `chunk`, all that follows, and the end.
+    async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
+        """Send `chunk`, which is the beginning, all that follows, and the end. `on_first_sent`: the beginning is sent.
 
         Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
         """
         clock = asyncio.get_running_loop().time
         read, write, keep = self._source.readany, self._sink.write, self._tail.add
         rearm_at_s = 0.0
-        is_reading = False
+        is_events, is_reading, is_ended, record = self._is_events, False, False, self.record
         try:
             async with asyncio.timeout(None) as limit:
                 while chunk:
@@ -69,38 +110,91 @@ class EventRelay:
                     if now_s >= rearm_at_s:
                         rearm_at_s = now_s + REARM_SHARE * self._idle_s
                         limit.reschedule(min(rearm_at_s + self._idle_s, self._deadline_s))
-                    keep(chunk)
-                    if self._held or not chunk.endswith(_EVENT_ENDS):
+                    keep(chunk if len(chunk) <= TAIL_BYTES else chunk[-TAIL_BYTES:])
+                    if is_events and (self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS)):
                         chunk = self._complete(chunk)
-                    if chunk:
+                    if record is not None and b'"error"' in chunk and record.is_kept:
+                        chunk = await self._until_error(chunk, record)
+                    if len(chunk) > PIECE_BYTES:
+                        await self._write_pieces(chunk)
+                    elif chunk and self._source.is_read and not self._held:
+                        await self._sink.write_eof(chunk)  # one packet for the last events and the end
+                        is_ended = True
+                    elif chunk:
                         await write(chunk)
+                    if on_first_sent is not None:
+                        on_first_sent()
+                        on_first_sent = None
+                    if is_ended:
+                        return
+                    if record is not None:
+                        record.add(chunk)
+                    chunk = b""  # nothing else of it is kept while the next one is waited for
                     is_reading = True
                     try:
                         chunk = await read()
-                    except (ClientError, OSError) as error:
-                        text = f"the engine's stream broke: {error or type(error).__name__}"
-                        raise UpstreamBroke(text, is_defect=True) from None
+                    except OSError as error:
+                        detail = f"the engine's stream broke: {error or type(error).__name__}"
+                        raise UpstreamBroke("the engine's stream broke", Outcome.BROKEN, detail) from None
                     is_reading = False
                 if self._held:
-                    await write(self._held)
+                    await write(self._take_held())
                 await self._sink.write_eof()
         except TimeoutError:
             if not is_reading:
                 raise ClientStalled from None
             late = clock() >= self._deadline_s
-            raise UpstreamBroke("the request's deadline passed" if late else "the engine went silent") from None
+            text = "the request's deadline passed" if late else "the engine went silent"
+            raise UpstreamBroke(text, Outcome.SILENT) from None
+
+    async def _until_error(self, chunk: bytes, record: Record) -> bytes:
+        """`chunk`, where no event in it tells of the engine's failure. Else what is before that is sent.
+
+        Raises UpstreamBroke.
+        """
+        said = engine_error(chunk)
+        if said is None:
+            return chunk
+        at = before_error(chunk)
+        if at:
+            await self._sink.write(chunk[:at])
+            record.add(chunk[:at])
+        raise UpstreamBroke("the engine's stream broke", Outcome.BROKEN, said.message, chunk[at:])
+
+    async def _write_pieces(self, chunk: bytes) -> None:
+        """Without a second copy of all of it in the buffers on the way."""
+        for start in range(0, len(chunk), PIECE_BYTES):
+            await self._sink.write(chunk[start : start + PIECE_BYTES])
 
     def _complete(self, chunk: bytes) -> bytes:
-        """What may be sent of the held bytes and `chunk`: up to the end of the last complete event."""
-        data = self._held + chunk
-        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
-        if len(data) - end > HELD_BYTES:
-            self._held, self._is_mid_event = b"", True
-            return data
-        self._held = data[end:]
-        if end:
-            self._is_mid_event = False
-        return data[:end]
+        """What may be sent of the held bytes and `chunk`: up to the end of the last complete event.
+
+        Only `chunk` is looked at, and what of an event's end may lie before it: an engine may send byte for byte.
+        """
+        seam = self._seam if self._held or self._is_mid_event else b""
+        seen = seam + chunk
+        end = max(seen.rfind(mark) + len(mark) if mark in seen else 0 for mark in _EVENT_ENDS) - len(seam)
+        self._seam = seen[-_SEAM_BYTES:]
+        if end <= 0:
+            self._held.append(chunk)
+            self._held_size += len(chunk)
+            if self._held_size <= HELD_BYTES:
+                return b""
+            self._is_mid_event = True
+            return self._take_held()
+        rest = chunk[end:]
+        self._is_mid_event = False
+        complete = self._take_held() + chunk[:end]
+        if len(rest) > HELD_BYTES:
+            self._is_mid_event = True
+            return complete + rest
+        if rest:
+            self._held, self._held_size = [rest], len(rest)
+        return complete
+
+    def _take_held(self) -> bytes:
+        held, self._held, self._held_size = b"".join(self._held), [], 0
+        return held
 
     async def end_with(self, error: ApiError) -> None:
         """One more event, with the error. What is held of a broken event is left out.
@@ -108,9 +202,13 @@ class EventRelay:
         Raises ClientStalled or ConnectionError.
         """
         event = sse_event(error.body())
+        await self.say(b"\n\n" + event if self._is_mid_event else event)
+
+    async def say(self, events: bytes) -> None:
+        """Events that come from no pod, or not from the one that is copied. Raises ClientStalled or ConnectionError."""
         try:
             async with asyncio.timeout(LAST_WORD_S):
-                await self._sink.write(b"\n\n" + event if self._is_mid_event else event)
+                await self._sink.write(events)
         except TimeoutError:
             raise ClientStalled from None
 
@@ -127,11 +225,19 @@ async def send_whole(request: web.Request, answer: web.Response, *, idle_s: floa
     assert isinstance(body, bytes)
     clock = asyncio.get_running_loop().time
     deadline_s = max(deadline_s, clock() + idle_s)
+    writer = await answer.prepare(request)
+    assert writer is not None  # only a HEAD request has none
+    is_small = len(body) <= SMALL_BYTES
+    if is_small:
+        await answer.write_eof()
+        if not transport.get_write_buffer_size():
+            return
     transport.set_write_buffer_limits(high=0)  # else the last 64 KiB would count as taken while they wait here
     try:
         async with asyncio.timeout(idle_s) as limit:
-            writer = await answer.prepare(request)
-            assert writer is not None  # only a HEAD request has none
+            if is_small:
+                await writer.drain()
+                return
             for start in range(0, len(body), PIECE_BYTES):
                 limit.reschedule(min(clock() + idle_s, deadline_s))
                 await writer.write(body[start : start + PIECE_BYTES])

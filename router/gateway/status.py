@@ -10,13 +10,19 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from engine.contract.errors import BadRequest
+from engine.contract.errors import BadRequest, quoted
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet, Member
+from router.fleet.lack import Lacks
 from router.gateway.admission import Admission
-from router.gateway.inbound import find_model
+from router.gateway.door import Door
+from router.gateway.inbound import check_allowed, find_model
+from router.gateway.keys import tenant_of
 from router.gateway.registry import NoRegistry, RegistryView
+from router.gateway.waiting import WaitingRoom
 from router.telemetry.metrics import GaugeValues, Metrics
+from router.tenants.limiter import Limiter
+from router.tenants.usage_log import UsageLog
 
 MAX_COUNT_DIGITS = 6
 
@@ -25,13 +31,28 @@ class Status:
     """Handlers that read state and change none. `is_warm` is set once the registry was loaded, or given up on."""
 
     def __init__(
-        self, discovery: Discovery, fleet: Fleet, registry: RegistryView, admission: Admission, metrics: Metrics
+        self,
+        discovery: Discovery,
+        fleet: Fleet,
+        registry: RegistryView,
+        admission: Admission,
+        door: Door,
+        lacks: Lacks,
+        room: WaitingRoom,
+        metrics: Metrics,
+        limiter: Limiter,
+        usage_log: UsageLog | None,
     ) -> None:
         self._discovery = discovery
         self._fleet = fleet
         self._registry = registry
         self._admission = admission
+        self._door = door
+        self._lacks = lacks
+        self._room = room
         self._metrics = metrics
+        self._limiter = limiter
+        self._usage_log = usage_log
         self._has_registry = not isinstance(registry, NoRegistry)
         self.is_warm = not self._has_registry
         self._clock = asyncio.get_running_loop().time
@@ -88,11 +109,17 @@ class Status:
         pods = [member.pod for member in self._fleet.members() if member.pod is not None]
         values = GaugeValues(
             in_flight=self._admission.in_flight,
+            answer_bytes=self._admission.answer_bytes,
+            body_bytes=self._admission.body_bytes,
+            connections=len(self._door.connections),
+            connections_refused=self._door.refused,
+            lacks=self._lacks.counts,
             pods_known=len(pods),
             pods_admitted=len(self._fleet.admitted()),
             engine_in_flight={pod.pod_id: pod.in_flight for pod in pods},
             engine_ejected={pod.pod_id: pod.faults.is_ejected for pod in pods},
             ejections=self._fleet.ejections,
+            model_waiting=self._room.waiting(),
             model_engines=self._fleet.engines_by_model(),
             discovery_synced=discovery.synced_at_s is not None,
             discovery_sync_age_seconds=self._sync_age_s(discovery),
@@ -102,17 +129,25 @@ class Status:
             registry_connected=status.connected,
             registry_expired=status.expired,
             registry_pods_synced=status.pods_synced,
+            registry_refused=status.refused,
+            limits_alone=self._limiter.is_alone,
+            usage_log_pending_bytes=self._usage_log.pending_bytes if self._usage_log else 0,
+            usage_log_lost=self._usage_log.lost if self._usage_log else 0,
+            registry_unknown=status.unknown,
         )
         return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, request: web.Request) -> web.Response:
-        """The union of the pods' model lists, each as its first pod describes it."""
-        cards = self._fleet.models()
-        return json_response({"object": "list", "data": [orjson.Fragment(cards[name].card) for name in sorted(cards)]})
+        """The union of the pods' model lists, as far as the tenant may use them, each as its first pod describes it."""
+        cards, tenant = self._fleet.models(), tenant_of(request)
+        names = sorted(filter(tenant.may_use, cards))
+        return json_response({"object": "list", "data": [orjson.Fragment(cards[name].card) for name in names]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """One model, as in the list. Raises ModelNotFound or Unavailable."""
-        return json_response(orjson.Fragment(find_model(self._fleet, request.match_info["model"]).card))
+        """One model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
+        name, tenant = request.match_info["model"], tenant_of(request)
+        check_allowed(tenant, name)
+        return json_response(orjson.Fragment(find_model(self._fleet, name, tenant).card))
 
     async def pods(self, request: web.Request) -> web.Response:
         """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it.
@@ -152,7 +187,7 @@ def _few(wanted: str | None, admitted: int) -> list[str]:
     if wanted is None:
         return []
     if not wanted.isdecimal() or len(wanted) > MAX_COUNT_DIGITS:
-        raise BadRequest(f"engines must be a number, got {wanted!r}", param="engines")
+        raise BadRequest(f"engines must be a number, got {quoted(wanted)}", param="engines")
     return [] if admitted >= int(wanted) else [f"{admitted} of {wanted} engines answer"]
 
 

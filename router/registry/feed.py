@@ -34,6 +34,8 @@ class PodFeed:
     """A snapshot was looked for at least once, found or not."""
     heard_at_s: float = 0.0
     retry_at_s: float = 0.0
+    is_unreadable: bool = False
+    """Its last message was of a version that is not known here."""
     left_epoch: int | None = None
     """The life before the present one. Messages of it that come after it are a second engine's, of the same id."""
     complaint: str | None = None
@@ -52,12 +54,19 @@ class PodFeed:
         """The message, a snapshot or the next delta, is in the index."""
         self.epoch, self.seq = message.epoch, message.seq
         self.synced = self.ever_synced = True
+        self.is_unreadable = False
         self.heard_at_s = now_s
 
     def began_anew(self) -> None:
         """Another life of the engine has begun: what is known is not of it."""
         self.left_epoch = self.epoch
         self.lost()
+
+    def became_unreadable(self) -> None:
+        """The engine speaks a version that is not known here: it counts as one that publishes nothing."""
+        self.epoch, self.seq = None, 0
+        self.synced = self.ever_synced = False
+        self.is_unreadable = self.looked = True
 
     def complain(self, text: str, now_s: float, remembered_s: float) -> bool:
         """Something is wrong with the pod's messages. False: as it was less than `remembered_s` ago."""

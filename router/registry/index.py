@@ -101,6 +101,40 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[PrefixKey], now_s: float) -> dict[PodId, Match]:
         """What each pod holds of `keys`, for the pods that hold at least the first."""
+        ends, host, disk = self._ends(keys, now_s)
+        matches: dict[PodId, Match] = {}
+        for slots, held in ends:
+            matches |= dict.fromkeys(self._pods_in(slots), Match(held))
+        if host or disk:
+            self._add_tiers(matches, host, disk)
+        return matches
+
+    def match_sets(
+        self, keys: Sequence[PrefixKey], now_s: float
+    ) -> tuple[list[tuple[tuple[PodId, ...], int]], dict[PodId, Match]]:
+        """The same by sets: the pods that hold at least so many strides, fewest strides first, each set within the one
+        before; and the matches of pods that hold part of it in a slower tier than the GPU. Sets that recur are the
+        same object.
+        """
+        ends, host, disk = self._ends(keys, now_s)
+        sets: list[tuple[tuple[PodId, ...], int]] = []
+        holders = 0
+        for slots, held in reversed(ends):
+            holders |= slots
+            sets.append((self._pods_in(holders), held))
+        sets.reverse()
+        if not host and not disk:
+            return sets, {}
+        matches: dict[PodId, Match] = {}
+        for pods, held in sets:
+            matches |= dict.fromkeys(pods, Match(held))
+        self._add_tiers(matches, host, disk)
+        return sets, {pod: match for pod, match in matches.items() if match.host_strides or match.disk_strides}
+
+    def _ends(
+        self, keys: Sequence[PrefixKey], now_s: float
+    ) -> tuple[list[tuple[int, int]], Counter[int], Counter[int]]:
+        """Slots with the strides they hold, all of some; and strides in host memory and on disk, by slots."""
         if now_s >= self._next_expiry_s:
             self._expire(now_s)
         shards, alive = self._shards, self._live
@@ -133,12 +167,7 @@ class PrefixIndex:
                     host[in_host] += len(keys) - start
                 if on_disk:
                     disk[on_disk] += len(keys) - start
-        matches: dict[PodId, Match] = {}
-        for slots, held in ends:
-            matches |= dict.fromkeys(self._pods_in(slots), Match(held))
-        if host or disk:
-            self._add_tiers(matches, host, disk)
-        return matches
+        return ends, host, disk
 
     def _add_tiers(self, matches: dict[PodId, Match], host: Counter[int], disk: Counter[int]) -> None:
         in_host: Counter[PodId] = Counter()

@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from redis.asyncio import Redis
 
-from engine.contract.events import DecodeError, Kind, RegistryMessage, decode
+from engine.contract.events import DecodeError, Decoder, Kind, RegistryMessage, UnknownVersion
 from engine.contract.load import LoadReport
-from engine.contract.redis_client import REDIS_ERRORS, Outage, connect, raise_if_cancelled
-from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
+from engine.contract.periods import SMALL_FLEET
+from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.contract.redis_keys import resync_key, snapshot_key, stream_key
 from router.registry.feed import PodFeed, Verdict
 from router.registry.index import PrefixIndex
+from router.registry.stream import READ_ENTRIES, Delta, open_stream, read_new, read_range
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
-READ_ENTRIES = 512
+PAUSE_S = 0.025
+"""At most so long, in a large fleet, what is new gathers before it is read: a read costs as much as ten messages."""
 REPLAY_S = 15.0
-REPLAY_ENTRIES = 50_000
+REPLAY_ENTRIES = 1_000_000
+LOADS_AT_A_TIME = 512
+"""Pods that are loaded before the stream is read again, lest it is trimmed meanwhile."""
+SNAPSHOTS_AT_A_TIME = 8
+"""Of some MB each, at worst of 32 MiB: they are in memory together."""
 RETRY_S = 0.5
+"""Until a pod's snapshot is looked for again; for pods of which nothing was ever heard longer in a large fleet."""
+EXPIRE_EVERY_S = 0.1
 MAX_BACKOFF_S = 0.5
-
-Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,17 @@ class RegistryStatus:
     messages: int
     resyncs: int
     last_error: str | None
+    refused: int = 0
+    """Messages that could not be believed."""
+    unknown: int = 0
+    """Messages of another version, which were passed over."""
 
 
 class RegistryReader:
     """Keeps `index` equal to what the engines hold, through Redis. Every failure of Redis is survived.
 
-    `on_load` gets each load report. A pod silent for `lease_s` is dropped from the index.
+    `on_load` gets each load report, `on_life` each pod that has just published, and its epoch. A pod silent for
+    `lease_s` is dropped from the index.
     """
 
     def __init__(
@@ -61,19 +75,27 @@ class RegistryReader:
         *,
         stride: int,
         lease_s: float,
+        on_life: Callable[[PodId, int], None] = lambda pod, epoch: None,
     ) -> None:
         self._redis_url = redis_url
         self._index = index
         self._on_load = on_load
+        self._on_life = on_life
+        self._decoder = Decoder()
         self._stride = stride
         self._lease_s = lease_s
         self._feeds: dict[PodId, PodFeed] = {}
         self._tails: dict[str, bytes] = {}
         self._connected = False
         self._heard_at_s = 0.0
+        self._applied_at_s = -math.inf
+        """When a pod that is followed was last heard; unknown (-inf) after one has gone."""
+        self._expire_at_s = 0.0
         self._changed = asyncio.Event()
         self._messages = 0
         self._resyncs = 0
+        self._refused = 0
+        self._unknown = 0
         self._last_error: str | None = None
         self._outage = Outage()
 
@@ -84,6 +106,7 @@ class RegistryReader:
         for pod in self._feeds.keys() - pods.keys():
             del self._feeds[pod]
             self._index.drop(pod)
+            self._applied_at_s = -math.inf
         for pod, model in pods.items():
             feed = self._feeds.get(pod)
             if feed is None or feed.model != model:
@@ -110,8 +133,10 @@ class RegistryReader:
     @property
     def expired(self) -> bool:
         """True when pods have published but every lease has run out: the index says nothing any more."""
-        feeds = [feed for feed in self._feeds.values() if feed.ever_synced]
         now_s = asyncio.get_running_loop().time()
+        if now_s - self._applied_at_s <= self._lease_s:
+            return False
+        feeds = [feed for feed in self._feeds.values() if feed.ever_synced]
         return bool(feeds) and all(feed.is_expired(now_s, self._lease_s) for feed in feeds)
 
     def status(self) -> RegistryStatus:
@@ -125,6 +150,8 @@ class RegistryReader:
             expired=self.expired,
             messages=self._messages,
             resyncs=self._resyncs,
+            refused=self._refused,
+            unknown=self._unknown,
             last_error=self._last_error or next(filter(None, complaints), None),
         )
 
@@ -153,7 +180,7 @@ class RegistryReader:
         was lost a clock that is behind may number its entries from before the tail."""
         clock = asyncio.get_running_loop().time
         self._heard_at_s = clock()
-        async with connect(self._redis_url) as redis:
+        async with open_stream(self._redis_url) as redis:
             self._tails.clear()
             for feed in self._feeds.values():
                 feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
@@ -162,40 +189,52 @@ class RegistryReader:
             while clock() - self._heard_at_s <= self._lease_s:
                 raise_if_cancelled()
                 await self._load_missing(redis)
-                await self._read(redis)
+                is_behind = await self._read(redis)
                 if not self._connected:
                     log.info("registry: following Redis")
                 self._connected, self._last_error = True, None
                 self._outage.end()
-                self._expire()
+                if clock() >= self._expire_at_s:
+                    self._expire()
+                if not is_behind and len(self._feeds) > SMALL_FLEET:
+                    await asyncio.sleep(PAUSE_S * (1 - SMALL_FLEET / len(self._feeds)))
 
-    async def _read(self, redis: Redis) -> None:
+    async def _read(self, redis: Redis) -> bool:
+        """What is new. True: there is more."""
         if not self._tails:
             await asyncio.sleep(POLL_MS / 1000)
             await redis.ping()
-            return
-        models = {stream_key(model).encode(): model for model in self._tails}
-        streams: dict[Any, Any] = {stream_key(model): tail for model, tail in self._tails.items()}
-        answer = await redis.xread(streams, count=READ_ENTRIES, block=POLL_MS)
-        for name, entries in _streams(answer):
-            self._tails[models[name]] = entries[-1][0]
-            for _, fields in entries:
-                self._take(fields)
+            return False
+        is_behind = False
+        for model, tail, deltas in await read_new(redis, self._tails, POLL_MS):
+            self._tails[model] = tail
+            is_behind |= len(deltas) == READ_ENTRIES
+            for delta in deltas:
+                self._take(delta)
+        return is_behind
 
-    def _take(self, fields: Mapping[bytes, bytes]) -> None:
+    def _take(self, delta_of_pod: Delta) -> None:
         """One delta from the tail."""
-        pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
+        name, data = delta_of_pod
+        pod = PodId(name.decode(errors="replace"))
         feed = self._feeds.get(pod)
         if feed is None:
             return
-        delta = self._decode(pod, fields.get(STREAM_DATA_FIELD, b""))
+        try:
+            delta = self._decode(pod, data)
+        except UnknownVersion as error:
+            self._pass_over(pod, feed, error)
+            return
         if delta is None:
             feed.lost()
             return
         verdict = feed.judge(delta)
         if verdict is Verdict.APPLY:
             self._apply(pod, feed, delta)
-        elif verdict is Verdict.RESYNC and feed.synced:
+            self._on_life(pod, delta.epoch)
+        elif verdict is Verdict.RESYNC and not feed.synced:
+            feed.retry_at_s = min(feed.retry_at_s, asyncio.get_running_loop().time() + RETRY_S)
+        elif verdict is Verdict.RESYNC:
             self._resyncs += 1
             if delta.epoch == feed.epoch:
                 feed.lost()
@@ -214,15 +253,28 @@ class RegistryReader:
             self._index.replace(pod, message.stored)
         else:
             self._index.apply(pod, message.removed, message.stored)
-        self._heard_at_s = asyncio.get_running_loop().time()
+        self._heard_at_s = self._applied_at_s = asyncio.get_running_loop().time()
         feed.applied(message, self._heard_at_s)
         self._messages += 1
         self._on_load(pod, message.load)
 
+    def _pass_over(self, pod: PodId, feed: PodFeed, error: UnknownVersion) -> None:
+        """Engines of another release are followed by gateways of that release; here they publish nothing."""
+        self._unknown += 1
+        if not feed.is_unreadable:
+            log.warning("registry: pod %s: %s; it is routed to as an engine that publishes nothing", pod, error)
+            self._index.drop(pod)
+            feed.became_unreadable()
+        feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
+
     def _decode(self, pod: PodId, data: bytes) -> RegistryMessage | None:
+        """The message, None for one that is not to be believed. Raises UnknownVersion."""
         try:
-            message = decode(data)
+            message = self._decoder.decode(data)
+        except UnknownVersion:
+            raise
         except DecodeError as error:
+            self._refused += 1
             self._complain(pod, f"pod {pod}: {error}")
             return None
         if message.stride != self._stride:
@@ -238,10 +290,10 @@ class RegistryReader:
 
     async def _load_missing(self, redis: Redis) -> None:
         now_s = asyncio.get_running_loop().time()
+        missing = (item for item in self._feeds.items() if not item[1].synced and now_s >= item[1].retry_at_s)
         due: dict[str, list[PodId]] = {}
-        for pod, feed in self._feeds.items():
-            if not feed.synced and now_s >= feed.retry_at_s:
-                due.setdefault(feed.model, []).append(pod)
+        for pod, feed in islice(missing, LOADS_AT_A_TIME):
+            due.setdefault(feed.model, []).append(pod)
         for model, pods in due.items():
             if model not in self._tails:
                 self._tails[model] = await _last_id(redis, model)
@@ -250,39 +302,59 @@ class RegistryReader:
             self._changed.set()
 
     async def _load(self, redis: Redis, model: str, pods: list[PodId]) -> None:
+        replay: dict[PodId, list[bytes]] | None = None
+        for start in range(0, len(pods), SNAPSHOTS_AT_A_TIME):
+            found = await self._snapshots(redis, model, pods[start : start + SNAPSHOTS_AT_A_TIME])
+            if found and replay is None:
+                replay = await self._recent(redis, model, pods)
+            for pod, data in found.items():
+                await asyncio.sleep(0)  # requests go on between two pods
+                feed = self._feeds.get(pod)
+                if feed is not None and feed.model == model:
+                    await self._enter(redis, pod, feed, data, (replay or {}).pop(pod, []))
+
+    async def _snapshots(self, redis: Redis, model: str, pods: list[PodId]) -> dict[PodId, bytes]:
+        """Those that there are, encoded."""
         snapshots: list[Any] = await redis.mget([snapshot_key(model, pod) for pod in pods])
         found = {}
+        now_s = asyncio.get_running_loop().time()
+        unheard_s = RETRY_S * max(1.0, len(self._feeds) / SMALL_FLEET)
         for pod, data in zip(pods, snapshots, strict=True):
             feed = self._feeds.get(pod)
             if feed is None or feed.model != model:
                 continue
-            feed.retry_at_s = asyncio.get_running_loop().time() + RETRY_S
             if data is None:
                 feed.looked = True
+                feed.retry_at_s = now_s + (RETRY_S if feed.ever_synced else min(self._lease_s, unheard_s))
             else:
+                feed.retry_at_s = now_s + RETRY_S
                 found[pod] = data
-        if not found:
-            return
-        replay = await self._recent(redis, model, found.keys())
-        for pod, data in found.items():
-            await asyncio.sleep(0)  # requests go on between two pods
-            feed = self._feeds.get(pod)
-            if feed is None or feed.model != model:
-                continue
+        return found
+
+    async def _enter(self, redis: Redis, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[bytes]) -> None:
+        """One pod's snapshot, then the deltas behind it."""
+        try:
             snapshot = self._decode(pod, data)
             if snapshot is not None:
                 self._met(pod, feed, snapshot)
                 self._apply(pod, feed, snapshot)
-                self._replay(pod, feed, replay[pod])
-            feed.looked = True
-            if snapshot is not None and not feed.synced:
-                await redis.set(resync_key(model, pod), b"1", px=int(REPLAY_S * 1000))
+                self._replay(pod, feed, deltas)
+        except UnknownVersion as error:
+            self._pass_over(pod, feed, error)
+            return
+        feed.looked = True
+        if snapshot is not None and not feed.synced:
+            await redis.set(resync_key(feed.model, pod), b"1", px=int(REPLAY_S * 1000))
 
     def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[bytes]) -> None:
         """What came after the snapshot just applied."""
         epoch = feed.epoch
         for data in deltas:
-            delta = self._decode(pod, data)
+            try:
+                delta = self._decode(pod, data)
+            except UnknownVersion:
+                self._unknown += 1
+                continue
             # Entries of an earlier life, still in the stream, say nothing about this one.
             if delta is None or delta.epoch != epoch:
                 continue
@@ -292,22 +364,26 @@ class RegistryReader:
             elif verdict is Verdict.RESYNC:
                 feed.lost()
 
-    async def _recent(self, redis: Redis, model: str, pods: Collection[PodId]) -> dict[PodId, list[bytes]]:
+    async def _recent(self, redis: Redis, model: str, pods: Sequence[PodId]) -> dict[PodId, list[bytes]]:
         """The pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
         seconds, _ = await redis.time()
-        since = max(0, int((seconds - REPLAY_S) * 1000))
-        entries: Any = await redis.xrange(stream_key(model), since, self._tails[model], count=REPLAY_ENTRIES)
-        deltas: dict[PodId, list[bytes]] = {pod: [] for pod in pods}
-        for _, fields in entries:
-            pod = PodId(fields.get(STREAM_POD_FIELD, b"").decode(errors="replace"))
-            if pod in deltas:
-                deltas[pod].append(fields.get(STREAM_DATA_FIELD, b""))
-        return deltas
+        since_ms = max(0, int((seconds - REPLAY_S) * 1000))
+        by_name: dict[bytes, list[bytes]] = {pod.encode(): [] for pod in pods}
+        seen = 0
+        async for page in read_range(redis, model, since_ms, self._tails[model]):
+            for name, data in page:
+                if (deltas := by_name.get(name)) is not None:
+                    deltas.append(data)
+            seen += len(page)
+            if seen >= REPLAY_ENTRIES:
+                break
+        return {pod: by_name[pod.encode()] for pod in pods}
 
     # -- time and trouble -------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
         now_s = asyncio.get_running_loop().time()
+        self._expire_at_s = now_s + EXPIRE_EVERY_S
         for pod, feed in self._feeds.items():
             if feed.is_expired(now_s, self._lease_s) and feed.epoch is not None:
                 log.warning(
@@ -333,13 +409,3 @@ class RegistryReader:
 async def _last_id(redis: Redis, model: str) -> bytes:
     newest: Any = await redis.xrevrange(stream_key(model), count=1)
     return bytes(newest[0][0]) if newest else b"0-0"
-
-
-def _streams(answer: object) -> list[tuple[bytes, list[Entry]]]:
-    """XREAD's answer as pairs, whichever protocol (RESP2 list, RESP3 map) the client speaks."""
-    if isinstance(answer, dict):
-        return [
-            (name, entries[0] if entries and isinstance(entries[0], list) else entries)
-            for name, entries in answer.items()
-        ]
-    return list(answer) if isinstance(answer, list) else []

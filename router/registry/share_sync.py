@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +28,11 @@ log = logging.getLogger(__name__)
 SYNC_S = 1.0
 FORGET_S = 60
 """A report, or a whole hash, that nobody has written for so long goes away."""
+
+MAX_ITEMS = 65_536
+"""Keys of one report."""
+MAX_WEIGHT = 1e15
+"""Requests, tokens, or seconds since 1970: more of them are absurd."""
 
 
 class ShareSync:
@@ -109,17 +113,25 @@ def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
     """The report in `data` and when it was written (None: not said), None where it is no report known here."""
     try:
         total, items, *written = orjson.loads(data)
-        keys = tuple(KeyWeight(PrefixKey(int(key)), _key(parent), _finite(weight)) for key, parent, weight in items)
-        return ShareReport(keys, _finite(total)), _finite(written[0]) if written else None
-    except (orjson.JSONDecodeError, TypeError, ValueError):
+        if len(items) > MAX_ITEMS:
+            return None
+        keys = tuple(KeyWeight(_key(key), _parent(parent), _weight(weight)) for key, parent, weight in items)
+        return ShareReport(keys, _weight(total)), _weight(written[0]) if written else None
+    except (ArithmeticError, TypeError, ValueError):
         return None
 
 
-def _finite(number: Any) -> float:
-    if not 0 <= (value := float(number)) < math.inf:
-        raise ValueError(f"{number!r} is no weight")
+def _weight(number: Any) -> float:
+    if not 0 <= (value := float(number)) <= MAX_WEIGHT:
+        raise ValueError(f"{value} is no weight")
     return value
 
 
-def _key(parent: Any) -> PrefixKey | None:
-    return None if parent is None else PrefixKey(int(parent))
+def _key(number: Any) -> PrefixKey:
+    if not 0 <= (key := int(number)) < 2**64:
+        raise ValueError("it is no key")
+    return PrefixKey(key)
+
+
+def _parent(number: Any) -> PrefixKey | None:
+    return None if number is None else _key(number)

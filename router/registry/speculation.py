@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from struct import Struct
+from typing import NewType
 
 from engine.contract.keys import PrefixKey
 
@@ -17,16 +18,24 @@ _ROOM_SHARE = 1 / 64
 """At the limit, this share of it is given up at a time; for the same reason."""
 
 
-@dataclass(slots=True)
-class _Use:
-    """One use of consecutive keys; shared by them, so that an entry costs one pointer. Never changed."""
+_USE = Struct("=ddd?")
+_Use = NewType("_Use", bytes)
+"""One use of consecutive keys; shared by them, so that an entry costs one pointer. Never changed.
 
-    used_at_s: float
-    expires_at_s: float
-    settled_at_s: float | None
-    """The last use before this one that had settled: the pod was believed to hold the key since then."""
-    is_first: bool
-    """Whether nothing was believed of the key before this use."""
+Packed, as the garbage collector tracks an object with fields (one of a subclass of bytes as well), and with it the dict
+that has a million of them: that is a pause of 40 ms (`engine/contract/collector.py`).
+"""
+
+
+def _use(used_at_s: float, expires_at_s: float, settled_at_s: float = -math.inf, *, is_first: bool = False) -> _Use:
+    """`settled_at_s`: the last use before this one that had settled, when the pod was believed to hold the key since
+    then; -inf without one. `is_first`: whether nothing was believed of the key before this use."""
+    return _Use(_USE.pack(used_at_s, expires_at_s, settled_at_s, is_first))
+
+
+def _unpack(use: _Use) -> tuple[float, float, float, bool]:
+    """Used at, expires at, settled at, is first."""
+    return _USE.unpack(use)
 
 
 class Speculation:
@@ -59,7 +68,7 @@ class Speculation:
         self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
         uses = self._uses
         new = []
-        first = latest = _Use(now_s, expires_at_s, None, True)
+        first = latest = _use(now_s, expires_at_s, is_first=True)
         before: _Use | None = None
         for key in reversed(keys):
             old = uses.pop(key, None)
@@ -69,8 +78,8 @@ class Speculation:
                 continue
             if old is not before:
                 before = old
-                settled_at_s = old.used_at_s if now_s - old.used_at_s >= SETTLED_S else old.settled_at_s
-                latest = _Use(now_s, expires_at_s, settled_at_s, False)
+                used_at_s, _, settled_at_s, _ = _unpack(old)
+                latest = _use(now_s, expires_at_s, used_at_s if now_s - used_at_s >= SETTLED_S else settled_at_s)
             uses[key] = latest
         if len(uses) <= self._limit:
             return new, ()
@@ -79,18 +88,19 @@ class Speculation:
 
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
         """Drop those of `keys` that one use alone vouches for; the dropped."""
-        return self.discard([key for key in keys if (use := self._uses.get(key)) is not None and use.is_first])
+        return self.discard([key for key in keys if (use := self._uses.get(key)) is not None and _unpack(use)[3]])
 
     def refute(self, keys: Sequence[PrefixKey], strides: int) -> list[PrefixKey]:
         """Drop `keys[strides:]`, and all that was last used before `keys[strides]` had been (LRU evicts it earlier)."""
         refuted = self._uses.get(keys[strides]) if strides < len(keys) else None
         dropped = self.discard(keys[strides:])
-        if refuted is not None and refuted.settled_at_s is not None:
-            horizon_s = refuted.settled_at_s
+        if refuted is not None and (horizon_s := _unpack(refuted)[2]) > -math.inf:
             older = []
+            seen: _Use | None = None
             for key, use in self._uses.items():
-                if use.used_at_s > horizon_s:
+                if use is not seen and _unpack(use)[0] > horizon_s:
                     break
+                seen = use
                 older.append(key)
             dropped += self.discard(older)
         return dropped
@@ -104,9 +114,11 @@ class Speculation:
         """Drop the entries whose time is up; the dropped."""
         expired = []
         self.next_expiry_s = math.inf
+        seen: _Use | None = None
         for key, use in self._uses.items():
-            if use.expires_at_s > now_s:
-                self.next_expiry_s = use.expires_at_s
+            if use is not seen and (expires_at_s := _unpack(use)[1]) > now_s:
+                self.next_expiry_s = expires_at_s
                 break
+            seen = use
             expired.append(key)
         return self.discard(expired)

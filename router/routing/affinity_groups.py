@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
 from router.routing.latency import prefill_s
 from router.routing.pick import bound_per_weight, decide, load, lowest
 from router.routing.recent import RecentWork
 from router.routing.ring import Rings
 from router.routing.shares import Popularity, TrafficShares
 from router.routing.types import Decision, PodId, PodView, RequestInfo
+from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
 
 _ELSEWHERE = 1e9
 """Tokens; above any load."""
@@ -23,8 +28,10 @@ _EVEN = 1.08
 _EVEN_AT_HOME = 1.25
 """... and to be sent what it holds: new conversations, not old ones, make up for what those bring."""
 _RECENT_HALF_LIFE_S = 60.0
-_FIRST_REQUESTS = 100
+_FIRST_REQUESTS = 20
 """Shares of fewer requests are chance: no groups before."""
+_NEAR = 0.5
+"""Part of a prompt from which the pods that hold it are worth waiting for."""
 _FULL = 1.25
 """Pods' worth of load past which a pod gets no further group while another is free."""
 
@@ -40,7 +47,7 @@ class _Groups:
     rest: frozenset[PodId] = frozenset()
 
 
-class AffinityGroups:
+class AffinityGroups(WidePolicy):
     """Least loaded within the group of the deepest popular prefix of the request that has one.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring, k following its
@@ -68,11 +75,13 @@ class AffinityGroups:
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are loads in tokens; of pods outside the group behind all others, of those
         that hold what recurs before them."""
-        groups = self._current(pods, request.now_s)
+        ids = frozenset(pod.pod_id for pod in pods)
+        groups = self._current(ids, lambda key: list(self._rings.successors(key, pods)), request.now_s)
         group, depth = self._group(groups, request)
         recent = self._recent_requests(pods, request.now_s)
         even = _within(_EVEN, recent, pods)
         scores = [load(pod) + _ELSEWHERE for pod in pods]
+        group = _candidates(request, pods, group, depth)
         for i in [i for i in even if pods[i].pod_id in group] or _nearest(even, pods):
             scores[i] = load(pods[i])
         for i in self._homes(request, depth, _within(_EVEN_AT_HOME, recent, pods), pods):
@@ -81,12 +90,62 @@ class AffinityGroups:
         if explain:
             return decide(self.name, pods, chosen, scores)
         if groups is not self._groups:
-            self._count_joined(pods, recent, request.now_s)
+            self._count_joined([pod.pod_id for pod in pods], recent, request.now_s)
             self._groups = groups
-        self._seen += 1
-        self._recent.add(pods[chosen].pod_id, 1.0, request.now_s)
-        self.shares.record(request.keys, _work_s(request, pods, chosen), request.now_s)
+        pod, decoding = pods[chosen], sum([view.decoding for view in pods]) / len(pods)
+        self._remember(request, pod.pod_id, _work_s(request, pod.cost, pod.matched_tokens, decoding))
         return decide(self.name, pods, chosen)
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`; the steps are those of `choose`."""
+        table, columns, now_s = pods.table, pods.columns, request.now_s
+        ids, weights = table.ids, columns.weight.tolist()
+        matched = np.zeros(len(table)) if pods.matched is None else pods.matched
+        groups = self._current(
+            table.id_set, lambda key: [ids[row] for row in self._rings.successors_wide(key, pods)], now_s
+        )
+        group, depth = self._group(groups, request)
+        recent = self._recent_wide(table, columns.weight, now_s)
+        sent = sum(recent.tolist())
+        is_even = recent <= _EVEN * sent / sum(weights) * columns.weight + _SLACK
+        loads = pods.load(now_s)
+        is_candidate = is_even & _is_candidate(request, table, matched, pods.longest, group, depth)
+        if not is_candidate.any():
+            is_candidate = is_even & (matched == matched[is_even].max())
+        scores = loads + _ELSEWHERE
+        scores[is_candidate] = loads[is_candidate]
+        is_home = recent <= _EVEN_AT_HOME * sent / sum(weights) * columns.weight + _SLACK
+        is_home &= matched >= _beyond(request, depth) - 1
+        if is_home.any():
+            limit = self._bound * (float(columns.in_flight.sum()) + 1) / sum(weights)
+            is_home &= columns.in_flight <= limit * columns.weight + _SLACK
+            is_home &= matched == matched[is_home].max(initial=0.0)
+            scores[is_home] = loads[is_home] - _ELSEWHERE
+        chosen = pods.lowest(request, scores)
+        if groups is not self._groups:
+            self._count_joined(ids, recent.tolist(), now_s)
+            self._groups = groups
+        decoding = float(columns.decoding.sum()) / len(table)
+        work_s = _work_s(request, table.costs[chosen], pods.matched_by(chosen), decoding)
+        self._remember(request, ids[chosen], work_s)
+        return pods.decision(self.name, chosen)
+
+    def _recent_wide(self, table: PodTable, weights: Floats, now_s: float) -> Floats:
+        """As `_recent_requests`."""
+        recent = self._recent.all_tokens(table.ids, now_s)
+        if self._groups.pods is table.id_set:
+            return recent
+        is_there = np.array([pod_id in self._groups.pods for pod_id in table.ids])
+        there = weights[is_there].tolist()
+        share = sum(recent[is_there].tolist()) / sum(there) if there else 0.0
+        joined: Floats = np.where(is_there, recent, share * weights)
+        return joined
+
+    def _remember(self, request: RequestInfo, pod_id: PodId, work_s: float) -> None:
+        """The request goes to the pod, and takes so many seconds of it."""
+        self._seen += 1
+        self._recent.add(pod_id, 1.0, request.now_s)
+        self.shares.record(request.keys, work_s, request.now_s)
 
     def _group(self, groups: _Groups, request: RequestInfo) -> tuple[Sequence[PodId] | frozenset[PodId], int]:
         """The pods for the request, and how many of its keys are popular."""
@@ -105,17 +164,16 @@ class AffinityGroups:
         share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0
         return [sent.get(pod.pod_id, share * pod.weight) for pod in pods]
 
-    def _count_joined(self, pods: Sequence[PodView], recent: Sequence[float], now_s: float) -> None:
+    def _count_joined(self, ids: Sequence[PodId], recent: Sequence[float], now_s: float) -> None:
         """Keep what `_recent_requests` says of pods that were not there."""
-        for pod, count in zip(pods, recent, strict=True):
-            if pod.pod_id not in self._groups.pods:
-                self._recent.add(pod.pod_id, count - self._recent.tokens(pod.pod_id, now_s), now_s)
+        for pod_id, count in zip(ids, recent, strict=True):
+            if pod_id not in self._groups.pods:
+                self._recent.add(pod_id, count - self._recent.tokens(pod_id, now_s), now_s)
 
     def _homes(self, request: RequestInfo, depth: int, even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
         """Of the pods `even`, those with the longest match beyond the popular keys, unless too busy; in the group or
         not, as groups change while a conversation lasts."""
-        beyond = (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
-        holders = [i for i in even if pods[i].matched_tokens >= beyond - 1]
+        holders = [i for i in even if pods[i].matched_tokens >= _beyond(request, depth) - 1]
         if not holders:
             return []
         limit = bound_per_weight(pods, self._bound)
@@ -123,21 +181,20 @@ class AffinityGroups:
         longest = max([pods[i].matched_tokens for i in free], default=0)
         return [i for i in free if pods[i].matched_tokens == longest]
 
-    def _current(self, pods: Sequence[PodView], now_s: float) -> _Groups:
+    def _current(self, ids: frozenset[PodId], ring: _RingOrder, now_s: float) -> _Groups:
         """The groups in force, made anew when old or when a pod is new; a pod left out for one retry is no reason."""
-        ids = frozenset(pod.pod_id for pod in pods)
         groups = self._groups
-        if now_s - groups.made_at_s < self._refresh_s and ids <= groups.pods:
+        if now_s - groups.made_at_s < self._refresh_s and (ids is groups.pods or ids <= groups.pods):
             return groups
-        popular = self.shares.popular(self._min_pods / len(pods), now_s) if self._seen >= _FIRST_REQUESTS else {}
+        popular = self.shares.popular(self._min_pods / len(ids), now_s) if self._seen >= _FIRST_REQUESTS else {}
         owned: dict[PrefixKey, tuple[PodId, ...]] = {}
         worth: defaultdict[PodId, float] = defaultdict(float)
-        wanted = self._sizes(popular, len(pods))
+        wanted = self._sizes(popular, len(ids))
         for key in sorted(wanted, key=lambda key: (-wanted[key], key)):
-            own_pods = popular[key].own * len(pods)
-            owned[key] = self._place(key, pods, wanted[key], worth, own_pods / wanted[key])
+            own_pods = popular[key].own * len(ids)
+            owned[key] = _place(ring(key), wanted[key], worth, own_pods / wanted[key])
         unowned = 1 - sum(popular[key].own for key in owned)
-        count = max(1, round(unowned * len(pods)))
+        count = max(1, round(unowned * len(ids)))
         rest = frozenset(sorted(ids, key=lambda pod_id: (worth[pod_id], pod_id))[:count])
         return _Groups(now_s, ids, frozenset(popular), owned, rest)
 
@@ -152,15 +209,57 @@ class AffinityGroups:
                 sizes[key] = min(pods, now if keeps else max(1, round(exact)))
         return sizes
 
-    def _place(
-        self, key: PrefixKey, pods: Sequence[PodView], count: int, worth: defaultdict[PodId, float], each: float
-    ) -> tuple[PodId, ...]:
-        """`count` pods in ring order from the key, those with room for `each` pods' worth of load first."""
-        ring = list(self._rings.successors(key, pods))
-        group = sorted(ring, key=lambda pod_id: worth[pod_id] + each > _FULL)[:count]
-        for pod_id in group:
-            worth[pod_id] += each
-        return tuple(group)
+
+_RingOrder = Callable[[PrefixKey], list[PodId]]
+"""All pods in ring order from a key."""
+
+
+def _place(ring: list[PodId], count: int, worth: defaultdict[PodId, float], each: float) -> tuple[PodId, ...]:
+    """`count` pods in the order of `ring`, those with room for `each` pods' worth of load first."""
+    group = sorted(ring, key=lambda pod_id: worth[pod_id] + each > _FULL)[:count]
+    for pod_id in group:
+        worth[pod_id] += each
+    return tuple(group)
+
+
+def _beyond(request: RequestInfo, depth: int) -> float:
+    """Tokens up to one key beyond the popular ones."""
+    return (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
+
+
+def _is_candidate(
+    request: RequestInfo,
+    table: PodTable,
+    matched: Floats,
+    longest: int,
+    group: Sequence[PodId] | frozenset[PodId],
+    depth: int,
+) -> NDArray[np.bool_]:
+    """As `_candidates`."""
+    popular = depth * request.prompt_tokens / max(1, len(request.keys))
+    least = _NEAR * request.prompt_tokens
+    if max(longest, popular) < least:
+        return np.ones(len(table), dtype=np.bool_)
+    is_candidate = np.zeros(len(table), dtype=np.bool_)
+    is_candidate[table.rows(group)] = True
+    if popular >= least and longest >= least:
+        is_candidate |= matched == longest
+    return is_candidate
+
+
+def _candidates(
+    request: RequestInfo, pods: Sequence[PodView], group: Sequence[PodId] | frozenset[PodId], depth: int
+) -> Sequence[PodId] | frozenset[PodId]:
+    """Every pod, if neither the popular keys nor what any pod holds make up half of the prompt: there is nothing to be
+    near to. Else the group; with the pods beside it that hold as much as any, if most of the prompt is popular."""
+    longest = max([pod.matched_tokens for pod in pods])
+    popular = depth * request.prompt_tokens / max(1, len(request.keys))
+    least = _NEAR * request.prompt_tokens
+    if max(longest, popular) < least:
+        return frozenset(pod.pod_id for pod in pods)
+    if popular < least or longest < least:
+        return group
+    return frozenset((*group, *(pod.pod_id for pod in pods if pod.matched_tokens == longest)))
 
 
 def _within(bound: float, recent: Sequence[float], pods: Sequence[PodView]) -> list[int]:
@@ -175,13 +274,11 @@ def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
     return [i for i in even if pods[i].matched_tokens == longest]
 
 
-def _work_s(request: RequestInfo, pods: Sequence[PodView], chosen: int) -> float:
+def _work_s(request: RequestInfo, cost: StepCost, matched_tokens: int, decoding: float) -> float:
     """Seconds of the pod that the request takes: its prefill, and its part in the steps that decode its answer.
 
-    The fixed part of a step is shared by those that decode in it, on average over the pods.
+    The fixed part of a step is shared by those that decode in it, on average over the pods `decoding`.
     """
-    pod, cost = pods[chosen], pods[chosen].cost
-    uncached = max(0, request.prompt_tokens - pod.matched_tokens)
-    together = 1 + sum([view.decoding for view in pods]) / len(pods)
-    token_s = cost.base_s / together + cost.sequence_s + cost.context_s * request.prompt_tokens
+    uncached = max(0, request.prompt_tokens - matched_tokens)
+    token_s = cost.base_s / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens
     return prefill_s(cost, uncached, request.prompt_tokens) + request.output_tokens * token_s

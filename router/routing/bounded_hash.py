@@ -8,9 +8,10 @@ from router.routing.least_loaded import LeastLoaded
 from router.routing.pick import bound_per_weight, decide
 from router.routing.ring import Rings, position
 from router.routing.types import Decision, PodView, RequestInfo
+from router.routing.wide import WidePods, WidePolicy
 
 
-class BoundedHash:
+class BoundedHash(WidePolicy):
     """As `prefix_hash`, but the first pod in ring order with at most `bound` times its share of the requests in flight.
 
     Shares go by weight, and count the new request, so some pod always qualifies.
@@ -41,3 +42,13 @@ class BoundedHash:
         parts = [{"place": place, "over_bound": extra} for place, extra in zip(places, over, strict=True)]
         scores = [place + extra for place, extra in zip(places, over, strict=True)]
         return decide(self.name, pods, scores.index(min(scores)), scores, parts)
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`."""
+        if not request.keys:
+            return pods.decision(self.name, self._keyless.choose_wide(request, pods).pod)
+        key = request.keys[: self._depth_strides][-1]
+        in_flight, weight = pods.columns.in_flight, pods.columns.weight
+        limit = self._bound * (float(in_flight.sum()) + 1) / sum(weight.tolist())
+        fits = in_flight <= limit * weight
+        return pods.decision(self.name, next(row for row in self._rings.successors_wide(key, pods) if fits[row]))

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from router.routing.pick import decide, load, lowest
 from router.routing.types import Decision, PodView, RequestInfo
+from router.routing.wide import WidePods, WidePolicy
 
 _ELSEWHERE = 1e9
 """Tokens; above any load."""
 
 
-class CacheAware:
+class CacheAware(WidePolicy):
     """A pod holds the prefix if its match is at least `match_share` of the longest.
 
     Where the longest is below `min_prompt_share` of the prompt, no pod does: else a short text common to all requests
@@ -26,7 +27,17 @@ class CacheAware:
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are loads in tokens, those of pods without the prefix behind all others."""
-        longest = max(pod.matched_tokens for pod in pods)
-        needed = self._match_share * longest if longest >= self._min_prompt_share * request.prompt_tokens else 0
+        needed = self._needed(request, max(pod.matched_tokens for pod in pods))
         scores = [load(pod) + (_ELSEWHERE if pod.matched_tokens < needed else 0.0) for pod in pods]
         return decide(self.name, pods, lowest(request, pods, scores), scores if explain else ())
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`."""
+        scores, needed = pods.load(request.now_s), self._needed(request, pods.longest)
+        if pods.matched is not None:
+            scores += _ELSEWHERE * (pods.matched < needed)
+        return pods.decision(self.name, pods.lowest(request, scores))
+
+    def _needed(self, request: RequestInfo, longest: int) -> float:
+        """Matched tokens from which a pod holds the prefix, of the `longest` match."""
+        return self._match_share * longest if longest >= self._min_prompt_share * request.prompt_tokens else 0.0

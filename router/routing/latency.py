@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from engine.contract.load import StepCost
 
 PRIOR = StepCost(base_s=0.01, token_s=1e-4)
@@ -16,6 +18,7 @@ STEP_TOKENS = 2048
 """Prefill tokens of one step; engines do not report it. The default of the bundled engine, and long that of vLLM's
 `max_num_batched_tokens`; where steps are larger, decoding counts for too much beside very long prompts."""
 
+_UNIT_TOKENS = 1000
 _FORGET = 0.98
 """Weight an observation keeps at each later one: about the last 50 count."""
 _PRIOR_WEIGHT = 0.1
@@ -35,6 +38,20 @@ def prefill_s(cost: StepCost, uncached_tokens: float, prompt_tokens: float) -> f
 def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
     """Seconds of one step apart from its prefill: its fixed part and its decoding sequences."""
     return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
+
+
+def unit_s(cost: StepCost) -> float:
+    """One number for a pod's speed: seconds of a step of 1,000 prefill tokens that decodes nothing."""
+    return cost.base_s + _UNIT_TOKENS * cost.token_s
+
+
+def step_left_s(step_s: float, elapsed_s: float) -> float:
+    """Seconds until the running step ends, of which the last was seen to end `elapsed_s` ago.
+
+    Within a step, on average halfway. One that has just begun lasts longer; how soon one ends is not relied on, as a
+    request that comes a moment too late waits for the whole of the next.
+    """
+    return max(step_s / 2, step_s - elapsed_s)
 
 
 def further_steps(uncached_tokens: float, step_tokens: int = STEP_TOKENS) -> float:
@@ -64,6 +81,11 @@ class PodSpeed:
         if self._observed_s is None or now_s - self._observed_s > OBSERVATION_S:
             return False
         return self._observations >= ENOUGH_OBSERVATIONS
+
+    @property
+    def known_until_s(self) -> float:
+        """When `is_known` ends to be so if nothing more is heard, once it is."""
+        return math.inf if self._reported is not None or self._observed_s is None else self._observed_s + OBSERVATION_S
 
     def report(self, cost: StepCost) -> None:
         """The pod's own constants; ignored while it knows none."""

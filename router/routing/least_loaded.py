@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from router.routing.pick import decide, load, lowest
 from router.routing.types import Decision, PodView, RequestInfo
+from router.routing.wide import WidePods, WidePolicy
 
 
-class LeastLoaded:
+class LeastLoaded(WidePolicy):
     """Knows nothing of prefixes: the baseline a cache-aware policy has to beat."""
 
     name = "least_loaded"
@@ -17,3 +18,7 @@ class LeastLoaded:
         """See `Policy.choose`; scores are loads in tokens."""
         scores = [load(pod) for pod in pods]
         return decide(self.name, pods, lowest(request, pods, scores), scores if explain else ())
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`."""
+        return pods.decision(self.name, pods.lowest(request, pods.load(request.now_s)))

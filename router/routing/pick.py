@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from router.routing.types import Decision, PodScore, PodView, RequestInfo
+from router.routing.types import Decision, PodId, PodScore, PodView, RequestInfo
 
 Parts = Sequence[Mapping[str, float]]
 
@@ -27,9 +27,13 @@ def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float
     best = min(scores)
     if scores.count(best) == 1:
         return scores.index(best)
-    tied = [i for i, score in enumerate(scores) if score == best]
+    return by_hash(request, [(pods[i].pod_id, i) for i, score in enumerate(scores) if score == best])
+
+
+def by_hash(request: RequestInfo, tied: Sequence[tuple[PodId, int]]) -> int:
+    """Of pods with their places, the place of the one that the request's deepest key falls to."""
     seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
-    return max(tied, key=lambda i: (xxh3_64_intdigest(pods[i].pod_id.encode(), seed), pods[i].pod_id))
+    return max([(xxh3_64_intdigest(pod_id.encode(), seed), pod_id, place) for pod_id, place in tied])[2]
 
 
 def decide(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import PodSpeed, decode_s, further_steps, prefill_s
+from router.routing.latency import PodSpeed, decode_s, further_steps, prefill_s, step_left_s
+from router.routing.row import EARLY_S, PodRow, fullness
 from router.routing.types import PodId, PodView
 
 FRESH_S = 3.0
@@ -30,6 +32,8 @@ class _Sent:
     sent_s: float
     due_s: float
     """When its prefill should end."""
+    promised_s: float
+    """The same, as it was thought when it was sent."""
     streams: bool
     was_alone: bool
     """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
@@ -48,7 +52,7 @@ class PodState:
         "_context_tokens",
         "_decoding",
         "_free_at_s",
-        "_next_step_counted",
+        "_joins_until_s",
         "_others",
         "_others_until_s",
         "_pending",
@@ -57,6 +61,10 @@ class PodState:
         "_report",
         "_reported_s",
         "_speed",
+        "_stepped_s",
+        "_waiting_since_s",
+        "_watchers",
+        "_weight",
     )
 
     def __init__(self) -> None:
@@ -66,10 +74,12 @@ class PodState:
         self._pending_tokens = 0
         self._context_tokens = 0
         self._free_at_s = 0.0
+        self._stepped_s = -math.inf
+        """When a first token or the end of an answer last came, and with it the end of a step."""
         self._prefilled: deque[tuple[float, int]] = deque()
         """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
-        self._next_step_counted = False
-        """Whether what waits includes requests for the step after the running one, which they share."""
+        self._joins_until_s = -math.inf
+        """When the last step begins that is reckoned for what waits: what is sent before then shares it."""
         self._speed = PodSpeed()
         self._report: LoadReport | None = None
         self._reported_s = 0.0
@@ -77,6 +87,10 @@ class PodState:
         """Share of the last report that this gateway did not send."""
         self._others_until_s = 0.0
         """When the others' prefill should end."""
+        self._waiting_since_s = math.inf
+        """When the first of the reports came that, without a break, say that requests wait; infinite: none does."""
+        self._watchers: tuple[set[PodState], ...] = ()
+        self._weight = 1.0
 
     def __repr__(self) -> str:
         return f"PodState(pending={len(self._pending)}, decoding={len(self._decoding)}, cost={self.cost})"
@@ -85,6 +99,29 @@ class PodState:
     def cost(self) -> StepCost:
         """The pod's constants, as far as known."""
         return self._speed.cost
+
+    @property
+    def weight(self) -> float:
+        """See `PodView`."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        if weight != self._weight:
+            self._weight = weight
+            self._tell()
+
+    def watch(self, changed: set[PodState]) -> None:
+        """Have this pod added to `changed` whenever its row changes but for the passing of time."""
+        self._watchers = (*self._watchers, changed)
+
+    def unwatch(self, changed: set[PodState]) -> None:
+        """End that."""
+        self._watchers = tuple(watcher for watcher in self._watchers if watcher is not changed)
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed.add(self)
 
     def sent(
         self,
@@ -99,9 +136,13 @@ class PodState:
         """A request goes to the pod. Pass `streams=False` where the first byte of the answer is not its first token."""
         self.finished(request_id, now_s=now_s)
         work_s = self._work_s(uncached_tokens, prompt_tokens)
-        if not self._pending or not self._next_step_counted:
-            self._next_step_counted = bool(self._pending)
-            self._free_at_s = max(self._free_at_s, now_s) + self._step_s()
+        if not self._pending or now_s >= self._joins_until_s:
+            step_s = self._step_s()
+            begins_s = max(self._free_at_s, now_s)
+            if self._pending or self._decoding:
+                begins_s = max(begins_s, now_s + step_left_s(step_s, now_s - self._stepped_s))
+            self._joins_until_s = begins_s
+            self._free_at_s = begins_s + step_s
         self._free_at_s = max(self._free_at_s, now_s) + work_s
         self._pending_tokens += uncached_tokens
         self._pending[request_id] = _Sent(
@@ -111,19 +152,23 @@ class PodState:
             work_s,
             now_s,
             self._free_at_s,
+            self._free_at_s,
             streams,
             not self._pending,
         )
+        self._tell()
 
     def first_token(self, request_id: str, *, now_s: float, cached_tokens: int | None = None) -> None:
         """The first token came; `cached_tokens` as the pod counted them. Ignored for a request not waited for."""
         request = self._pending.get(request_id)
         if request is None:
             return
+        self._tell()
         if not request.streams:  # the whole answer is there: its prefill is done, only not known since when
             self._withdraw(request_id, request, now_s)
             return
         del self._pending[request_id]
+        self._stepped_s = now_s
         self._start_decoding(request_id, request)
         uncached = request.uncached_tokens if cached_tokens is None else request.prompt_tokens - cached_tokens
         if request.was_alone and self._others_until_s <= request.sent_s:  # else the time is partly others'
@@ -131,7 +176,7 @@ class PodState:
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
-        self._next_step_counted = False
+        self._joins_until_s = now_s
         for waiting in self._pending.values():
             waiting.work_s = self._work_s(waiting.uncached_tokens, waiting.prompt_tokens)
             self._free_at_s += waiting.work_s
@@ -139,8 +184,10 @@ class PodState:
 
     def finished(self, request_id: str, *, now_s: float) -> None:
         """The request has left the pod, however it ended. May be called again."""
+        self._tell()
         if (request := self._decoding.pop(request_id, None)) is not None:
             self._context_tokens -= request.context_tokens
+            self._step_ended(now_s)
         elif (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
             if request.streams and request.due_s < now_s:
@@ -149,8 +196,10 @@ class PodState:
 
     def report(self, load: LoadReport, *, now_s: float) -> None:
         """A load report of the pod."""
+        self._tell()
         self._settle(now_s)
         self._report, self._reported_s = load, now_s
+        self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
         self._speed.report(load.cost)
         self._reprice(now_s)
         self._forget_prefilled(now_s)
@@ -164,7 +213,8 @@ class PodState:
         )
         self._others_until_s = now_s + self._queued_s(others_tokens)
         unseen_s = sum(r.work_s for r in self._pending.values() if now_s - r.sent_s < REPORT_LAG_S)
-        self._free_at_s = min(self._free_at_s, now_s + self._queued_s(load.uncached_tokens) + unseen_s)
+        steps_s = (1 + (self._joins_until_s > now_s)) * self._step_s() if self._pending else 0.0
+        self._free_at_s = min(self._free_at_s, now_s + self._queued_s(load.uncached_tokens) + unseen_s + steps_s)
         self._others = LoadReport(
             running=others,
             uncached_tokens=others_tokens,
@@ -191,12 +241,108 @@ class PodState:
             decoding,
             self._context_tokens,
             free_at_s,
-            speed.cost,
-            not speed.is_known(now_s),
+            cost=speed.cost,
+            cost_is_prior=not speed.is_known(now_s),
+            stepped_s=self._stepped_s,
         )
         if self._report is not None:
             self._add_reported(view, self._report, now_s)
         return view
+
+    def row(self, now_s: float) -> PodRow[float]:
+        """The pod as `view` has it, before what time does to it."""
+        self._settle(now_s)
+        pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self._speed
+        in_flight = pending + decoding
+        due_s = next((request.due_s for request in self._pending.values() if request.streams), math.inf)
+        until_s = self._pending_until_s()
+        is_known = speed.is_known(now_s)
+        if is_known:
+            until_s = min(until_s, speed.known_until_s - EARLY_S)
+        others_until_s, trust, span_s, others_uncached, full = -math.inf, 0.0, 1.0, 0.0, 0.0
+        report, others = self._report, self._others
+        if report is not None and (trust := self._trust(now_s)):
+            until_s = min(until_s, self._reported_s + FRESH_S - EARLY_S) if trust == 1 else -math.inf
+            if report.blocks_free < report.blocks_total:
+                full = fullness(trust * min(1.0, 1 - report.blocks_free / report.blocks_total))
+            in_flight += round(trust * others.running)
+            decoding += round(trust * others.decoding)
+            context += round(trust * others.context_tokens)
+            others_until_s = self._others_until_s
+            span_s = max(others_until_s - self._reported_s, 1e-9)
+            others_uncached = trust * others.uncached_tokens
+        return PodRow(
+            self._free_at_s,
+            due_s,
+            self._step_s() if pending else 0.0,
+            others_until_s,
+            trust,
+            span_s,
+            others_uncached,
+            self._pending_tokens,
+            in_flight,
+            decoding,
+            context,
+            self._stepped_s,
+            full,
+            speed.cost.token_s,
+            self._weight,
+            not is_known,
+            until_s,
+        )
+
+    def _pending_until_s(self) -> float:
+        """When the next request counts as decoding without its first token seen."""
+        for request in self._pending.values():
+            return math.inf if request.streams else request.due_s
+        return math.inf
+
+    def queue_s(self, now_s: float) -> float:
+        """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""
+        free_at_s = self._free_at_s
+        if self._pending:
+            self._settle(now_s)
+            free_at_s = self._overdue_free_at_s(now_s)
+        wait_s = max(0.0, free_at_s - now_s)
+        if self._others_until_s > now_s:
+            wait_s += self._trust(now_s) * (self._others_until_s - now_s)
+        return wait_s
+
+    def knows_speed(self, now_s: float) -> bool:
+        """Whether the pod, or what it answered, has told how fast it is; else `queue_s` rests on a prior."""
+        return self._speed.is_known(now_s)
+
+    def lateness_s(self, now_s: float) -> float:
+        """Seconds since the oldest request without a first token should have had it, as was thought when it was sent;
+        0 where that is less than half of the time it was to take."""
+        for oldest in self._pending.values():
+            late_s = now_s - oldest.promised_s
+            is_late = oldest.streams and late_s > 0.5 * (oldest.promised_s - oldest.sent_s)
+            return late_s if is_late else 0.0
+        return 0.0
+
+    def waiting(self, now_s: float) -> int:
+        """Requests that have no first token yet: this gateway's, or more where a report says so."""
+        if self._report is None or now_s - self._reported_s >= FRESH_S:
+            return len(self._pending)
+        return max(len(self._pending), self._report.waiting)
+
+    def backed_up_s(self, now_s: float) -> float:
+        """Seconds for which every report has said that requests wait; 0 where the last says no, or is old."""
+        if now_s - self._reported_s >= FRESH_S:
+            return 0.0
+        return max(0.0, now_s - self._waiting_since_s)
+
+    def requests(self, now_s: float) -> int:
+        """Requests on the pod, those of other gateways included as far as it reports them."""
+        return len(self._pending) + len(self._decoding) + round(self._trust(now_s) * self._others.running)
+
+    def _trust(self, now_s: float) -> float:
+        """How much the last report counts: 1 while it is fresh, 0 once it is stale, and where there is none."""
+        age_s = now_s - self._reported_s
+        if self._report is None or age_s >= STALE_S:
+            return 0.0
+        return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
 
     def _overdue_free_at_s(self, now_s: float) -> float:
         """A pod that keeps a request waiting past its time is taken to need as long again, and a step.
@@ -212,10 +358,9 @@ class PodState:
 
     def _add_reported(self, view: PodView, report: LoadReport, now_s: float) -> None:
         """Add to `view` what the last report says beyond this gateway's own requests; the older, the less it counts."""
-        age_s = now_s - self._reported_s
-        if age_s >= STALE_S:
+        trust = self._trust(now_s)
+        if not trust:
             return
-        trust = 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
         if report.blocks_free < report.blocks_total:
             view.kv_used = trust * min(1.0, 1 - report.blocks_free / report.blocks_total)
         others = self._others
@@ -270,6 +415,22 @@ class PodState:
                 return
             del self._pending[request_id]
             self._start_decoding(request_id, request)
+
+    def _step_ended(self, now_s: float) -> None:
+        """A step has ended with no first token of this gateway: what was sent while it ran begins with the next."""
+        began_s, self._stepped_s = max(self._stepped_s, now_s - self._step_s()), now_s
+        unbegun: list[_Sent] = []
+        for request in reversed(self._pending.values()):
+            if request.sent_s <= began_s:
+                break
+            unbegun.append(request)
+        if unbegun:
+            self._joins_until_s = now_s
+            due_s = now_s + self._step_s()
+            for request in reversed(unbegun):
+                due_s += request.work_s
+                request.due_s = max(request.due_s, due_s)
+            self._free_at_s = max(self._free_at_s, due_s)
 
     def _forget_prefilled(self, now_s: float) -> None:
         while self._prefilled and now_s - self._prefilled[0][0] >= REPORT_LAG_S:

@@ -8,9 +8,10 @@ from router.routing.least_loaded import LeastLoaded
 from router.routing.pick import decide
 from router.routing.ring import Rings, position
 from router.routing.types import Decision, PodView, RequestInfo
+from router.routing.wide import WidePods, WidePolicy
 
 
-class PrefixHash:
+class PrefixHash(WidePolicy):
     """The ring's owner of the key at `depth_strides`, or of the deepest key of a shorter prompt.
 
     A prompt without a key shares no prefix: it goes to the least loaded pod.
@@ -34,3 +35,10 @@ class PrefixHash:
         order = list(self._rings.successors(key, pods))
         scores = [float(order.index(pod.pod_id)) for pod in pods]
         return decide(self.name, pods, scores.index(0.0), scores)
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`."""
+        if not request.keys:
+            return pods.decision(self.name, self._keyless.choose_wide(request, pods).pod)
+        key = request.keys[: self._depth_strides][-1]
+        return pods.decision(self.name, next(self._rings.successors_wide(key, pods)))

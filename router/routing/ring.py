@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
 from uhashring import HashRing
 from xxhash import xxh3_64_intdigest
 
 from engine.contract.keys import PrefixKey
 from router.routing.types import PodId, PodView
+from router.routing.wide import Floats, PodTable, WidePods
 
 VNODES = 100
 """Points on the ring of a pod of weight 1: shares of equal pods then differ by about 10 %."""
@@ -22,17 +24,32 @@ class Rings:
 
     def __init__(self) -> None:
         self._rings: dict[frozenset[tuple[PodId, float]], HashRing] = {}
+        self._wide: tuple[PodTable, Floats, HashRing] | None = None
+        """The table a ring was last asked for, its weights then, and the ring."""
 
     def owner(self, key: PrefixKey, pods: Sequence[PodView]) -> PodId:
         """The first pod at or after `key` on the ring."""
-        return PodId(self._ring(pods).get_node(str(key)))
+        return PodId(self._ring_of(pods).get_node(str(key)))
 
     def successors(self, key: PrefixKey, pods: Sequence[PodView], count: int | None = None) -> Iterator[PodId]:
         """Distinct pods in ring order from `key`: all, or the first `count`."""
-        return islice((PodId(name) for name in self._ring(pods).iterate_nodes(str(key))), count)
+        return islice((PodId(name) for name in self._ring_of(pods).iterate_nodes(str(key))), count)
 
-    def _ring(self, pods: Sequence[PodView]) -> HashRing:
-        weights = frozenset([(pod.pod_id, pod.weight) for pod in pods])
+    def successors_wide(self, key: PrefixKey, pods: WidePods) -> Iterator[int]:
+        """As `successors`: rows."""
+        weights, wide = pods.columns.weight, self._wide
+        if wide is None or wide[0] is not pods.table or not np.array_equal(wide[1], weights):
+            of_pods = zip(pods.table.ids, weights.tolist(), strict=True)
+            wide = self._wide = (pods.table, weights.copy(), self._ring(frozenset(of_pods)))
+        for name in wide[2].iterate_nodes(str(key)):
+            row = pods.table.row(PodId(name))
+            assert row is not None
+            yield row
+
+    def _ring_of(self, pods: Sequence[PodView]) -> HashRing:
+        return self._ring(frozenset([(pod.pod_id, pod.weight) for pod in pods]))
+
+    def _ring(self, weights: frozenset[tuple[PodId, float]]) -> HashRing:
         ring = self._rings.pop(weights, None)
         if ring is None:
             while len(self._rings) >= _RINGS_KEPT:

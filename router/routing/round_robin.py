@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from router.routing.pick import decide
 from router.routing.types import Decision, PodView, RequestInfo
+from router.routing.wide import WidePods, WidePolicy
 
 
-class RoundRobin:
+class RoundRobin(WidePolicy):
     """The pod whose id follows the one chosen last. The place in the order survives changes of the set of pods."""
 
     name = "round_robin"
@@ -24,3 +26,10 @@ class RoundRobin:
             return decide(self.name, pods, order[0])
         scores = [float(order.index(i)) for i in range(len(pods))]
         return decide(self.name, pods, order[0], scores)
+
+    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
+        """See `WidePolicy.choose_wide`."""
+        ids = pods.table.ids
+        row = bisect_right(ids, self._last) % len(ids)
+        self._last = ids[row]
+        return pods.decision(self.name, row)

@@ -6,6 +6,7 @@ times as dear, and a decision makes a view for each pod.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
@@ -50,6 +51,8 @@ class PodView:
     """Tokens in the contexts of the decoding requests."""
     prefill_free_at_s: float = 0.0
     """Predicted time at which the pod's queued prefill ends; in the past for an idle pod."""
+    stepped_s: float = -math.inf
+    """When a step of the pod was last seen to end: a first token or the end of an answer came."""
     cost: StepCost = field(default_factory=StepCost)
     """Learnt constants of the pod; never all zero (a prior stands in until something is known)."""
     cost_is_prior: bool = False

@@ -15,12 +15,14 @@ class RequestRecord:
     """One finished request, as its log line has it. Times are milliseconds from the request's arrival."""
 
     request_id: str
+    tenant: str
     path: str
     model: str
     policy: str
     pod: str
     status: int
     attempts: int
+    breaks: int
     prompt_tokens_estimated: int
     cached_tokens_predicted: int
     cached_tokens: int | None

@@ -5,20 +5,18 @@ An engine is called `engine` and not `pod`: that label is the gateway's own wher
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-Labels = tuple[str | int, ...]
+from router.telemetry.collectors import Distribution, Tally
+from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
 
 TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 TTFT_ERROR_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body")
+"""Of connections: each is a series from the start, so that an increase is seen from the first one on."""
 DECISION_BUCKETS_S = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01)
 
 
@@ -27,6 +25,13 @@ class GaugeValues:
     """What is read at the moment of a scrape."""
 
     in_flight: int
+    body_bytes: int
+    answer_bytes: int
+    connections: int
+    connections_refused: Mapping[str, int]
+    """By reason."""
+    lacks: Mapping[str, int]
+    """By the name of the error."""
     pods_known: int
     pods_admitted: int
     engine_in_flight: Mapping[str, int]
@@ -34,6 +39,8 @@ class GaugeValues:
     engine_ejected: Mapping[str, bool]
     """Whether for failing requests, by pod id."""
     ejections: int
+    model_waiting: Mapping[str, int]
+    """Requests that wait, by model."""
     model_engines: Mapping[str, int]
     """Engines that take requests, by model."""
     discovery_synced: bool
@@ -46,57 +53,13 @@ class GaugeValues:
     registry_connected: bool
     registry_expired: bool
     registry_pods_synced: int
-
-
-class Tally(Collector):
-    """A counter by labels. What a request counts is kept here: the library's own counters lock, and cost five times."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        self._about = (name, text)
-        self._labels = labels
-        self.counts: defaultdict[Labels, int] = defaultdict(int)
-
-    def collect(self) -> Iterable[Metric]:
-        """See `Collector`."""
-        family = CounterMetricFamily(*self._about, labels=self._labels)
-        for labels, count in self.counts.items():
-            family.add_metric([str(label) for label in labels], count)
-        yield family
-
-
-class Distribution(Collector):
-    """A histogram by labels; as `Tally`."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> None:
-        """`buckets`: upper bounds, lowest first, without infinity."""
-        self._about = (name, text)
-        self._labels = labels
-        self._bounds = buckets
-        self._counts: dict[Labels, list[int]] = {}
-        """Observations in each bucket, not cumulative."""
-        self._sums: dict[Labels, float] = {}
-        if not labels:
-            self._add(())
-
-    def _add(self, labels: Labels) -> list[int]:
-        self._sums[labels] = 0.0
-        self._counts[labels] = [0] * (len(self._bounds) + 1)
-        return self._counts[labels]
-
-    def observe(self, value: float, labels: Labels = ()) -> None:
-        """One more value."""
-        counts = self._counts.get(labels) or self._add(labels)
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[labels] += value
-
-    def collect(self) -> Iterable[Metric]:
-        """See `Collector`."""
-        family = HistogramMetricFamily(*self._about, labels=self._labels)
-        bounds = [*map(repr, self._bounds), "+Inf"]
-        for labels, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([str(label) for label in labels], buckets, self._sums[labels])
-        yield family
+    registry_refused: int
+    """Messages that could not be believed."""
+    registry_unknown: int
+    """Messages of a version that is not known here."""
+    limits_alone: bool = False
+    usage_log_pending_bytes: int = 0
+    usage_log_lost: int = 0
 
 
 class Metrics:
@@ -156,24 +119,96 @@ class Metrics:
             (),
             DECISION_BUCKETS_S,
         )
+        self._queue = Distribution(
+            "warmroute_gateway_queue_seconds",
+            "Seconds that requests waited for an engine with room; those that did not have to are not counted",
+            (),
+            QUEUE_BUCKETS_S,
+        )
+        self._queue_refused = Tally(
+            "warmroute_gateway_queue_refused",
+            "Requests that were refused because they would have waited too long (late; slo: for the time that their "
+            "client gave), had no place in the queue (full), lost it to a more urgent one (shed), found no engine in "
+            "time (asleep), or waited when the gateway stopped (stopping)",
+            ("reason",),
+        )
         self._unserved = Tally(
             "warmroute_gateway_unserved", "Requests for a known model that no engine served at the moment", ("model",)
         )
         self._unauthorized = Tally("warmroute_gateway_unauthorized", "Requests without a valid API key", ())
         self._unauthorized.counts[()] = 0
+        self._refused = Tally(
+            "warmroute_gateway_connections_refused",
+            "Connections of clients that were refused (connections: too many, short: see lacks) or cut because the "
+            "client was late (handshake: to agree on TLS, head: with a request's headers, write: to take an answer, "
+            "closing: to leave) or sent on and on (body: one that was refused)",
+            ("reason",),
+        )
+        self._refused.counts |= {(reason,): 0 for reason in REFUSAL_REASONS}
+        self._lacks = Tally(
+            "warmroute_gateway_lacks",
+            "Connections that could not be made for want of descriptors, memory or ports of this machine, by error",
+            ("error",),
+        )
+        self._resumed = Tally(
+            "warmroute_gateway_broken_attempts",
+            "Streams that an engine broke after their first byte, by what followed for the client (resumed: the rest "
+            "from another engine, ended: every token was there, failed: no other engine gave the rest; off: none is "
+            "asked; request, answer, size, engine: what stands against asking one)",
+            ("then",),
+        )
+        for then in ("resumed", "ended", "failed", "off", "request", "answer", "size", "engine"):
+            self._resumed.counts[then,] = 0
+        self._hedges = Tally(
+            "warmroute_gateway_hedges",
+            "Requests whose first engine was silent for so long that a second one was to be asked, by what the second "
+            "did (won: its answer was passed on, lost: the first one's was, or none; refused: it was not asked, as no "
+            "other engine had room or 2 % of requests had a second one)",
+            ("outcome",),
+        )
+        self._hedges.counts |= {(outcome,): 0 for outcome in ("won", "lost", "refused")}
         self._ejections = Tally(
             "warmroute_gateway_ejections", "Times that an engine was ejected because it only failed requests", ()
         )
         self._discovery_errors = Tally("warmroute_gateway_discovery_errors", "Failed looks for engines", ())
+        self._registry_refused = Tally(
+            "warmroute_gateway_registry_refused",
+            "Registry messages of engines that were refused whole: cut, or with absurd numbers",
+            (),
+        )
+        self._registry_unknown = Tally(
+            "warmroute_gateway_registry_unknown",
+            "Registry messages of engines of another release that were passed over: their version is not known here",
+            (),
+        )
         self._relists = Tally(
             "warmroute_gateway_discovery_relists", "Complete looks for engines, by what led to them", ("reason",)
         )
         for collector in (
             *(self._requests, self._first_byte, self._decision, self._tokens, self._ttft_error),
             *(self._shadow_decisions, self._shadow_tokens, self._shadow_ttft, self._shadow_time),
-            *(self._unserved, self._unauthorized, self._ejections, self._discovery_errors, self._relists),
+            *(
+                self._queue,
+                self._queue_refused,
+                self._refused,
+                self._lacks,
+                self._unserved,
+                self._unauthorized,
+                self._resumed,
+                self._hedges,
+                self._ejections,
+                self._discovery_errors,
+                self._relists,
+                self._registry_refused,
+                self._registry_unknown,
+            ),
         ):
             registry.register(collector)
+        self.tenants = TenantMetrics(registry)
+        self._usage_log_lost = Tally(
+            "warmroute_gateway_usage_log_lost", "Lines of the usage log that were lost, as it could not be written", ()
+        )
+        registry.register(self._usage_log_lost)
         self._engine_in_flight = Gauge(
             "warmroute_gateway_engine_in_flight",
             "Requests in flight on an engine, from here",
@@ -192,8 +227,19 @@ class Metrics:
             ("model",),
             registry=registry,
         )
+        self._model_waiting = Gauge(
+            "warmroute_gateway_queue_requests",
+            "Requests for a known model that wait here because its engines are saturated, or because there are none",
+            ("model",),
+            registry=registry,
+        )
         self._retries = Counter(
             "warmroute_gateway_retries", "Attempts that failed before the first byte", ("reason",), registry=registry
+        )
+        self._retries_refused = Counter(
+            "warmroute_gateway_retries_refused",
+            "Further attempts that were not made because too many were under way: a fifth of the requests in flight",
+            registry=registry,
         )
         self._broken = Counter(
             "warmroute_gateway_broken_streams", "Answers that broke after their first byte", registry=registry
@@ -207,6 +253,12 @@ class Metrics:
             name: Gauge(f"warmroute_gateway_{name}", text, registry=registry)
             for name, text in (
                 ("in_flight", "Requests in flight"),
+                ("body_bytes", "Bytes of the bodies of requests in flight"),
+                (
+                    "answer_bytes",
+                    "Bytes of answers that are kept until they are whole, or until their clients take them",
+                ),
+                ("connections", "Connections of clients that are open"),
                 ("pods_known", "Engines that were identified, ejected ones included"),
                 ("pods_admitted", "Engines that take requests"),
                 ("discovery_synced", "1 once a complete set of engines was found"),
@@ -215,6 +267,8 @@ class Metrics:
                 ("registry_connected", "1 while Redis answers"),
                 ("registry_expired", "1 while every lease has run out"),
                 ("registry_pods_synced", "Pods whose registry entries are current"),
+                ("limits_alone", "1 while tenants' limits are kept without Redis, each gateway its share"),
+                ("usage_log_pending_bytes", "Bytes of the usage log that are not written yet"),
             )
         }
 
@@ -269,6 +323,14 @@ class Metrics:
         error_s = actual_s - predicted_s
         self._ttft_error.observe(abs(error_s), ("late",) if error_s > 0 else ("early",))
 
+    def queued(self, seconds: float) -> None:
+        """Observe how long a request waited for an engine with room, in vain or not."""
+        self._queue.observe(seconds)
+
+    def queue_refused(self, reason: str) -> None:
+        """Count a request that was refused because the engines are saturated."""
+        self._queue_refused.counts[reason,] += 1
+
     def unserved(self, model: str) -> None:
         """Count a request for a known model that no engine serves. Give no name that a client made up."""
         self._unserved.counts[model,] += 1
@@ -280,6 +342,18 @@ class Metrics:
     def retried(self, reason: str) -> None:
         """Count an attempt that failed before the first byte."""
         self._retries.labels(reason).inc()
+
+    def retry_refused(self) -> None:
+        """Count a further attempt that there was no budget for."""
+        self._retries_refused.inc()
+
+    def hedged(self, outcome: str) -> None:
+        """Count a request whose first pod was silent for long, by what its second one did."""
+        self._hedges.counts[outcome,] += 1
+
+    def attempt_broke(self, then: str) -> None:
+        """Count a stream that a pod broke, by what followed."""
+        self._resumed.counts[then,] += 1
 
     def broke(self) -> None:
         """Count an answer that broke after its first byte."""
@@ -303,11 +377,17 @@ class Metrics:
             (self._engine_in_flight, values.engine_in_flight),
             (self._engine_ejected, values.engine_ejected),
             (self._model_engines, values.model_engines),
+            (self._model_waiting, values.model_waiting),
         ):
             family.clear()
             for label, count in counts.items():
                 family.labels(label).set(count)
         self._ejections.counts[()] = values.ejections
+        self._registry_refused.counts[()] = values.registry_refused
+        self._usage_log_lost.counts[()] = values.usage_log_lost
+        self._registry_unknown.counts[()] = values.registry_unknown
         self._discovery_errors.counts[()] = values.discovery_errors
+        self._refused.counts.update({(reason,): count for reason, count in values.connections_refused.items()})
+        self._lacks.counts.update({(error,): count for error, count in values.lacks.items()})
         self._relists.counts.update({(reason,): count for reason, count in values.discovery_relists.items()})
         return generate_latest(self._registry)

@@ -1,11 +1,11 @@
-"""The gateway's CPU time per streamed request beside a bare aiohttp proxy's, and the latency each adds.
+"""The gateway's CPU time per request beside a bare aiohttp proxy's, and the latency each adds.
 
     python -m tests.bench.bench_gateway
 
 Four kinds of process on one machine, all on uvloop: scripted engines (one process, a port for each, raw protocol),
 the gateway, the bare proxy of this file, and a load client (raw protocol). Each repeat measures both in turn, in either
-order. CPU is the process's own user and system time. Prompts have 8 KB, 6 KB of it one of eight shared prefixes;
-answers have 20 chunks, 2 ms apart.
+order. CPU is the process's own user and system time. Prompts have 8 KB, 6 KB of it one of eight shared prefixes.
+Answers are one JSON text; a stream of 20 chunks that come together, or of 100; or of 20 chunks, 2 ms apart.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import argparse
 import asyncio
 import contextlib
 import json
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import cast
 
 import aiohttp
@@ -29,8 +33,11 @@ import uvloop
 from aiohttp import web
 
 MODULE = "tests.bench.bench_gateway"
-CHUNKS = 20
-GAP_S = 0.002
+KINDS = {"json": (0, 0.0), "stream": (20, 0.0), "long": (100, 0.0), "spread": (20, 0.002)}
+"""Chunks of an answer (0: no stream), and the seconds between them."""
+AIMS_US = {"json": (200, 135), "stream": (260, 185)}
+"""For the gateway, and what the bare proxy needs on the machine that they were set on."""
+FURTHER_CHUNK_AIM_US = 6.0
 PROMPT_BYTES = 8192
 SHARED_BYTES = 6144
 PREFIXES = 8
@@ -39,6 +46,11 @@ EVENT = (
     + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {"content": "token"}}]}).encode()
     + b"\n\n"
 )
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+ABOUT = b"HTTP/1.1 200 OK\r\nx-warmroute-cached-tokens: 1536\r\nx-warmroute-prompt-tokens: 2048\r\n"
+STREAM_HEAD = ABOUT + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TEXT = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "message": {"content": "token" * 20}}]}).encode()
+WHOLE = ABOUT + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(TEXT), TEXT)
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
 
 
@@ -70,22 +82,23 @@ class Engine(asyncio.Protocol):
             about = b"x-warmroute-pod: %b\r\nx-warmroute-epoch: 1\r\ncontent-type: application/json\r\n" % self.pod
             self.transport.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (about, len(MODELS), MODELS))
             return
+        start = lower.find(b"x-kind: ")
+        self.chunks, self.gap_s = KINDS[lower[start + 8 :].partition(b"\r\n")[0].decode()] if start >= 0 else (20, 0.0)
         self.chunk(0)
 
     def chunk(self, i: int) -> None:
         if self.transport.is_closing():
             return
-        data = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
-        if i == 0:
-            data = (
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-warmroute-cached-tokens: 1536\r\n"
-                b"x-warmroute-prompt-tokens: 2048\r\ntransfer-encoding: chunked\r\n\r\n" + data
-            )
-        if i == CHUNKS - 1:
-            data += b"0\r\n\r\n"
+        if not self.chunks:
+            self.transport.write(WHOLE)
+            return
+        self.transport.write(STREAM_HEAD + CHUNK if i == 0 else CHUNK)
+        if i == self.chunks - 1:
+            self.transport.write(b"0\r\n\r\n")
+        elif self.gap_s:
+            asyncio.get_running_loop().call_later(self.gap_s, self.chunk, i + 1)
         else:
-            asyncio.get_running_loop().call_later(GAP_S, self.chunk, i + 1)
-        self.transport.write(data)
+            self.chunk(i + 1)
 
 
 async def run_engines(pods: int) -> None:
@@ -180,8 +193,8 @@ class Client(asyncio.Protocol):
                 self.load.error = repr(data[:300])
                 self.load.done.set()
             self.load.first_byte_s.append(self.load.clock() - self.sent_s)
-        self.tail = self.tail[-4:] + data
-        if self.tail.endswith(b"0\r\n\r\n"):
+        self.tail = self.tail[-8:] + data
+        if self.tail.endswith((b"0\r\n\r\n", TEXT[-8:])):
             self.load.total_s.append(self.load.clock() - self.sent_s)
             self.send()
 
@@ -189,8 +202,9 @@ class Client(asyncio.Protocol):
 class Load:
     """A closed loop of `connections` clients over `count` requests."""
 
-    def __init__(self, count: int, connections: int) -> None:
+    def __init__(self, count: int, connections: int, kind: str) -> None:
         self.left = count
+        self.kind = kind
         self.first_byte_s: list[float] = []
         self.total_s: list[float] = []
         self.open = connections
@@ -204,10 +218,10 @@ class Load:
         self.left -= 1
         shared = f"system prompt number {self.left % PREFIXES} ".ljust(SHARED_BYTES, "s")
         text = (shared + f"question {self.left} ").ljust(PROMPT_BYTES, "q")
-        fields = {"model": "m", "stream": True, "messages": [{"role": "user", "content": text}]}
+        fields = {"model": "m", "stream": KINDS[self.kind][0] > 0, "messages": [{"role": "user", "content": text}]}
         body = json.dumps(fields).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nAccept: */*\r\n"
-        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        return f"{head}X-Kind: {self.kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     def end(self, client: Client) -> None:
         self.open -= 1
@@ -215,10 +229,10 @@ class Load:
             self.done.set()
 
 
-async def run_load(url: str, count: int, connections: int) -> None:
-    """Send the requests; prints the medians in milliseconds as JSON."""
+async def run_load(url: str, count: int, connections: int, kind: str) -> None:
+    """Send the requests; prints the medians, and the whole answer's p99, in milliseconds as JSON."""
     host, port = url.removeprefix("http://").split(":")
-    load = Load(count, connections)
+    load = Load(count, connections, kind)
     loop = asyncio.get_running_loop()
     for _ in range(connections):
         await loop.create_connection(lambda: Client(load), host, int(port))
@@ -227,7 +241,8 @@ async def run_load(url: str, count: int, connections: int) -> None:
     assert load.error is None, load.error
     assert len(load.total_s) == count, f"{count - len(load.total_s)} requests were cut off"
     first, total = statistics.median(load.first_byte_s), statistics.median(load.total_s)
-    print(json.dumps({"first_byte_ms": 1e3 * first, "total_ms": 1e3 * total}), flush=True)
+    p99 = sorted(load.total_s)[int(0.99 * count)]
+    print(json.dumps({"first_byte_ms": 1e3 * first, "total_ms": 1e3 * total, "p99_ms": 1e3 * p99}), flush=True)
 
 
 # -- the comparison -------------------------------------------------------------------------------------------------
@@ -236,12 +251,44 @@ async def run_load(url: str, count: int, connections: int) -> None:
 @contextlib.contextmanager
 def started(*command: str) -> Iterator[tuple[str, psutil.Process]]:
     """A server process; its address, as it prints it, and the process."""
-    with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("listening on "), f"{command} did not start"
             yield line.removeprefix("listening on ").strip(), psutil.Process(process.pid)
+        finally:
+            process.kill()
+
+
+OTHERS = {
+    "sglang-router": ("-m", "sglang_router.launch_router", "--policy", "cache_aware", "--host", "127.0.0.1"),
+    "vllm-router": ("-m", "vllm_router.launch_router", "--policy", "cache_aware", "--host", "127.0.0.1"),
+}
+"""How each is started, by the name of its package."""
+
+
+@contextlib.contextmanager
+def other_router(name: str, engines: list[str]) -> Iterator[tuple[str, psutil.Process]]:
+    """Another router in front of the engines; its address and its process. Installs it where it is not there yet."""
+    home = Path(tempfile.gettempdir()) / f"warmroute-bench-{name}"
+    python = home / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", home], check=True)
+        subprocess.run([python, "-m", "pip", "--quiet", "install", name], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, *OTHERS[name], "--port", str(port), "--worker-urls", *engines]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            for _ in range(300):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+                assert process.poll() is None, f"{name} did not start"
+                time.sleep(0.1)
+            yield url, psutil.Process(process.pid)
         finally:
             process.kill()
 
@@ -256,10 +303,10 @@ def wait_ready(url: str, pods: int) -> None:
     raise AssertionError("the gateway is not ready")
 
 
-def measure(url: str, process: psutil.Process | None, count: int, connections: int) -> dict[str, float]:
+def measure(url: str, process: psutil.Process | None, count: int, connections: int, kind: str) -> dict[str, float]:
     """One run of the load client: its medians, and CPU microseconds per request of `process`."""
     before = process.cpu_times() if process else None
-    command = [sys.executable, "-m", MODULE, "load", url, str(count), str(connections)]
+    command = [sys.executable, "-m", MODULE, "load", url, str(count), str(connections), kind]
     result: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     if process and before:
         after = process.cpu_times()
@@ -267,39 +314,68 @@ def measure(url: str, process: psutil.Process | None, count: int, connections: i
     return result
 
 
-def compare(repeats: int, count: int, policy: str, pods: int) -> None:
-    """Print the medians and the ratio."""
-    me = MODULE
-    with (
-        started(me, "engines", str(pods)) as (engines, _),
-        started(me, "bare", engines) as (bare_url, bare),
-        started("router", "--port", "0", "--engines", engines, "--policy", policy) as (gateway_url, gateway),
-    ):
-        arms = [("bare", bare_url, bare), ("gateway", gateway_url, gateway)]
-        wait_ready(gateway_url, pods)
-        for _, url, _ in arms:
-            measure(url, None, 200, 32)
-        cpu: dict[str, list[float]] = {"bare": [], "gateway": []}
-        for repeat in range(repeats):
-            for name, url, process in arms if repeat % 2 else reversed(arms):
-                cpu[name].append(measure(url, process, count, 32)["cpu_us"])
+def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]) -> None:
+    """Print the medians and the ratios, for each kind of answer."""
+    with contextlib.ExitStack() as running:
+        engines, _ = running.enter_context(started(sys.executable, "-m", MODULE, "engines", str(pods)))
+        python = (sys.executable, "-m")
+        arms = [
+            ("bare", *running.enter_context(started(*python, MODULE, "bare", engines))),
+            (
+                "gateway",
+                *running.enter_context(
+                    started(*python, "router", "--port", "0", "--engines", engines, "--policy", policy)
+                ),
+            ),
+            *((name, *running.enter_context(other_router(name, engines.split(",")))) for name in routers),
+        ]
+        wait_ready(arms[1][1], pods)
+        runs: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+        for kind in KINDS:
+            for _, url, _ in arms:
+                measure(url, None, 200, 32, kind)
+            for repeat in range(repeats):
+                for name, url, process in arms if repeat % 2 else reversed(arms):
+                    runs[name, kind].append(measure(url, process, count, 32, kind))
+            for name, _, _ in arms:
+                print(_row(name, kind, runs), flush=True)
+        _further_chunks([name for name, _, _ in arms], runs)
         direct = engines.split(",")[0]
-        urls = {"direct": direct, "bare": bare_url, "gateway": gateway_url}
-        alone: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+        alone: dict[str, list[dict[str, float]]] = defaultdict(list)
         for _ in range(3):
-            for name, url in urls.items():
-                alone[name].append(measure(url, None, 60, 1))
-    ratios = [g / b for g, b in zip(cpu["gateway"], cpu["bare"], strict=True)]
-    for name in ("bare", "gateway"):
-        print(f"{name:8} CPU {statistics.median(cpu[name]):6.0f} us per request (32 connections)")
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    print(f"ratio    {statistics.median(ratios):.2f} (median of {repeats}; {spread}; target 1.5)")
+            for name, url in [("direct", direct), *((name, url) for name, url, _ in arms)]:
+                alone[name].append(measure(url, None, 60, 1, "stream"))
     base = statistics.median(run["first_byte_ms"] for run in alone["direct"])
-    for name in ("bare", "gateway"):
+    for name, _, _ in arms:
         first = statistics.median(run["first_byte_ms"] for run in alone[name])
         print(
-            f"{name:8} adds {first - base:.2f} ms to the p50 of the first byte (one connection, {base:.2f} ms direct)"
+            f"{name:14} adds {first - base:.2f} ms to the p50 of the first byte (one connection, {base:.2f} ms direct)"
         )
+
+
+def _row(name: str, kind: str, runs: Mapping[tuple[str, str], list[dict[str, float]]]) -> str:
+    """CPU and p99 of one arm, and by pairs with the bare proxy's of the same repeat."""
+    mine, bare = runs[name, kind], runs["bare", kind]
+    ratios = {field: [m[field] / b[field] for m, b in zip(mine, bare, strict=True)] for field in ("cpu_us", "p99_ms")}
+    middle = {field: statistics.median(run[field] for run in mine) for field in ("cpu_us", "p99_ms")}
+    text = f"{kind:7} {name:14} CPU {middle['cpu_us']:6.0f} us a request, p99 {middle['p99_ms']:6.1f} ms"
+    if name == "bare":
+        return text
+    spread = f"{min(ratios['cpu_us']):.2f} to {max(ratios['cpu_us']):.2f}"
+    p99 = statistics.median(ratios["p99_ms"])
+    text += f"; of bare's: CPU {statistics.median(ratios['cpu_us']):.2f} ({spread}), p99 {p99:.2f}"
+    if name == "gateway" and kind in AIMS_US:
+        aim, bare_aim = AIMS_US[kind]
+        text += f" (aims {aim / bare_aim:.2f} and 1.5)"
+    return text
+
+
+def _further_chunks(names: list[str], runs: Mapping[tuple[str, str], list[dict[str, float]]]) -> None:
+    chunks = KINDS["long"][0] - KINDS["stream"][0]
+    for name in names:
+        pairs = zip(runs[name, "long"], runs[name, "stream"], strict=True)
+        each = statistics.median((long["cpu_us"] - short["cpu_us"]) / chunks for long, short in pairs)
+        print(f"{name:14} CPU {each:.1f} us for each further chunk (aim {FURTHER_CHUNK_AIM_US:g})")
 
 
 def main() -> None:
@@ -308,7 +384,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1500, help="per run")
     parser.add_argument("--policy", default="predicted_ttft")
-    parser.add_argument("--pods", type=int, default=4, help="engines behind both; a decision looks at each")
+    parser.add_argument("--pods", type=int, default=8, help="engines behind each; a decision looks at all")
+    parser.add_argument(
+        "--routers",
+        nargs="*",
+        default=[],
+        choices=sorted(OTHERS),
+        help="others to compare with: installed from PyPI into an environment of their own, under the temporary folder",
+    )
     roles = parser.add_subparsers(dest="role")
     roles.add_parser("engines").add_argument("pods", type=int)
     roles.add_parser("bare").add_argument("urls")
@@ -316,9 +399,10 @@ def main() -> None:
     load.add_argument("url")
     load.add_argument("count", type=int)
     load.add_argument("connections", type=int)
+    load.add_argument("kind", choices=KINDS)
     args = parser.parse_args()
     if args.role is None:
-        compare(args.repeats, args.requests, args.policy, args.pods)
+        compare(args.repeats, args.requests, args.policy, args.pods, args.routers)
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if args.role == "engines":
@@ -326,7 +410,7 @@ def main() -> None:
         elif args.role == "bare":
             runner.run(run_bare(args.urls.split(",")))
         else:
-            runner.run(run_load(args.url, args.count, args.connections))
+            runner.run(run_load(args.url, args.count, args.connections, args.kind))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from loadgen.demo.children import Children
-from loadgen.demo.stack import EMULATED_RUNNING, StackSpec, Steps, emulated_engines, start_stack
+from loadgen.demo.stack import EMULATED_RUNNING, StackSpec, Steps, emulated_engines, scratch_folder, start_stack
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.load.calibrate import measure_tokens_per_word
 from loadgen.load.client import Client
@@ -63,8 +63,8 @@ class Case:
 
 async def real(case: Case, logs: Path) -> tuple[ArmRun, Mapping[str, float]]:
     """The run, and the CPU seconds of each kind of process in it."""
-    with tempfile.TemporaryDirectory() as scratch, Children(logs) as children:
-        spec = StackSpec(case.pods, emulated_engines(case.profile), None, Path(scratch))
+    with scratch_folder() as scratch, Children(logs) as children:
+        spec = StackSpec(case.pods, emulated_engines(case.profile), None, scratch)
         url = await start_stack(spec, children, Steps(print))
         return await children.guard(loaded(case, url, children))
 

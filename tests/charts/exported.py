@@ -32,18 +32,31 @@ def gateway_text() -> str:
     )
     metrics.shadow_failed("predicted_ttft", "cache_aware")
     metrics.compared_shadows(1e-4)
+    metrics.queued(0.1)
+    metrics.queue_refused("late")
+    metrics.retry_refused()
     metrics.unserved("m")
     metrics.unauthorized()
+    metrics.tenants.answered("default", 200)
+    metrics.tenants.used("default", prompt=3, cached=2, output=1)
+    metrics.tenants.refused("default", "requests")
+    metrics.tenants.queued("default", 0.1)
     metrics.retried("connect")
     metrics.broke()
     metrics.fell_back()
     values = GaugeValues(
         in_flight=1,
+        body_bytes=1,
+        answer_bytes=1,
+        connections=1,
+        connections_refused={"head": 1},
+        lacks={"EMFILE": 1},
         pods_known=1,
         pods_admitted=1,
         engine_in_flight={"engine-1": 1},
         engine_ejected={"engine-1": True},
         ejections=1,
+        model_waiting={"m": 1},
         model_engines={"m": 1},
         discovery_synced=True,
         discovery_sync_age_seconds=1.0,
@@ -53,6 +66,8 @@ def gateway_text() -> str:
         registry_connected=True,
         registry_expired=False,
         registry_pods_synced=1,
+        registry_refused=1,
+        registry_unknown=1,
     )
     return metrics.render(values).decode()
 

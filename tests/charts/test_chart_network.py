@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.charts.chart import CHART, Helm, Object, containers, of_kind, pod_templates
+from tests.charts.chart import CHART, Helm, Object, RenderError, container, containers, named, of_kind, pod_templates
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class Party:
 
 
 PROMETHEUS = Party("monitoring", {"app.kubernetes.io/name": "prometheus"})
+IMPOSTOR = Party("tenant", {"app.kubernetes.io/name": "prometheus"})
 STRANGER = Party("ns", {"app": "stranger"})
 INGRESS = Party("ingress", {"app": "nginx"})
 NAMESPACE_LABELS = {"ingress": {"ingress": "true"}}
@@ -91,13 +92,15 @@ def test_who_reaches_whom(any_helm: Helm):
         (test, gateway, 8080),
         (STRANGER, gateway, 8080),
         (INGRESS, gateway, 8080),
-        (PROMETHEUS, engine, 8000),
+        (PROMETHEUS, engine, 9090),
         (PROMETHEUS, gateway, 9090),
+        (loadgen, gateway, 8081),
     ]
     forbidden = [
-        *((one, engine, 8000) for one in (engine, loadgen, test, redis, STRANGER, INGRESS)),
+        *((one, engine, 8000) for one in (engine, loadgen, test, redis, STRANGER, INGRESS, PROMETHEUS)),
         *((one, redis, 6379) for one in (loadgen, test, STRANGER, PROMETHEUS)),
-        *((one, gateway, 9090) for one in (STRANGER, INGRESS, engine)),
+        *((one, where, 9090) for one in (STRANGER, INGRESS, IMPOSTOR, loadgen) for where in (gateway, engine)),
+        *((one, gateway, 8081) for one in (STRANGER, INGRESS, PROMETHEUS, engine, test)),
         (redis, gateway, 8080),
         (redis, STRANGER, 80),
         (engine, STRANGER, 8000),
@@ -117,6 +120,32 @@ def test_clients_can_be_limited(any_helm: Helm):
     assert may(objects, chart["test"], gateway, 8080)
     assert not may(objects, STRANGER, gateway, 8080)
     assert may(objects, PROMETHEUS, gateway, 9090)
+
+
+def gateway_of(objects: list[Object]) -> tuple[Party, Object]:
+    template = named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"]
+    return parties(objects)["gateway"], container(template, "gateway")
+
+
+def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: Helm):
+    """On the network by a policy, and within the pod by the address it listens on; no Service leads there."""
+    closed = any_helm.render()
+    gateway, program = gateway_of(closed)
+    assert gateway.ports["admin"] == 8081
+    assert "--admin-port=8081" in program["args"]
+    assert not [argument for argument in program["args"] if argument.startswith("--admin-host")], "loopback"
+    assert not may(closed, INGRESS, gateway, 8081)
+    given = {"networkPolicy.adminFrom": [{"namespaceSelector": {"matchLabels": {"ingress": "true"}}}]}
+    opened = any_helm.render(given)
+    gateway, program = gateway_of(opened)
+    assert "--admin-host=" in program["args"]
+    assert may(opened, INGRESS, gateway, 8081)
+    assert not may(opened, STRANGER, gateway, 8081)
+    for objects in (closed, opened):
+        services = [port for one in of_kind(objects, "Service") for port in one["spec"]["ports"]]
+        assert not [port for port in services if port["targetPort"] in ("admin", 8081)]
+    with pytest.raises(RenderError, match=r"networkPolicy\.adminFrom needs networkPolicy\.enabled"):
+        any_helm.render({**given, "networkPolicy.enabled": False})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ import pytest
 from aiohttp import web
 
 from tests.charts.chart import CHART, Helm, container, of_kind
+from tests.conftest import wait_until
 
 DEADLINE_S = 60
 KEY = "sk-test"
@@ -38,6 +40,10 @@ class Gateway:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return web.Response(status=401)
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.served]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health"""
+        return web.Response()
 
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: one more engine each time."""
@@ -62,16 +68,17 @@ class Gateway:
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway) -> AsyncIterator[str]:
+async def serving(gateway: Gateway, port: int = 0) -> AsyncIterator[str]:
     """The URL of the gateway."""
     app = web.Application()
+    app.router.add_get("/health", gateway.health)
     app.router.add_get("/v1/models", gateway.models)
     app.router.add_get("/ready", gateway.ready)
     app.router.add_post("/v1/chat/completions", gateway.chat)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
@@ -169,14 +176,34 @@ async def test_a_gateway_that_is_not_there_is_the_reason():
 async def test_the_comparison_waits_for_its_engines():
     gateway = Gateway(pods=[], cached=[])
     async with serving(gateway) as url:
-        status, output = await run_script("wait_engines.py", url, "3", "30")
+        status, output = await run_script("wait_engines.py", url, "3", "30", url)
     assert (status, gateway.admitted) == (0, 3), output
+
+
+async def test_the_comparison_waits_for_the_operators_port():
+    gateway, operators = Gateway(pods=[], cached=[]), Gateway(pods=[], cached=[])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with serving(gateway) as url:
+        waiting = asyncio.create_task(run_script("wait_engines.py", url, "3", "60", f"http://127.0.0.1:{port}"))
+        await wait_until(lambda: gateway.admitted >= 4, 60)  # it was asked again though it has its engines
+        assert not waiting.done()
+        async with serving(operators, port):
+            status, output = await waiting
+    assert status == 0, output
+
+
+async def test_a_port_of_operators_that_nobody_opens_is_the_reason():
+    async with serving(Gateway(pods=[], cached=[], admitted=9)) as url:
+        status, output = await run_script("wait_engines.py", url, "3", "3", "http://127.0.0.1:9")
+    assert status != 0
+    assert "http://127.0.0.1:9/health: <urlopen error [Errno 111]" in output
 
 
 async def test_the_comparison_gives_up_with_the_reason():
     gateway = Gateway(pods=[], cached=[])
     async with serving(gateway) as url:
-        status, output = await run_script("wait_engines.py", url, "99", "3")
+        status, output = await run_script("wait_engines.py", url, "99", "3", url)
     assert status != 0
     assert "of 99 engines take requests" in output
 
@@ -213,7 +240,8 @@ async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_wha
         )
         ended.append((done.returncode, done.stdout))
     (_, table), (exit_status, printed) = ended
-    assert "the table: compare --url=http://rel-warmroute-gateway.ns:80 --out=/results" in table
+    admin = "--admin-url=http://rel-warmroute-gateway-admin.ns:8081"
+    assert f"the table: compare --url=http://rel-warmroute-gateway.ns:80 {admin} --out=/results" in table
     assert "--policies=round_robin,predicted_ttft --sessions=10 --seed=7 key=sk-first\n" in table
     assert exit_status == ends
     assert printed == ("{}\n" if writes else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,20 @@ import pytest
 from charts.schema import PROGRAMS
 from engine.contract.settings import ConfigError
 from engine.model import checkpoint
-from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, Object, container, containers, named, pod_templates
+from router.tenants.tenant import TenantLimits
+from router.tenants.tenant_file import parse_tenants
+from tests.charts.chart import (
+    CHART,
+    CI_VALUES,
+    PROFILES,
+    Helm,
+    Object,
+    container,
+    containers,
+    named,
+    of_kind,
+    pod_templates,
+)
 
 ALL_VALUES = [*CI_VALUES, *PROFILES]
 CONTAINERS = {"gateway": PROGRAMS["gateway"], "engine": PROGRAMS["engine"], "compare": PROGRAMS["loadgen"]}
@@ -84,7 +98,8 @@ def test_settings_arrive_with_their_values(any_helm: Helm):
     engine = load(container(named(objects, "Deployment", "rel-warmroute-engine-a")["spec"]["template"], "engine"))
     assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, False, 77)
     assert (engine.pod_id, engine.served_model_name) == ("from-elsewhere", "a")
-    assert engine.redis_url == gateway.redis_url == "redis://:from-elsewhere@rel-warmroute-redis.ns:6379/0"
+    assert engine.redis_url == "redis://engine:from-elsewhere@rel-warmroute-redis.ns:6379/0"
+    assert gateway.redis_url == "redis://gateway:from-elsewhere@rel-warmroute-redis.ns:6379/0"
 
 
 @pytest.mark.parametrize("values", ALL_VALUES, ids=lambda path: path.stem)
@@ -130,6 +145,25 @@ def test_existing_engines(any_helm: Helm):
     assert settings.engine_api_key_file == "/etc/warmroute/engine-api-key/token"
 
 
+def test_tenants_are_what_the_gateway_reads(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "tenants-values.yaml")
+    template = named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"]
+    settings = load(container(template, "gateway"))
+    assert settings.tenants_file == "/etc/warmroute/tenants/tenants.yaml"
+    assert settings.tenant_secret_file == "/etc/warmroute/tenant-salts/secret"
+    assert settings.usage_log == "/var/log/warmroute"
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container(template, "gateway")["volumeMounts"]}
+    secret = named(objects, "Secret", mounted["/etc/warmroute/tenants"]["secret"]["secretName"])
+    assert mounted["/etc/warmroute/tenant-salts"]["secret"]["secretName"] == "tenant-salts"
+    assert mounted["/var/log/warmroute"]["persistentVolumeClaim"]["claimName"] == "usage"
+    content = b64decode(secret["data"]["tenants.yaml"])
+    search, batch = parse_tenants(Path("tenants.yaml"), content, has_secret=True)
+    assert (search.name, search.is_isolated, batch.name) == ("search", True, "batch")
+    assert search.limits == TenantLimits(600, 1_000_000, 64)
+    assert not of_kind(objects, "Pod"), "helm test has no key to ask with"
+
+
 def test_probes_and_ports_are_where_the_gateway_listens(any_helm: Helm):
     objects = any_helm.render()
     one = container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
@@ -137,6 +171,7 @@ def test_probes_and_ports_are_where_the_gateway_listens(any_helm: Helm):
     assert {p["name"]: p["containerPort"] for p in one["ports"]} == {
         "http": settings.port,
         "metrics": settings.metrics_port,
+        "admin": settings.admin_port,
     }
     paths = [one[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")]
     assert paths == ["/health", "/ready", "/health"]

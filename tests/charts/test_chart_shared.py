@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import tempfile
@@ -97,8 +98,10 @@ def test_the_test_pod_runs_where_gateways_may(any_helm: Helm):
 @pytest.mark.parametrize(("deployment", "name"), [("gateway", "gateway"), ("engine-sim", "engine")])
 async def test_programs_listen_on_ipv4_and_ipv6(any_helm: Helm, deployment: str, name: str):
     """A pod of a cluster without IPv4 has no address that 0.0.0.0 would cover."""
-    if not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
     objects = any_helm.render(CHART / "values-demo.yaml")
     template = named(objects, "Deployment", f"rel-warmroute-{deployment}")["spec"]["template"]
     host = load(container(template, name)).host
@@ -137,7 +140,8 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
     objects = any_helm.render({"redis.auth.enabled": auth, "redis.auth.password": "pw" if auth else ""})
     one = container(named(objects, "StatefulSet", "rel-warmroute-redis")["spec"]["template"], "redis")
     assert one["command"] == ["redis-server"]
-    arguments = [word.replace("$(REDIS_PASSWORD)", "pw") for word in one["args"]]
+    passwords = {"REDIS_PASSWORD": "pw", "GATEWAY_PASSWORD": "of-gateways", "ENGINE_PASSWORD": "of-engines"}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: passwords[found[1]], word) for word in one["args"]]
     # A folder of its own: a socket's path may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="wr-redis-") as folder, contextlib.ExitStack() as ending:
         path = f"{folder}/redis.sock"
@@ -150,6 +154,20 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
         assert auth or client.config_get("protected-mode") == {"protected-mode": "no"}
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
         assert client.config_get("requirepass") == {"requirepass": "pw" if auth else ""}
+        if auth:
+            may = {user: redis.Redis.from_url(f"unix://{user}:of-{user}s@{path}") for user in ("gateway", "engine")}
+            for one in may.values():
+                ending.enter_context(one)
+            may["engine"].xadd("warmroute:{m}:events", {"p": "a"})
+            assert len(may["gateway"].xrange("warmroute:{m}:events")) == 1
+            for user, other in (
+                ("gateway", "xadd"),
+                ("engine", "xrange"),
+                ("engine", "flushall"),
+                ("gateway", "config"),
+            ):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    may[user].execute_command(other, "warmroute:{m}:events", "*", "p", "b")
 
 
 def wait_for(client: redis.Redis, deadline_s: float = 10.0) -> None:

@@ -98,6 +98,7 @@ def test_readme_and_schema_are_generated():
     """`make chart` writes both."""
     assert (CHART / "README.md").read_text() == generate.readme(read_values())
     assert (CHART / "values.schema.json").read_text() == generate.schema()
+    assert {path.name: path.read_text() for path in (CHART / "files").glob("*.acl")} == generate.redis_rules()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -137,6 +138,15 @@ def test_settings_are_those_of_the_programs(program: str):
         ({"gateway.service.nodePort": 30000}, r"needs gateway\.service\.type NodePort"),
         ({"gateway.serviceAccount.create": False}, r"gateway\.serviceAccount\.name is empty"),
         ({"gateway.apiKeys": {"keys": ["a"], "existingSecret": "b"}}, r"gateway\.apiKeys.*remove one"),
+        ({"gateway.tenants": {"list": [{"name": "a"}], "existingSecret": "b"}}, r"gateway\.tenants.*remove one"),
+        (
+            {"gateway.tenants": {"list": [{"name": "a", "isolation": "tenant"}]}},
+            r"tenant a has isolation: tenant, which needs gateway\.tenants\.saltSecret",
+        ),
+        (
+            {"gateway.tenants": {"list": [{"name": "a"}]}, "loadgen.enabled": True},
+            r"loadgen\.enabled with gateway\.tenants needs a key",
+        ),
         ({"engines.serviceAccount.create": False}, r"engines\.serviceAccount\.name is empty"),
         ({"engines.existing.port": 8000}, r"without engines\.existing\.selector"),
         ({"models.a": SIM, "engines.existing.selector": {"a": "b"}}, r"models and engines\.existing\.selector"),
@@ -182,7 +192,8 @@ def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, 
         {"strideBytes": 255},
         {"longestAnswerSeconds": 0},
         {"gateway.image.digest": "sha256:short"},
-        {"engines.defaults.autoscaling.minReplicas": 0},
+        {"engines.defaults.autoscaling.minReplicas": -1},
+        {"engines.defaults.autoscaling.waitingRequests": 0},
         {"engines.defaults.autoscaling.queuedTokens": 0},
         {"engines.defaults.loadTimeoutSeconds": 0},
         {"gateway.autoscaling.targetInFlight": 0},

@@ -38,9 +38,9 @@ def plain(query: str) -> str:
     return re.sub(r"\$\w+", "x", query.replace("$__rate_interval", "5m"))
 
 
-def test_there_is_one_for_gateways_engines_and_routing() -> None:
-    assert [path.stem for path in DASHBOARDS] == ["engines", "gateway", "routing"]
-    assert len({load(path)["uid"] for path in DASHBOARDS}) == 3
+def test_there_is_one_for_gateways_engines_routing_and_tenants() -> None:
+    assert [path.stem for path in DASHBOARDS] == ["engines", "gateway", "routing", "tenants"]
+    assert len({load(path)["uid"] for path in DASHBOARDS}) == 4
 
 
 @each_dashboard

@@ -122,13 +122,46 @@ def test_engines_follow_the_tokens_that_wait_for_their_model(helm: Helm) -> None
     assert target["metadata"]["name"] == "rel-warmroute-engine-a"
     assert "replicas" in named(objects, "Deployment", "rel-warmroute-engine-b")["spec"]
     assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (1, 6)
-    (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["metadata"] == {
+    tokens, waiting = (trigger["metadata"] for trigger in scaled["spec"]["triggers"])
+    assert tokens == {
         "serverAddress": "http://prometheus:9090",
         "query": 'sum(warmroute_uncached_tokens{namespace="ns",job="ns/rel-warmroute-engine",model_name="org/a"})',
         "threshold": "9000",
     }
-    assert mistakes(trigger["metadata"]["query"], EXPORTED) == []
+    assert waiting == {
+        "serverAddress": "http://prometheus:9090",
+        "query": "sum(warmroute_gateway_queue_requests{"
+        'namespace="ns",job="rel-warmroute-gateway-metrics",model="org/a"})',
+        "threshold": "16",
+        "activationThreshold": "0",
+    }
+    for metadata in (tokens, waiting):
+        assert mistakes(metadata["query"], EXPORTED) == []
+
+
+@pytest.mark.parametrize(("idle_s", "load_s", "cooldown_s"), [(900, 600, 900), (60, 3000, 3000)])
+def test_a_model_sleeps_when_it_is_idle_and_never_while_it_loads(
+    helm: Helm, idle_s: int, load_s: int, cooldown_s: int
+) -> None:
+    scaling = {"enabled": True, "minReplicas": 0, "idleSeconds": idle_s, "prometheusUrl": "http://prometheus:9090"}
+    values = {
+        "models": {"a": {**MODEL, "loadTimeoutSeconds": load_s, "autoscaling": scaling}},
+        "gateway.settings": {"activation_timeout_s": 300},
+    }
+    scaled = only(helm, "ScaledObject", values)
+    assert scaled["spec"]["minReplicaCount"] == 0
+    assert scaled["spec"]["cooldownPeriod"] == cooldown_s
+    behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert load_s <= behavior["scaleDown"]["stabilizationWindowSeconds"] <= 3600
+    queries = [trigger["metadata"] for trigger in scaled["spec"]["triggers"]]
+    assert [query.get("activationThreshold") for query in queries] == [None, "0", "0"]
+    assert mistakes(queries[-1]["query"], EXPORTED) == []
+
+
+def test_a_model_that_nobody_waits_for_may_not_sleep(any_helm: Helm) -> None:
+    scaling = {"enabled": True, "minReplicas": 0, "prometheusUrl": "http://prometheus:9090"}
+    with pytest.raises(RenderError, match=r"models\.a\.autoscaling\.minReplicas is 0.*activation_timeout_s"):
+        any_helm.render({"models": {"a": {**MODEL, "autoscaling": scaling}}})
 
 
 def test_scaling_by_a_prometheus_that_is_not_named_is_refused(any_helm: Helm) -> None:

@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract import events
 from engine.contract.events import DecodeError, Kind, RegistryMessage, decode, encode
-from engine.contract.load import LoadReport, StepCost
+from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS, MAX_STEP_S, MAX_TOKEN_S, MAX_TOKENS, LoadReport, StepCost
 from engine.contract.sse import DONE, SseDecoder, sse_event
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 keys = st.lists(u64, max_size=20).map(tuple)
-cost = st.builds(StepCost, *[st.floats(0, 10, allow_nan=False)] * 5)
-load = st.builds(LoadReport, u32, u32, u64, u32, u64, u32, u32, u32, cost)
+step_s, token_s = st.floats(0, MAX_STEP_S), st.floats(0, MAX_TOKEN_S)
+cost = st.builds(StepCost, step_s, token_s, token_s, token_s, step_s)
+requests, tokens = st.integers(0, MAX_REQUESTS), st.integers(0, MAX_TOKENS)
+block_size = st.integers(0, MAX_BLOCK_SIZE)
+load = st.builds(LoadReport, requests, requests, tokens, requests, tokens, u32, u32, block_size, cost)
 messages = st.builds(RegistryMessage, st.sampled_from(Kind), u32, u64, u64, load, keys, st.tuples(keys, keys, keys))
 
 
@@ -41,12 +45,31 @@ def test_noise_is_refused_or_decoded_but_never_crashes(noise: bytes):
         message = decode(noise)
     except DecodeError:
         return
-    again = decode(encode(message))
-    assert again == message or math.isnan(sum(vars_of(message.load.cost)))
+    assert decode(encode(message)) == message
 
 
-def vars_of(step_cost: StepCost) -> tuple[float, ...]:
-    return (step_cost.base_s, step_cost.token_s, step_cost.attention_s, step_cost.context_s, step_cost.sequence_s)
+@pytest.mark.parametrize("name", ["base_s", "token_s", "attention_s", "context_s", "sequence_s"])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1e-9, 61.0])
+def test_absurd_costs_are_refused_whole(name: str, seconds: float):
+    report = LoadReport(running=1, cost=StepCost(**{name: seconds}))
+    with pytest.raises(DecodeError, match="absurd costs"):
+        decode(encode(RegistryMessage(Kind.DELTA, 256, 1, 1, report)))
+
+
+@pytest.mark.parametrize("name", ["running", "waiting", "decoding", "uncached_tokens", "context_tokens", "block_size"])
+def test_absurd_counts_are_refused_whole(name: str):
+    number = 2**60 if name.endswith("tokens") else 2**31
+    with pytest.raises(DecodeError, match="absurd counts"):
+        decode(encode(RegistryMessage(Kind.SNAPSHOT, 256, 1, 1, LoadReport(**{name: number}))))
+
+
+def test_more_keys_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events, "MAX_KEYS", 4)
+    message = RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), ()))  # type: ignore[arg-type]
+    assert decode(encode(message)) == message
+    more = RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), (5,)))  # type: ignore[arg-type]
+    with pytest.raises(DecodeError, match="5 keys, more than 4"):
+        decode(encode(more))
 
 
 def test_another_version_is_refused_with_the_remedy():

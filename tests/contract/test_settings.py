@@ -96,7 +96,8 @@ def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]):
     "url",
     [
         "redis://redis:6379", "redis://:secret@redis/0?health_check_interval=5", "rediss://user:pass@redis:6380",
-        "unix:///run/redis.sock?db=1",
+        "unix:///run/redis.sock?db=1", "redis+sentinel://a,b:26380,[::1]:26379/main",
+        "rediss+sentinel://user:pass@a/main/1?ssl_ca_certs=/ca.crt&sentinel_password=x",
     ],
 )  # fmt: skip
 def test_a_redis_url_that_a_client_can_be_made_of(url: str):
@@ -114,6 +115,10 @@ def test_a_redis_url_that_a_client_can_be_made_of(url: str):
         ("redis://redis?socket_timeout=soon", "socket_timeout"),
         ("rediss://redis?ssl_cert_reqs=perhaps", "perhaps"),
         ("unix:///run/redis.sock?db=first", "db"),
+        ("redis+sentinel://a,b", "must name the master after the Sentinels, as in redis+sentinel://HOST:26379/NAME"),
+        ("redis+sentinel://a,,b/main", "'' is no address of a Sentinel"),
+        ("redis+sentinel://a:99999/main", "range"),
+        ("redis+sentinel://a/main?sockettimeout=1", "sockettimeout"),
     ],
 )
 def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: str):
@@ -124,7 +129,13 @@ def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: st
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://:s3cret@redis:99999", "redis://user:s3cret@redis?x=1", "redis://:s3/cr@t@redis"]
+    "url",
+    [
+        "redis://:s3cret@redis:99999",
+        "redis://user:s3cret@redis?x=1",
+        "redis://:s3/cr@t@redis",
+        "redis+sentinel://:s3/cr@redis/m",
+    ],
 )
 def test_a_refusal_does_not_show_a_password(url: str):
     with pytest.raises(ConfigError) as refused:

@@ -15,12 +15,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 READY = re.compile(r"listening on (http://\S+)")
+ADMIN = re.compile(r"administration on (http://\S+)")
 
 
 class Program:
-    """One running program: its URL, its pid and what it printed."""
+    """One running program: its URL, its pid and what it printed.
 
-    def __init__(self, module: str, *flags: str, environ: dict[str, str] | None = None) -> None:
+    `folder`: the tree that it is of, where not this one.
+    """
+
+    def __init__(
+        self, module: str, *flags: str, environ: dict[str, str] | None = None, folder: Path | None = None
+    ) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="wr-log-", suffix=".txt", delete=False)  # noqa: SIM115
         self.name = module
         self._engines = len(flags[flags.index("--engines") + 1].split(",")) if "--engines" in flags else 0
@@ -28,12 +34,25 @@ class Program:
             [sys.executable, "-m", module, *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+            cwd=folder,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **({"PYTHONPATH": str(folder)} if folder else {}),
+                **(environ or {}),
+            },
         )
         self.url = ""
 
     def output(self) -> str:
         return Path(self._log.name).read_text()
+
+    @property
+    def admin(self) -> str:
+        """URL of the port for operators, of a program that is ready and has one."""
+        found = ADMIN.search(self.output())
+        assert found is not None, self.output()
+        return found[1]
 
     def wait_ready(self, deadline_s: float = 60.0) -> str:
         give_up_at = time.monotonic() + deadline_s

@@ -12,11 +12,13 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.sse import SseDecoder
-from router.app import INDEX, build_app, make_runner
+from router.app import INDEX, build_app
 from router.config import GatewaySettings
 from router.routing.types import PodId
+from router.serving import make_runner
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
+from tests.router.gateway.helpers import serving_admin
 
 PODS = 3
 
@@ -29,6 +31,7 @@ class Stack:
     engines: list[Program]
     app: web.Application
     gateway: str
+    admin: str
     http: aiohttp.ClientSession
 
     async def ask(self, prompt: str, *, max_tokens: int = 8, model: str = "tiny") -> tuple[int, str]:
@@ -77,8 +80,8 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
-            stack = Stack(server, engines, app, url, http)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http, serving_admin(app) as admin:
+            stack = Stack(server, engines, app, url, f"http://127.0.0.1:{admin.addresses[0][1]}", http)
             async with asyncio.timeout(15):
                 while True:
                     async with http.get(f"{url}/ready?engines={len(engines)}") as ready:

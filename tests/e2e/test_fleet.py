@@ -146,7 +146,7 @@ async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_ch
                 assert statuses.count(200) >= 140
                 status, _pod = await stack.ask("after the funeral")
                 assert status == 200
-                async with stack.http.get(f"{stack.gateway}/v1/pods") as answer:
+                async with stack.http.get(f"{stack.admin}/v1/pods") as answer:
                     pods = (await answer.json())["pods"]
                 assert sum(p["admitted"] for p in pods) == 2
 

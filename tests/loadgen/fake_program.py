@@ -13,24 +13,38 @@ from aiohttp import web
 from tests.loadgen.scripted_gateway import ScriptedGateway
 
 
-async def serve_until_terminated(gateway: ScriptedGateway) -> None:
+async def serve_until_terminated(gateway: FakeProgram) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     async with gateway.running():
-        print(f"listening on {gateway.url}", flush=True)
+        print(f"listening on {gateway.url}", *gateway.further_lines(), sep="\n", flush=True)
         await ended.wait()
 
 
-class ReadyGateway(ScriptedGateway):
-    """Ready a moment after it listens, as a gateway that loads its registry first."""
+class FakeProgram(ScriptedGateway):
+    """An engine."""
+
+    def further_lines(self) -> list[str]:
+        return []
+
+
+class ReadyGateway(FakeProgram):
+    """Ready a moment after it listens, as a gateway that loads its registry first; administered at the same port."""
+
+    def further_lines(self) -> list[str]:
+        return [f"administration on {self.url}"]
 
     def add_routes(self, app: web.Application) -> None:
         super().add_routes(app)
+        app.router.add_get("/v1/pods", self._list)
         self.ready_at_s = time.monotonic() + 0.2
         app.router.add_get("/ready", self._ready)
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if time.monotonic() > self.ready_at_s else 503)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return web.json_response({"pods": []})
 
 
 def main(module: str, flags: list[str]) -> None:
@@ -41,7 +55,7 @@ def main(module: str, flags: list[str]) -> None:
         time.sleep(0.3)
     elif module == "engine":
         assert (Path(flags[flags.index("--model") + 1]) / "config.json").exists()
-        asyncio.run(serve_until_terminated(ScriptedGateway()))
+        asyncio.run(serve_until_terminated(FakeProgram()))
     else:
         assert flags[flags.index("--engines") + 1].count("http://127.0.0.1:") == 2
         asyncio.run(serve_until_terminated(ReadyGateway(token_s=5e-6, pool_blocks=260)))

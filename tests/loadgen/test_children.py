@@ -155,3 +155,23 @@ def test_killing_the_parent_kills_the_children(tmp_path: Path):
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait(5)
     assert wait_gone(pids)
+
+
+def session_niceness(pid: int) -> int | None:
+    """The niceness of the session of a process; None where the kernel does not schedule by session."""
+    told = Path(f"/proc/{pid}/autogroup")
+    if not told.exists():
+        return None
+    found = re.fullmatch(r"/autogroup-\d+ nice (-?\d+)\n", told.read_text())
+    return int(found[1]) if found else None
+
+
+async def test_a_lower_priority_counts_against_other_sessions(tmp_path: Path):
+    """Each child has a session of its own, and Linux shares the cores between sessions before it looks at processes."""
+    with Children(tmp_path, grace_s=0.3) as children:
+        started = [children.start(f"child-{i}", SERVES, niceness=niceness) for i, niceness in enumerate([0, 4, 4, 4])]
+        for child, niceness in zip(started, [0, 4, 4, 4], strict=True):
+            await child.wait_line(READY, 5)
+            assert psutil.Process(child.pid).nice() == min(19, os.nice(0) + niceness)
+            if (own := session_niceness(os.getpid())) is not None:
+                assert session_niceness(child.pid) == min(19, own + niceness)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
@@ -21,15 +23,19 @@ from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--block-s", "0.3", "--total-s", "30", "--pods", "2"]
+# Two demos at once must not write over each other's output.
+_NUMBERS = itertools.count(1)
 
 
 class Demo:
     """A running demo with everything it starts and makes findable."""
 
-    def __init__(self, tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo") -> None:
-        self.out, self.scratch = tmp_path / "out", tmp_path / "scratch"
+    def __init__(
+        self, tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo", scratch: str = "scratch"
+    ) -> None:
+        self.out, self.scratch = tmp_path / "out", tmp_path / scratch
         self.scratch.mkdir(exist_ok=True)
-        self.said = tmp_path / "said.txt"
+        self.said = tmp_path / f"said-{next(_NUMBERS)}.txt"
         env = {name: value for name, value in os.environ.items() if not name.startswith(("WARMROUTE_", "REDIS_URL"))}
         with self.said.open("wb") as said:
             self.process = subprocess.Popen(
@@ -68,9 +74,9 @@ class Demo:
 
 
 @contextmanager
-def running(tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo"):
+def running(tmp_path: Path, *flags: str, **more: Any):
     """A demo that is killed at the end if it still runs."""
-    demo = Demo(tmp_path, *flags, redis_url=redis_url, command=command)
+    demo = Demo(tmp_path, *flags, **more)
     try:
         yield demo
     finally:
@@ -101,6 +107,23 @@ def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
         ):
             assert needed in said
         assert one.leaves_nothing()
+
+
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path):
+    """A socket's path has at most some hundred bytes."""
+    with running(tmp_path, scratch="a temporary folder with a long name " * 4) as demo:
+        demo.wait_said("gateway is ready")
+        (elsewhere,) = {
+            Path(word.removeprefix("unix://")).parent
+            for child in psutil.Process(demo.process.pid).children()
+            for word in child.cmdline()
+            if word.startswith("unix://")
+        }
+        assert elsewhere.stat().st_mode & 0o077 == 0, "nobody else's"
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.wait() == 130
+        assert demo.leaves_nothing()
+        assert not elsewhere.exists()
 
 
 @pytest.mark.parametrize(

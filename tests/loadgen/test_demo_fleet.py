@@ -15,7 +15,7 @@ from engine.model.checkpoint import main as make_checkpoint
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.fleet import FleetSettings
 from loadgen.demo.run import MIN_SESSIONS, REPORT_S, ROUNDS, amount_within
-from loadgen.demo.stack import EMULATED_RUNNING, emulated_engines
+from loadgen.demo.stack import EMULATED_RUNNING, GatewayUrls, emulated_engines
 from tests.loadgen.test_demo import running
 
 FAST = ["--prompt-tokens", "300", "--tenants", "4", "--output-tokens", "4", "--request-rate", "20"]
@@ -46,7 +46,9 @@ def test_the_engine_starts_with_the_flags_it_is_given(tmp_path: Path, profile: s
 
 def test_the_traffic_is_what_the_flags_say():
     settings = FleetSettings(tenants=3, prompt_tokens=500, output_tokens=7, seed=5)
-    _, workload = make_plan(CompareSettings.model_validate(settings.traffic("http://gateway")))
+    _, workload = make_plan(
+        CompareSettings.model_validate(settings.traffic(GatewayUrls("http://gateway", "http://admin")))
+    )
     sessions = [workload.session(i) for i in range(60)]
     assert {session.group for session in sessions} == {"tenant 1", "tenant 2", "tenant 3"}
     assert {sum(piece.tokens for piece in s.turns[0].messages[0].pieces) for s in sessions} == {500}

@@ -32,12 +32,17 @@ def ignore_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+def hear_hangups() -> None:
+    """As in a terminal, also if the tests themselves run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "prepare", "said"),
     [
         (signal.SIGINT, None, "cleaned up\ninterrupted\n"),
         (signal.SIGTERM, None, "cleaned up\ninterrupted\n"),
-        (signal.SIGHUP, None, "cleaned up\ninterrupted\n"),
+        (signal.SIGHUP, hear_hangups, "cleaned up\ninterrupted\n"),
         (signal.SIGHUP, ignore_hangups, "cleaned up\n"),
     ],
 )

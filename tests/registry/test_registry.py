@@ -13,7 +13,8 @@ import redis
 from engine.contract.events import Kind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
-from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, snapshot_key, stream_key
+from engine.contract.periods import Periods
+from engine.contract.redis_keys import snapshot_key, stream_key
 from router.routing.types import PodId
 from tests.conftest import wait_until
 from tests.redis_server import RedisServer
@@ -33,18 +34,17 @@ async def test_changes_reach_the_index(redis_server: RedisServer):
         await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
 
 
-async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("engine.publish.HEARTBEAT_S", 1000.0)
+async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(redis_server: RedisServer):
     engine = FakeEngine(redis_server, "a", epoch=1)
+    engine.publisher._periods = Periods(heartbeat_s=1000.0)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         await wait_until(lambda: engine.pod in gateway.loads)
         engine.keys[PrefixKey(1)] = Tier.GPU  # its load is the number of its keys, and no change of keys is offered
         await wait_until(lambda: gateway.loads[engine.pod].running == 1)
-        sent = engine.publisher.stats.deltas
-        await asyncio.sleep(0.5)
-        assert engine.publisher.stats.deltas == sent
+        with redis.Redis.from_url(redis_server.url) as client:  # the publisher itself counts when Redis has answered
+            sent = client.xlen(stream_key(MODEL))
+            await asyncio.sleep(0.5)
+            assert client.xlen(stream_key(MODEL)) == sent
 
 
 async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer):
@@ -92,10 +92,10 @@ async def test_heartbeats_renew_a_lease(redis_server: RedisServer):
         assert not client.exists(key), "given up at the end"
 
 
-async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer):
     """A model that nobody serves any more must not fill a Redis that evicts nothing."""
-    monkeypatch.setattr("engine.publish.SNAPSHOT_S", 0.1)
     engine = FakeEngine(redis_server, "a", epoch=1)
+    engine.publisher._periods = Periods(snapshot_s=0.1)
     async with engine.running():
         await wait_until(lambda: engine.publisher.stats.snapshots >= 3)
     with redis.Redis.from_url(redis_server.url) as client:
@@ -151,7 +151,7 @@ async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_
         engine.change({1: Tier.GPU})
         await gateway.wait_equal(engine)
         delta = encode(RegistryMessage(Kind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
-        gateway.reader._take({STREAM_POD_FIELD: engine.pod.encode(), STREAM_DATA_FIELD: delta})
+        gateway.reader._take((engine.pod.encode(), delta))
         assert not gateway.held(engine.pod)
 
 

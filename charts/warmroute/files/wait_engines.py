@@ -1,23 +1,34 @@
-"""Wait until a gateway has its engines: URL ENGINES SECONDS."""
+"""Wait until a gateway has its engines, and every gateway its port for operators: URL ENGINES SECONDS ADMIN_URL.
+
+When that port is switched on, gateways that are about to be replaced have none, and are still found for a while.
+"""
 
 import json
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
-url, engines, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+url, engines, seconds, admin_url = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+admin = urlsplit(admin_url)
 deadline_s = time.monotonic() + seconds
 state = "no answer"
 while time.monotonic() < deadline_s:
+    asked = f"{url}/ready"
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
+        with urllib.request.urlopen(asked, timeout=5) as response:
             admitted = json.load(response)["pods"]["admitted"]
         state = f"{admitted} of {engines} engines take requests"
         if admitted >= engines:
+            asked = admin_url
+            for address in sorted({info[4][0] for info in socket.getaddrinfo(admin.hostname, admin.port)}):
+                asked = f"http://{f'[{address}]' if ':' in address else address}:{admin.port}/health"
+                urllib.request.urlopen(asked, timeout=5).close()
             print(state)
             sys.exit(0)
     except (OSError, ValueError) as error:
-        state = f"{url}/ready: {error}"
+        state = f"{asked}: {error}"
     time.sleep(1)
 sys.exit(f"gave up after {seconds:g} s: {state}")

@@ -35,6 +35,13 @@ spec:
         - {{ include "warmroute.gatewayUrl" . | quote }}
         - {{ max $engines 1 | quote }}
         - {{ $loadgen.waitSeconds | quote }}
+        - {{ include "warmroute.gatewayAdminUrl" . | quote }}
+      {{- with include "warmroute.gatewayCaEnv" . }}
+      env:
+        {{- . | nindent 8 }}
+      volumeMounts:
+        {{- include "warmroute.gatewayCaMount" $ | nindent 8 }}
+      {{- end }}
       resources:
         {{- toYaml $loadgen.resources | nindent 8 }}
       securityContext:
@@ -59,6 +66,7 @@ spec:
         - compare
       args:
         - {{ printf "--url=%s" (include "warmroute.gatewayUrl" .) | quote }}
+        - {{ printf "--admin-url=%s" (include "warmroute.gatewayAdminUrl" .) | quote }}
         - --out=/results
         {{- if not $loadgen.settings.model }}
         {{- with .Values.engines.existing.model }}
@@ -71,10 +79,10 @@ spec:
         {{- with $loadgen.extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- $env := list }}
+      {{- $env := include "warmroute.gatewayCaEnv" . | fromYamlArray }}
       {{- if include "warmroute.hasApiKeys" . }}
       {{- $key := dict "name" (include "warmroute.apiKeysSecret" .) "key" .Values.gateway.apiKeys.secretKey }}
-      {{- $env = list (dict "name" "API_KEYS" "valueFrom" (dict "secretKeyRef" $key)) }}
+      {{- $env = append $env (dict "name" "API_KEYS" "valueFrom" (dict "secretKeyRef" $key)) }}
       {{- end }}
       {{- if or $env $loadgen.extraEnv }}
       env:
@@ -91,6 +99,9 @@ spec:
       volumeMounts:
         - {name: results, mountPath: /results}
         - {name: tmp, mountPath: /tmp}
+        {{- with include "warmroute.gatewayCaMount" . }}
+        {{- . | nindent 8 }}
+        {{- end }}
   containers:
     # The Job's log: the result, and nothing else.
     - name: result
@@ -106,6 +117,9 @@ spec:
         - {name: results, mountPath: /results, readOnly: true}
   volumes:
     - {name: tmp, emptyDir: {}}
+    {{- with include "warmroute.gatewayCaVolume" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- if $loadgen.resultsClaim }}
     - {name: results, persistentVolumeClaim: {claimName: {{ $loadgen.resultsClaim | quote }}}}
     {{- else }}

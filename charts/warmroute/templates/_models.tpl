@@ -27,6 +27,17 @@ Models: the entries of `models` on top of engines.defaults.
 {{- $names | uniq | sortAlpha | toJson }}
 {{- end }}
 
+{{/* JSON list: a PromQL pattern of each model that may have no pod without anything being wrong. */}}
+{{- define "warmroute.sleepingModels" -}}
+{{- $patterns := list }}
+{{- range include "warmroute.models" . | fromJson }}
+{{- if and .autoscaling.enabled (not (int .autoscaling.minReplicas)) }}
+{{- $patterns = append $patterns (regexQuoteMeta .servedModelName) }}
+{{- end }}
+{{- end }}
+{{- toJson $patterns }}
+{{- end }}
+
 {{- define "warmroute.engineImage" -}}
 {{- $default := ternary "warmroute/engine-cuda" "warmroute/engine-cpu" (eq .model.device "cuda") }}
 {{- include "warmroute.image" (dict "root" .root "image" .model.image "repository" $default) }}

@@ -95,5 +95,10 @@ labels:
 
 {{/* Base URL of the gateway within the cluster. */}}
 {{- define "warmroute.gatewayUrl" -}}
-http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway") }}.{{ include "warmroute.namespace" . }}:{{ .Values.gateway.service.port }}
+http{{ if .Values.gateway.tls.existingSecret }}s{{ end }}://{{ include "warmroute.componentName" (dict "root" . "component" "gateway") }}.{{ include "warmroute.namespace" . }}:{{ .Values.gateway.service.port }}
+{{- end }}
+
+{{/* Where the load generator finds the gateways' port for operators. */}}
+{{- define "warmroute.gatewayAdminUrl" -}}
+http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-admin") }}.{{ include "warmroute.namespace" . }}:8081
 {{- end }}

@@ -106,11 +106,14 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* (dict "path" P "probe" VALUES) */}}
+{{/* (dict "path" P "probe" VALUES [ "scheme" S ]) */}}
 {{- define "warmroute.probe" -}}
 httpGet:
   path: {{ .path }}
   port: http
+  {{- with .scheme }}
+  scheme: {{ . }}
+  {{- end }}
 {{ toYaml .probe }}
 {{- end }}
 
@@ -120,26 +123,101 @@ httpGet:
 {{- .values.terminationGracePeriodSeconds | default $computed | int }}
 {{- end }}
 
-{{/* Environment by which gateways and engines find Redis: a list, empty without one. */}}
+{{/* Environment by which gateways and engines find Redis: (dict "root" $ "role" "gateway"); a list, empty without one. */}}
 {{- define "warmroute.redisEnv" -}}
 {{- $env := list }}
-{{- $external := .Values.externalRedis }}
-{{- if .Values.redis.enabled }}
-{{- $host := printf "%s.%s" (include "warmroute.componentName" (dict "root" . "component" "redis")) (include "warmroute.namespace" .) }}
-{{- if .Values.redis.auth.enabled }}
-{{- $ref := dict "name" (include "warmroute.redisSecret" .) "key" .Values.redis.auth.secretKey }}
+{{- $redis := .root.Values.redis }}
+{{- $external := .root.Values.externalRedis }}
+{{- $roleKey := printf "%sKey" .role }}
+{{- $ca := "ssl_ca_certs=/etc/warmroute/redis-ca/ca.crt" }}
+{{- if $redis.enabled }}
+{{- $name := include "warmroute.componentName" (dict "root" .root "component" "redis") }}
+{{- $host := printf "%s.%s" $name (include "warmroute.namespace" .root) }}
+{{- $user := "" }}
+{{- if $redis.auth.enabled }}
+{{- $key := ternary (index $redis.auth $roleKey) $redis.auth.secretKey $redis.auth.users }}
+{{- $ref := dict "name" (include "warmroute.redisSecret" .root) "key" $key }}
 {{- $env = append $env (dict "name" "REDIS_PASSWORD" "valueFrom" (dict "secretKeyRef" $ref)) }}
-{{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "value" (printf "redis://:$(REDIS_PASSWORD)@%s:6379/0" $host)) }}
-{{- else }}
-{{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "value" (printf "redis://%s:6379/0" $host)) }}
+{{- $user = printf "%s:$(REDIS_PASSWORD)@" (ternary .role "" $redis.auth.users) }}
 {{- end }}
+{{- $url := printf "redis://%s%s:6379/0" $user $host }}
+{{- if $redis.tls.existingSecret }}
+{{- $url = printf "rediss://%s%s:6379/0?%s" $user $host $ca }}
+{{- end }}
+{{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "value" $url) }}
 {{- else if $external.existingSecret }}
-{{- $ref := dict "name" $external.existingSecret "key" $external.secretKey }}
+{{- $ref := dict "name" $external.existingSecret "key" (index $external $roleKey | default $external.secretKey) }}
 {{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "valueFrom" (dict "secretKeyRef" $ref)) }}
 {{- else if $external.url }}
-{{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "value" $external.url) }}
+{{- $url := $external.url }}
+{{- if and $external.caSecret (not (contains "ssl_ca_certs=" $url)) }}
+{{- $url = printf "%s%s%s" $url (ternary "&" "?" (contains "?" $url)) $ca }}
+{{- end }}
+{{- $env = append $env (dict "name" "WARMROUTE_REDIS_URL" "value" $url) }}
 {{- end }}
 {{- toYaml $env }}
+{{- end }}
+
+{{/* JSON: the Secret and its entry by which Redis' certificate is checked; empty: the system's authorities. */}}
+{{- define "warmroute.redisCa" -}}
+{{- $external := .Values.externalRedis }}
+{{- if .Values.redis.enabled }}
+{{- with .Values.redis.tls.existingSecret }}{{ dict "secret" . "key" "ca.crt" | toJson }}{{ end }}
+{{- else if $external.caSecret }}
+{{- dict "secret" $external.caSecret "key" $external.caKey | toJson }}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.redisCaMount" -}}
+{{- if include "warmroute.redisCa" . }}
+- {name: redis-ca, mountPath: /etc/warmroute/redis-ca, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.redisCaVolume" -}}
+{{- with include "warmroute.redisCa" . }}
+{{- $ca := fromJson . }}
+- {name: redis-ca, secret: {secretName: {{ $ca.secret | quote }}, items: [{key: {{ $ca.key | quote }}, path: ca.crt}]}}
+{{- end }}
+{{- end }}
+
+{{/* JSON: the Secret with the key that gateways show engines, and its entry; empty: they show none. */}}
+{{- define "warmroute.engineKey" -}}
+{{- $existing := .Values.engines.existing }}
+{{- $own := .Values.engines.apiKey }}
+{{- if $existing.apiKeySecret }}
+{{- dict "secret" $existing.apiKeySecret "key" $existing.apiKeySecretKey | toJson }}
+{{- else if $own.existingSecret }}
+{{- dict "secret" $own.existingSecret "key" $own.secretKey | toJson }}
+{{- end }}
+{{- end }}
+
+{{/* Whether others than the pod itself reach the gateways' port for operators. */}}
+{{- define "warmroute.opensAdmin" -}}
+{{- if or .Values.networkPolicy.adminFrom .Values.loadgen.enabled }}true{{ end }}
+{{- end }}
+
+{{/* What a pod of the chart wants in order to speak https to the gateways: environment, mount and volume. */}}
+{{- define "warmroute.gatewayCa" -}}
+{{- if .Values.gateway.tls.existingSecret }}{{ .Values.gateway.tls.caKey }}{{ end }}
+{{- end }}
+
+{{- define "warmroute.gatewayCaEnv" -}}
+{{- if include "warmroute.gatewayCa" . -}}
+- {name: SSL_CERT_FILE, value: /etc/warmroute/gateway-ca/ca.crt}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.gatewayCaMount" -}}
+{{- if include "warmroute.gatewayCa" . -}}
+- {name: gateway-ca, mountPath: /etc/warmroute/gateway-ca, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "warmroute.gatewayCaVolume" -}}
+{{- with include "warmroute.gatewayCa" . -}}
+- {name: gateway-ca, secret: {secretName: {{ $.Values.gateway.tls.existingSecret | quote }}, items: [{key: {{ . | quote }}, path: ca.crt}]}}
+{{- end }}
 {{- end }}
 
 {{- define "warmroute.redisSecret" -}}
@@ -150,11 +228,19 @@ httpGet:
 password made at install is another one each time a template is rendered without the cluster. Not the API keys: gateways read
 their file again by themselves. */}}
 {{- define "warmroute.checksum" -}}
-{{- list .Values.redis.enabled .Values.redis.auth .Values.externalRedis | toJson | sha256sum }}
+{{- list .Values.redis.enabled .Values.redis.auth .Values.redis.tls .Values.externalRedis | toJson | sha256sum }}
 {{- end }}
 
 {{- define "warmroute.hasApiKeys" -}}
 {{- if or .Values.gateway.apiKeys.keys .Values.gateway.apiKeys.existingSecret }}true{{ end }}
+{{- end }}
+
+{{- define "warmroute.hasTenants" -}}
+{{- if or .Values.gateway.tenants.list .Values.gateway.tenants.existingSecret }}true{{ end }}
+{{- end }}
+
+{{- define "warmroute.tenantsSecret" -}}
+{{- .Values.gateway.tenants.existingSecret | default (include "warmroute.componentName" (dict "root" . "component" "tenants")) }}
 {{- end }}
 
 {{- define "warmroute.apiKeysSecret" -}}

@@ -36,6 +36,17 @@ wrong is in values.schema.json.
 {{- if and $gateway.apiKeys.keys $gateway.apiKeys.existingSecret }}
 {{- fail "gateway.apiKeys.keys and gateway.apiKeys.existingSecret are both set: remove one of them" }}
 {{- end }}
+{{- if and $gateway.tenants.list $gateway.tenants.existingSecret }}
+{{- fail "gateway.tenants.list and gateway.tenants.existingSecret are both set: remove one of them" }}
+{{- end }}
+{{- range $gateway.tenants.list }}
+{{- if and (eq (toString .isolation) "tenant") (not $gateway.tenants.saltSecret) }}
+{{- fail (printf "gateway.tenants.list: tenant %v has isolation: tenant, which needs gateway.tenants.saltSecret" .name) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.networkPolicy.adminFrom (not .Values.networkPolicy.enabled) }}
+{{- fail "networkPolicy.adminFrom needs networkPolicy.enabled: without policies everybody in the cluster would reach the gateways' port for operators" }}
+{{- end }}
 {{- if and $gateway.ingress.enabled (not $gateway.ingress.hosts) }}
 {{- fail "gateway.ingress.enabled needs gateway.ingress.hosts: give at least one host name" }}
 {{- end }}
@@ -67,14 +78,26 @@ wrong is in values.schema.json.
 {{- if and $external.url $external.existingSecret }}
 {{- fail "externalRedis.url and externalRedis.existingSecret are both set: remove one of them" }}
 {{- end }}
+{{- if and (or $external.gatewayKey $external.engineKey) (not $external.existingSecret) }}
+{{- fail "externalRedis.gatewayKey and externalRedis.engineKey are entries of externalRedis.existingSecret, which is empty: name the Secret" }}
+{{- end }}
+{{- if and .Values.redis.enabled $external.caSecret }}
+{{- fail "redis.enabled is true and externalRedis.caSecret is set: use redis.tls.existingSecret, or set redis.enabled=false" }}
+{{- end }}
 {{- if contains "@" $external.url }}
 {{- fail "externalRedis.url holds credentials, which anybody who may read pods would see: put the URL into a Secret and name it in externalRedis.existingSecret" }}
 {{- end }}
 {{- if and $external.url .Values.networkPolicy.enabled (not (hasPrefix "unix:" $external.url)) }}
-{{- $port := regexFind ":[0-9]+$" (urlParse $external.url).host | trimPrefix ":" | default "6379" }}
-{{- if not (has $port (toStrings .Values.networkPolicy.externalRedisPorts)) }}
-{{- fail (printf "externalRedis.url is of port %s, which networkPolicy.externalRedisPorts %v does not let through: add it there" $port .Values.networkPolicy.externalRedisPorts) }}
+{{- $isSentinel := contains "+sentinel:" $external.url }}
+{{- range splitList "," (regexReplaceAll "^[a-z+]+://([^/?]*).*$" $external.url "$1") }}
+{{- $port := regexFind ":[0-9]+$" . | trimPrefix ":" | default (ternary "26379" "6379" $isSentinel) }}
+{{- if not (has $port (toStrings $.Values.networkPolicy.externalRedisPorts)) }}
+{{- fail (printf "externalRedis.url is of port %s, which networkPolicy.externalRedisPorts %v does not let through: add it there%s" $port $.Values.networkPolicy.externalRedisPorts (ternary ", beside the ports of the masters that the Sentinels name" "" $isSentinel)) }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.engines.apiKey.existingSecret .Values.engines.existing.selector }}
+{{- fail "engines.apiKey is of the chart's own engines, and engines.existing.selector is set: use engines.existing.apiKeySecret" }}
 {{- end }}
 {{- if and .Values.redis.auth.password .Values.redis.auth.existingSecret }}
 {{- fail "redis.auth.password and redis.auth.existingSecret are both set: remove one of them" }}
@@ -83,6 +106,9 @@ wrong is in values.schema.json.
 
 {{- define "warmroute.validateLoadgen" -}}
 {{- if .Values.loadgen.enabled }}
+{{- if and (include "warmroute.hasTenants" .) (not (include "warmroute.hasApiKeys" .)) }}
+{{- fail "loadgen.enabled with gateway.tenants needs a key for the comparison: give one in gateway.apiKeys, it is the tenant default's" }}
+{{- end }}
 {{- if not .Values.gateway.settings.allow_policy_header }}
 {{- fail "loadgen.enabled needs a gateway that lets requests choose the policy: set gateway.settings.allow_policy_header=true" }}
 {{- end }}
@@ -113,6 +139,10 @@ wrong is in values.schema.json.
 {{- if $scaling.enabled }}
 {{- if not $scaling.prometheusUrl }}
 {{- fail (printf "%s.autoscaling.enabled needs %s.autoscaling.prometheusUrl: the Prometheus that scrapes the engines" .path .path) }}
+{{- end }}
+{{- $activation := dig "activation_timeout_s" 0 (.root.Values.gateway.settings | default dict) }}
+{{- if and (not (int $scaling.minReplicas)) (not (float64 $activation)) }}
+{{- fail (printf "%s.autoscaling.minReplicas is 0, and gateway.settings.activation_timeout_s is not set: set it to the seconds that a request may wait for the first pod, e.g. 600" .path) }}
 {{- end }}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
 {{- fail (printf "%s.autoscaling.minReplicas (%v) is above maxReplicas (%v): raise maxReplicas" .path $scaling.minReplicas $scaling.maxReplicas) }}

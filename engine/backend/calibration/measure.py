@@ -16,6 +16,8 @@ from engine.sched.plan import StepPlan
 RANDOM = 36
 """Steps of random size: half of them are fitted to, half are held out."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
+TRIES = 3
+"""Of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
 """Of the time for measuring: some 50 shapes, most of them far below the largest, are to be measured three times."""
 
@@ -94,7 +96,15 @@ async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> 
     await bench.step_s(best)
     for shape in shapes:
         await bench.step_s(shape)  # the first of its size allocates
-        if await bench.step_s(shape) > largest_s:
+        if not await _is_within(bench, shape, largest_s):
             break
         best = shape
     return best
+
+
+async def _is_within(bench: _Bench, shape: Shape, largest_s: float) -> bool:
+    """Whether the step takes that long at most in one of a few tries: others may have been held up by the machine."""
+    for _ in range(TRIES):
+        if await bench.step_s(shape) <= largest_s:
+            return True
+    return False

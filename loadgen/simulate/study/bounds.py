@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from loadgen.experiment.verdict import FAILED_MORE
 from loadgen.simulate.arms import PEERS
-from loadgen.simulate.study.cases import NOTHING_SHARED, Case
+from loadgen.simulate.study.cases import NOTHING_SHARED, ONE_PROMPT, Case
+from loadgen.simulate.study.earlier import EARLIER, EARLIER_REQUESTS
 from loadgen.simulate.study.run import WARM_REQUESTS, Cell
 
 Table = Mapping[str, Mapping[str, Sequence[Cell]]]
@@ -22,6 +23,11 @@ NOTHING_SHARED_SLACK = 1.01
 FLOOR_SLACK = 1.05
 GROUP_HIT_SLACK = 0.03
 GROUP_BALANCE = 1.15
+ONE_PROMPT_SLACK = 1.0
+ONE_PROMPT_GROUP_SLACK = 1.03
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""Two-sided 95 % quantile of Student's t by number of seeds."""
+_ONE_PROMPT_NAMES = frozenset(case.name for case in ONE_PROMPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,13 @@ def mean(cells: Sequence[Cell], field: str) -> float:
     return statistics.fmean(getattr(cell, field) for cell in cells)
 
 
+def half_width(numbers: Sequence[float]) -> float:
+    """Of the 95 % interval of their mean. Raises ValueError for fewer than two."""
+    if len(numbers) < 2:
+        raise ValueError("an interval takes two numbers")
+    return T_95.get(len(numbers), 2.0) * statistics.stdev(numbers) / math.sqrt(len(numbers))
+
+
 def same_seeds(arms: Mapping[str, Sequence[Cell]], names: Iterable[str]) -> dict[str, Sequence[Cell]]:
     """Those of `names` that there are, each with the first seeds, as many as all of them have: what is asked differs
     from seed to seed.
@@ -64,6 +77,8 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
         ours = peers.pop(OURS)
         if case.name in NOTHING_SHARED:
             yield from _nothing_shared(case, arms)
+        elif case.name in _ONE_PROMPT_NAMES:
+            yield from _one_prompt(case, arms)
         elif peers:
             yield from _against_peers(case, ours, peers)
             ratios.append(mean(ours, "mean_ttft_ms") / best(peers, "mean_ttft_ms")[1])
@@ -111,6 +126,30 @@ def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[
         name, theirs = best(baselines, "mean_ttft_ms")
         detail = f"{ours:,.1f} ms; {name} {theirs:,.1f} ms"
         yield Bound(f"{case.name}: mean TTFT / best baseline's", ours / theirs, NOTHING_SHARED_SLACK, detail)
+
+
+def _one_prompt(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
+    """Mean and p99 of both against `round_robin`, and of `predicted_ttft` against what it was."""
+    for field, label in (("mean_ttft_ms", "mean"), ("p99_ttft_ms", "p99")):
+        for arm, slack in ((OURS, ONE_PROMPT_SLACK), ("affinity_groups", ONE_PROMPT_GROUP_SLACK)):
+            both = same_seeds(arms, (arm, "round_robin"))
+            if len(both) == 2:
+                ours, robin = ([getattr(cell, field) for cell in cells] for cells in both.values())
+                yield _paired(f"{case.name}: {arm}'s {label} TTFT / round_robin's", ours, robin, slack)
+        before = EARLIER.get(case.name, {}).get(field, ())
+        if before and case.requests == EARLIER_REQUESTS:
+            ours = [getattr(cell, field) for cell in arms[OURS][: len(before)]]
+            yield _paired(f"{case.name}: {label} TTFT / what it was", ours, before[: len(ours)], ONE_PROMPT_SLACK)
+
+
+def _paired(name: str, ours: Sequence[float], theirs: Sequence[float], slack: float) -> Bound:
+    """Mean over mean, which may exceed `slack` by the 95 % interval of the difference on equal seeds."""
+    mean_theirs = statistics.fmean(theirs)
+    differences = [our - their for our, their in zip(ours, theirs, strict=True)]
+    chance = half_width(differences) / mean_theirs if len(differences) > 1 else 0.0
+    value = statistics.fmean(ours)
+    detail = f"{value:,.1f} ms; {mean_theirs:,.1f} ms; chance {chance:.3f}"
+    return Bound(name, value / mean_theirs, slack + chance, detail)
 
 
 def _against_floor(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Bound:

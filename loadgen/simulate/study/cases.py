@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from loadgen.simulate.pod import PodSpec
 from loadgen.workloads.base import Workload
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.published import GeneratedSharedPrefix
-from loadgen.workloads.single import Diverse
+from loadgen.workloads.single import Batch, Diverse
 from loadgen.workloads.traces import Trace, load_mooncake
 from loadgen.workloads.wrappers import Window
 
@@ -44,6 +44,8 @@ class Case:
     """Share of the knee; infinite: all at once. For a trace with `speed`, unused."""
     speed: float = 0.0
     """Above 0: the trace's own times, so many times as fast."""
+    rate: float = 0.0
+    """Above 0: sessions per second, whatever the knee."""
     knee_of: str = ""
     """The case whose knee counts; empty: its own."""
     gateways: int = 1
@@ -59,6 +61,8 @@ class Case:
         """When sessions begin, the knee being `knee` sessions per second."""
         if self.speed:
             return ArrivalSpec(ArrivalKind.TRACE)
+        if self.rate:
+            return ArrivalSpec(ArrivalKind.POISSON, self.rate)
         return ArrivalSpec(ArrivalKind.POISSON, math.inf if math.isinf(self.load) else self.load * knee)
 
     def fleet(self, knee: float) -> FleetSpec:
@@ -106,6 +110,31 @@ def zero_sharing(seed: int) -> Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class OnePrompt:
+    """One product: a share of the requests under one system prompt of 2,048 tokens, with a question of 128 and 64 of
+    answer; the others have 2,048 tokens of their own.
+    """
+
+    share: float
+
+    def __call__(self, seed: int) -> Workload:
+        """The workload of a seed."""
+        return Chat(
+            "one-prompt", seed, 1, 0.0, 2048, 2048, 128, 128, 1, 1, unique_share=1 - self.share, output_tokens=64
+        )
+
+
+def single_prompt(seed: int) -> Workload:
+    """The literature's single system prompt: 2,000 tokens for all, a question of 100, an answer of 100."""
+    return Chat("single", seed, 1, 0.0, 2000, 2000, 100, 100, turns_min=1, turns_max=1, output_tokens=100)
+
+
+def batch(seed: int) -> Workload:
+    """The literature's batch: jobs of 100 items of 100 to 400 tokens under 600 of instructions, answers of 32."""
+    return Batch("batch", seed)
+
+
+@dataclass(frozen=True, slots=True)
 class TraceWindow:
     """`count` requests of a Mooncake trace by seed; times in coarse buckets are spread."""
 
@@ -126,13 +155,23 @@ def _trace(path: Path) -> Trace:
 
 
 KNEES: Mapping[str, float] = MappingProxyType(
-    {"gsp": 152.0, "tenants": 17.0, "zipf": 125.0, "multi": 30.0, "zero": 108.0}
+    {
+        "gsp": 152.0,
+        "tenants": 17.0,
+        "zipf": 125.0,
+        "multi": 30.0,
+        "zero": 108.0,
+        "one50": 208.0,
+        "one80": 320.0,
+        "one100": 512.0,
+    }
 )
 """Sessions per second: the highest rate tried at which the criterion of `find_knee` held, in runs of 30 s (gsp), 90 s
-(tenants) and 40 s. Recorded, so that the offered load stays what it is while a policy changes; `--find-knees` measures.
+(tenants), 20 s (one..) and 40 s. Recorded, so that the offered load stays what it is while a policy changes;
+`--find-knees` measures.
 """
 
-SYNTHETIC = (
+_SYNTHETIC = (
     Case("gsp_60", "shared prefixes at 0.6 of the knee", gsp, 2000, LOW, knee_of="gsp"),
     Case("gsp_90", "shared prefixes at 0.9 of the knee", gsp, 3000, HIGH, knee_of="gsp"),
     Case("gsp_burst", "shared prefixes, 1,024 at once", gsp, 1024, math.inf),
@@ -149,7 +188,31 @@ SYNTHETIC = (
     Case("zero_60", "nothing shared at 0.6 of the knee", zero_sharing, 2000, LOW, knee_of="zero"),
     Case("zero_75", "nothing shared at 0.75 of the knee", zero_sharing, 2000, 0.75, knee_of="zero"),
 )
+ONE_PROMPT_SHARES = (0.5, 0.8, 1.0)
+ONE_PROMPT_LOADS = (0.3, 0.6, 0.85)
+"""Of the knee of each share."""
+SINGLE_RATE, BATCH_RATE = 55.0, 170.0
+"""Sessions per second of the literature's tables: 0.7 of what the fleet serves without caching."""
+
+
+def _one_prompt(gateways: int, suffix: str, words: str) -> Iterator[Case]:
+    for share in ONE_PROMPT_SHARES:
+        for load in ONE_PROMPT_LOADS:
+            knee = f"one{100 * share:.0f}"
+            about = f"{share:.0%} under one prompt at {load:g} of the knee{words}"
+            yield Case(
+                f"{knee}_{100 * load:.0f}{suffix}", about, OnePrompt(share), 2000, load, knee_of=knee, gateways=gateways
+            )
+    yield Case(
+        f"single{suffix}", f"one prompt for all{words}", single_prompt, 2000, rate=SINGLE_RATE, gateways=gateways
+    )
+    yield Case(f"batch{suffix}", f"jobs of 100{words}", batch, 2000, rate=BATCH_RATE, gateways=gateways)
+
+
+ONE_PROMPT = (*_one_prompt(1, "", ""), *_one_prompt(3, "_g3", ", three gateways"))
+"""Where all pods are warm anyway: what counts is that no request waits."""
 NOTHING_SHARED = frozenset(("zero_60", "zero_75"))
+SYNTHETIC = (*_SYNTHETIC, *ONE_PROMPT)
 
 
 def knee_owners(wanted: Collection[str], known: Sequence[Case]) -> dict[str, Case]:

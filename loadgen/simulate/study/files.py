@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.simulate.arms import ARM_NAMES, PEERS, TRIAL_NAMES
-from loadgen.simulate.study.bounds import OURS, Bound, Table, best, mean, same_seeds
+from loadgen.simulate.study.bounds import OURS, Bound, Table, best, half_width, mean, same_seeds
 from loadgen.simulate.study.cases import Case
 from loadgen.simulate.study.run import Cell
-
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Two-sided 95 % quantile of Student's t by number of seeds."""
 
 
 def save(table: Table, knees: Mapping[str, float], sessions: int, bounds: Sequence[Bound], path: Path) -> None:
@@ -79,6 +76,8 @@ def markdown(table: Table, cases: Sequence[Case]) -> Iterator[str]:
         ("Mean TTFT, ms", "mean_ttft_ms", 0),
         ("Mean TTFT without queueing, ms", "unqueued_ttft_ms", 0),
         ("p99 TTFT, ms", "p99_ttft_ms", 0),
+        ("Mean end-to-end time, ms", "mean_e2e_ms", 0),
+        ("Mean time per output token, ms", "mean_tpot_ms", 1),
         ("Cached share of prompt tokens", "hit_rate", 3),
         ("Requests of the fullest pod / mean", "max_over_mean_load", 2),
     ):
@@ -137,11 +136,10 @@ def bound_lines(bounds: Sequence[Bound]) -> Iterator[str]:
 
 
 def _cell(cells: Sequence[Cell] | None, field: str, digits: int) -> str:
-    if not cells:
+    numbers = [getattr(cell, field) for cell in cells or ()]
+    if not numbers or any(map(math.isnan, numbers)):
         return "-"
-    value = f"{mean(cells, field):,.{digits}f}"
-    if len(cells) < 2 or field not in ("mean_ttft_ms", "p99_ttft_ms"):
+    value = f"{statistics.fmean(numbers):,.{digits}f}"
+    if len(numbers) < 2 or not field.endswith("_ms") or field == "unqueued_ttft_ms":
         return value
-    spread = statistics.stdev(getattr(cell, field) for cell in cells)
-    half = T_95.get(len(cells), 2.0) * spread / len(cells) ** 0.5
-    return f"{value} ± {half:,.{digits}f}"
+    return f"{value} ± {half_width(numbers):,.{digits}f}"

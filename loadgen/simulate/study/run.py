@@ -48,6 +48,9 @@ class Cell:
     """Largest over the pods of their requests / an even share of those that came while they lived."""
     completed: int
     failed: int
+    mean_tpot_ms: float = math.nan
+    """Mean over the requests of the time for each output token after the first; not in files from before it was kept.
+    """
 
 
 def run_cell(case: Case, arm: str, seed: int, knee: float) -> Cell:
@@ -83,7 +86,18 @@ def summary(records: list[RequestRecord], fleet: FleetSpec) -> Cell:
         max_over_mean_load=_imbalance(done, fleet),
         completed=len(done),
         failed=len(records) - len(done),
+        mean_tpot_ms=_mean_tpot_ms(done),
     )
+
+
+def _mean_tpot_ms(done: Sequence[RequestRecord]) -> float:
+    """See `Cell.mean_tpot_ms`. An answer of one token has none."""
+    found = [
+        1e3 * (r.finished_s - r.first_token_s) / (r.output_tokens - 1)
+        for r in done
+        if r.first_token_s is not None and r.output_tokens > 1
+    ]
+    return float(np.mean(found)) if found else math.nan
 
 
 def _imbalance(done: Sequence[RequestRecord], fleet: FleetSpec) -> float:

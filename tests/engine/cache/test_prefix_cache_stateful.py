@@ -208,7 +208,7 @@ class CrowdedMachine(CacheMachine):
     @invariant()
     def is_bounded(self):
         most = prefix_cache.MAX_KEYS_PER_BLOCK - 1 + self.most_anchors
-        assert all(len(node.keys) <= most for node in self.cache._index.values())
+        assert all(len(keys) <= most for keys in self.cache._indexed.keys)
 
 
 def test_cache_equals_model():
@@ -255,7 +255,7 @@ def test_colliding_hashes_never_serve_wrong_blocks(bits):
         def agrees_with_model(self):
             self.cache.check_integrity()
             self.model.cached.clear()
-            in_use = {node.block for user in self.model.users for node in user.sequence.nodes}
+            in_use = {node for user in self.model.users for node in user.sequence.nodes}
             in_use |= {block for user in self.model.users for block in user.sequence.blocks}
             assert self.cache.pool.available == self.cache.pool.total - len(in_use)
 

@@ -128,7 +128,7 @@ def test_slices_of_a_tile_are_its_rows(device: torch.device, monkeypatch: pytest
     """Settings for wide heads give a program fewer rows than a tile has."""
     launch = Launch(rows=rows, tile=INTERPRETED.tile, warps=4, stages=1)
     monkeypatch.setattr(kernel, "INTERPRETED", launch)
-    monkeypatch.setattr(kernel, "launch_for", lambda *_: launch)
+    monkeypatch.setattr(kernel, "launch_for", lambda *_, **__: launch)
     shape = Shape(kv_heads=1, group=3)
     whole = sequence(shape, 90, 0)
     chunks = [(whole, 0, 6), (whole, 30, 90)]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute
 # One norm with a sum and one without. Neither layers nor rows make a variant of a kernel. The last layer's few rows
 # have products of their own: output, gate and up, down, head.
 OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1, "_linear": 4})
-ATTENTION = Counter({"_prefill": 1, "_attend_parts": 1, "_add_parts": 1})
+ATTENTION = Counter({"_prefill": 2, "_add_tile_parts": 1, "_attend_parts": 1, "_add_parts": 1})
 
 
 def launches(scenario: str, arch: int) -> list[Compiled]:

@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_in_use(self):
         for entry in self.scheduler._running:
             yield from entry.sequence.blocks
-            yield from (node.block for node in entry.sequence.nodes)
+            yield from entry.sequence.nodes
 
     def brute_force_uncached(self) -> int:
         """Every request matched anew."""

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.app import LoadedModel, engine_tasks, listening, load
+from engine.app import LoadedModel, Ports, engine_tasks, listening, load
 from engine.backend.base import Backend
 from engine.backend.profiles import SimProfile
 from engine.backend.sim import SimBackend
@@ -33,6 +33,7 @@ class Engine:
     url: str
     http: aiohttp.ClientSession
     state: ServerState
+    ports: Ports
 
     @property
     def service(self) -> EngineService:
@@ -84,10 +85,10 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
         state, metrics = ServerState(), EngineMetrics(settings.model_name)
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
-            listening(settings, state, metrics) as port,
-            engine_tasks(settings, state, metrics, model, port),
+            listening(settings, state, metrics) as ports,
+            engine_tasks(settings, state, metrics, model, ports.clients),
         ):
-            yield Engine(f"http://127.0.0.1:{port}", http, state)
+            yield Engine(f"http://127.0.0.1:{ports.clients}", http, state, ports)
 
     return started
 

@@ -45,6 +45,15 @@ async def test_models_say_who_serves_what(engine: Engine) -> None:
     assert [(card["id"], card["object"], card["max_model_len"]) for card in body["data"]] == [(MODEL, "model", 4096)]
 
 
+async def test_a_probe_says_how_large_the_fleet_is(engine: Engine) -> None:
+    heard: list[int] = []
+    engine.state.service = replace(engine.service, on_fleet=heard.append)
+    for said in ("1000", "64", "", "-1", "1e3", "9" * 10, "x"):
+        async with engine.http.get(engine.url + "/v1/models", headers={headers.PODS: said}) as response:
+            assert response.status == 200
+    assert heard == [1000, 64]
+
+
 @pytest.mark.parametrize("path", ["meta-llama/Llama-3-8B", "meta-llama%2FLlama-3-8B", "meta-llama%2fLlama-3-8B"])
 async def test_a_models_name_may_be_encoded_or_not(engine: Engine, path: str) -> None:
     name = "meta-llama/Llama-3-8B"
@@ -285,7 +294,7 @@ async def test_a_backend_with_a_step_that_never_ends_is_not_waited_for(
 
 async def test_the_port_answers_before_the_model_is_loaded() -> None:
     settings = EngineSettings(model="none", device="sim", port=0)
-    async with listening(settings, ServerState(), EngineMetrics("m")) as port, ClientSession() as http:
+    async with listening(settings, ServerState(), EngineMetrics("m")) as ports, ClientSession() as http:
         for method, path, status in (
             ("GET", "/health", 503),
             ("GET", "/metrics", 200),
@@ -294,7 +303,7 @@ async def test_the_port_answers_before_the_model_is_loaded() -> None:
             ("POST", CHAT, 503),
             ("POST", "/tokenize", 503),
         ):
-            async with http.request(method, f"http://127.0.0.1:{port}{path}", json={}) as response:
+            async with http.request(method, f"http://127.0.0.1:{ports.clients}{path}", json={}) as response:
                 assert response.status == status, path
 
 

@@ -126,7 +126,7 @@ async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(ch
 
 def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tmp_path: Path):
     out = tmp_path / "mine.yaml"
-    flags = ["--model", str(checkpoint), "--seconds", "1", "--threads", "1", "--kv-pool-tokens", "4096"]
+    flags = ["--model", str(checkpoint), "--seconds", "3", "--threads", "1", "--kv-pool-tokens", "4096"]
     done = subprocess.run(
         [sys.executable, "-m", "engine", "calibrate", *flags, "--max-step-tokens", "128", "--out", str(out)],
         capture_output=True,

@@ -67,6 +67,35 @@ def test_rendering_equals_that_of_transformers(
     assert template.render(messages, tools, add_generation_prompt=prompt) == expected
 
 
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=50)
+@given(messages=conversations(), said=TEXT, tools=st.none() | st.lists(TOOL, max_size=1))
+def test_a_message_is_continued_as_transformers_has_it(
+    reference: PreTrainedTokenizerFast, name: str, messages: list[dict[str, Any]], said: str, tools: Any
+) -> None:
+    messages = [
+        *messages[: len(messages) - (messages[-1]["role"] == "assistant")],
+        {"role": "assistant", "content": said},
+    ]
+    template = ChatTemplate(ALL[name], SPECIAL_TOKENS)
+    try:
+        expected = reference.apply_chat_template(
+            messages, tools=tools or None, chat_template=ALL[name], tokenize=False, continue_final_message=True
+        )
+    except ValueError:  # its message is not there in the rendered text
+        with pytest.raises(BadRequest, match="continue_final_message"):
+            template.render_open(messages, tools)
+        return
+    assert template.render_open(messages, tools) == expected
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content if m.role == 'user' else '' }}{% endfor %}", {})
+    with pytest.raises(BadRequest, match="changes the last message") as caught:
+        template.render_open([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}])
+    assert caught.value.param == "continue_final_message"
+
+
 def test_a_templates_own_switches_are_passed() -> None:
     template = ChatTemplate(QWEN, SPECIAL_TOKENS)
     message = {"role": "user", "content": "hi"}

@@ -23,9 +23,9 @@ def log(tmp_path):
 def test_the_text_names_the_break_and_ends_with_the_advice(log, capsys):
     assert analyze.run([str(log), "--pods", "2"]) == 0
     shown = capsys.readouterr()
-    assert "40 requests" in shown.out
-    assert "2 pods, perfect affinity" in shown.out
-    flat = " ".join(shown.out.split())
+    flat = " ".join(shown.out.split())  # the file's name decides where lines break
+    assert "40 requests" in flat
+    assert "2 pods, perfect affinity" in flat
     assert "A timestamp at byte 6 of the system message (messages[0]) costs 100% of the possible hits" in flat
     assert "reading prompts" in shown.err
 

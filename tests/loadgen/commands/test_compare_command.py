@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loadgen.commands.argv import joined
 from loadgen.commands.compare import CompareSettings, make_plan, run
+from loadgen.load.player import ArmRun, play
 from loadgen.result.files import read_result
 from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread
 
@@ -62,11 +66,26 @@ def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The bound is lowered to what no generator meets."""
-    monkeypatch.setattr("loadgen.measure.validity.MAX_LAG_SHARE", -1.0)
-    with in_thread(ArmGateway()) as gateway:
+    """One whose event loop stands still for 80 of every 100 ms, beside a server that answers within 50."""
+
+    async def busy_play(*args: Any, **named: Any) -> ArmRun:
+        async def stand_still() -> None:
+            while True:
+                time.sleep(0.08)  # noqa: ASYNC251  # that is what a busy loop does
+                await asyncio.sleep(0.02)
+
+        busy = asyncio.create_task(stand_still())
+        try:
+            return await play(*args, **named)
+        finally:
+            busy.cancel()
+
+    monkeypatch.setattr("loadgen.experiment.run.play", busy_play)
+    with in_thread(ArmGateway(delay_s={"round_robin": 0.05, "predicted_ttft": 0.02})) as gateway:
         assert run([f"--url={gateway.url}", *FAST, "--rounds=1", f"--out={tmp_path}"]) == 3
-    assert read_result(tmp_path / "result.json").verdict[0].startswith("INVALID: in round_robin the load generator")
+    line = read_result(tmp_path / "result.json").verdict[0]
+    assert line.startswith("INVALID: in predicted_ttft the load generator was late by ")
+    assert "can change the ratio of their mean TTFT by" in line
 
 
 def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -77,6 +77,10 @@ def found_in(rounds: Rounds, objectives_ms: Mapping[str, float] | None = None, s
 def arms_in(rounds: Rounds) -> list[Arm]:
     """The arms as a report has them."""
     return [
-        Arm(name=name, url="http://gateway", summary=summarise_runs([runs[name] for runs in rounds], ["pod-0"]))
+        Arm(
+            name=name,
+            url="http://gateway",
+            summary=summarise_runs([runs[name] for runs in rounds], ["pod-0"], is_compared=True),
+        )
         for name in rounds[0]
     ]

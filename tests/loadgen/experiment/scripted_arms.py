@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -43,6 +43,8 @@ class ArmGateway(ScriptedGateway):
     scrapable: bool = True
     counters_differ_by: int = 0
     """Tokens that each pod counts as found though usage does not say so."""
+    admin_headers: list[Mapping[str, str]] = field(default_factory=list)
+    """Of the requests for the list of pods."""
     on_reset: Callable[[int], None] = lambda number: None
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class ArmGateway(ScriptedGateway):
         app.router.add_post("/pod/{number}/reset_prefix_cache", self._reset)
 
     async def _list(self, request: web.Request) -> web.Response:
+        self.admin_headers.append(request.headers)
         if not self.lists_pods:
             return web.Response(status=404, text="no such endpoint")
         pods = [{"url": f"{self.url}/pod/{i}", "pod": f"pod-{i}", "admitted": True} for i in range(self.pods)]

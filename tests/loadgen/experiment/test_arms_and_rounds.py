@@ -41,6 +41,12 @@ def test_deployments_and_their_pods():
     assert [arm.name for arm in arms_of("", [], ["a=http://a", "b=http://b"], [])] == ["a", "b"]
 
 
+def test_administrations_belong_to_one_arm_or_to_all():
+    two = ["a=http://a", "b=http://b"]
+    assert [arm.admin_url for arm in arms_of("", [], two, [], ["b=http://b:81/"])] == ["", "http://b:81"]
+    assert [arm.admin_url for arm in arms_of("", [], two, [], ["http://all:81"])] == ["http://all:81"] * 2
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -54,6 +60,8 @@ def test_deployments_and_their_pods():
         ((GATEWAY, ["x", "x"], [], []), "arm x is listed twice"),
         (("", [], ["a=http://a"], ["b=http://pod"]), "b is not an arm; arms are a"),
         (("", [], ["a=http://a"], ["pod:80"]), "--metrics-urls: got 'pod:80'"),
+        (("", [], ["a=http://a"], [], ["b=http://pod"]), "--admin-url 'b=http://pod': b is not an arm"),
+        (("", [], ["a=http://a"], [], ["http://x", "a=http://y"]), "--admin-url gives a 2 addresses: one is enough"),
     ],
 )
 def test_flags_that_name_no_arms_are_refused(flags: tuple, complaint: str):

@@ -103,6 +103,17 @@ async def test_the_numbers_are_the_servers_and_both_sources_of_the_hit_rate_agre
     assert "interval" in result.definitions
 
 
+async def test_a_gateway_is_administered_at_an_address_of_its_own():
+    async with ArmGateway(lists_pods=False, allows_reset=False).running() as clients, ArmGateway().running() as admin:
+        result, _ = await run(clients, admin_url=[admin.url], api_key="clients-key", rounds=1)
+        with pytest.raises(ServerUnusable, match=f"--admin-url {clients.url}: {clients.url}/v1/pods answered HTTP 404"):
+            await run(clients, admin_url=[clients.url])
+    assert "emptied before each block" in result.isolation
+    assert {kind for kind, _ in clients.log} == {"chat"}
+    assert {kind for kind, _ in admin.log} == {"reset"}
+    assert not any("authorization" in sent for sent in admin.admin_headers), "the key is one for clients"
+
+
 async def test_pods_that_cannot_be_scraped_are_said_aloud_and_claim_nothing():
     async with ArmGateway(pods=5, scrapable=False).running() as gateway:
         result, _ = await run(gateway, rounds=1)
@@ -195,7 +206,7 @@ async def test_a_service_whose_pods_nobody_names_is_not_reset_but_salted():
     async with ArmGateway(lists_pods=False).running() as gateway:
         result, _ = await run(gateway)
     assert ("reset", "") not in gateway.log
-    assert "--metrics-urls names them" in result.isolation
+    assert "--metrics-urls the pods" in result.isolation
 
 
 async def test_where_the_reset_is_refused_prompts_differ_in_bytes_and_not_in_structure():

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from loadgen.experiment.cautions import cautions
+from loadgen.experiment.lateness import judged
 from loadgen.experiment.verdict import verdict
 from loadgen.measure.summary import summarise
 from loadgen.result.model import Arm, Reuse, Summary
@@ -15,7 +16,8 @@ from tests.loadgen.measure.builders import failed, made_run, request
 
 
 def said(rounds: Rounds) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    arms, found = arms_in(rounds), found_in(rounds)
+    found = found_in(rounds)
+    arms = judged(arms_in(rounds), found, BASE)
     return verdict(arms, found, BASE), cautions(arms, found, BASE, len(rounds))
 
 
@@ -113,11 +115,14 @@ def test_an_arm_that_fails_more_is_no_tie_of_the_winner():
 
 
 def test_an_invalid_run_says_so_first():
-    late = rounds_of({BASE: 1.0, "arm": 0.3}, sent_s=1000.0, first_token_s=2000.0, finished_s=3000.0)
+    lines, _ = said(rounds_of({BASE: 1.0, "arm": 0.3}, failing={"arm": 0.9}))
+    assert re.match(r"INVALID: in arm \d+ of \d+ requests failed: the rest are no sample of the workload\.$", lines[0])
+    assert not lines[1].startswith("INVALID")
+    late = rounds_of({BASE: 1.0, "a": 0.3, "b": 0.3}, sent_s=1000.0, first_token_s=2000.0, finished_s=3000.0)
     lines, _ = said(late)
-    assert lines[0].startswith("INVALID: in round_robin the load generator was late by")
-    assert "; in arm the load generator was late by" in lines[0]
-    assert lines[0].count("lower the rate") == 1
+    assert lines[0].startswith("INVALID: in a the load generator was late by")
+    assert "; in b the load generator was late by" in lines[0]
+    assert lines[0].count("Lower the rate") == 1
     assert not lines[1].startswith("INVALID")
 
 

@@ -252,7 +252,7 @@ def test_the_shares_of_several_workers_are_the_schedule_of_one(
 
 @pytest.mark.looptime
 async def test_cancellation_leaves_no_task_and_an_error_is_raised_as_itself():
-    before = asyncio.all_tasks()
+    before, thresholds = asyncio.all_tasks(), gc.get_threshold()
     client = FakeClient(lambda call: 100.0)
     task = asyncio.create_task(play(client, Sessions(CHAIN), Echo(), CONSTANT))
     await asyncio.sleep(1.2)
@@ -267,4 +267,4 @@ async def test_cancellation_leaves_no_task_and_an_error_is_raised_as_itself():
     with pytest.raises(KeyError):
         await play(FakeClient(), Sessions(), Echo(), replace(CONSTANT, arrivals=CLOSED), refuse)
     assert asyncio.all_tasks() == before
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, thresholds)

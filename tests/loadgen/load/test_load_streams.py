@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.http.connection import Connection
+from engine.contract.http.pool import Address, Pool
 from loadgen.load.answer import StreamedAnswer
-from loadgen.load.http1 import Address, Connection, Pool
 from tests.loadgen.load.scripted_server import DONE, LAST, STREAM_HEAD, chunk, event, plain, stop, usage, whole, word
 
 COMMENT = b": keep-alive\n\n"
@@ -47,6 +48,12 @@ class Transport(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
 
 @pytest.fixture(scope="module")
 def read() -> Iterator[Read]:
@@ -58,7 +65,7 @@ def read() -> Iterator[Read]:
         pool = Pool(Address("nowhere", 1), lambda: float(next(times)))
         connection, transport, answer = Connection(pool), Transport(), StreamedAnswer(loop)
         connection.connection_made(transport)
-        connection.request(b"a request", answer)
+        connection.request(b"a request", b"", answer)
         for piece in pieces:
             connection.data_received(piece)
         return answer, connection, transport

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from loadgen.measure.validity import MAX_LAG_SHARE, lag_share
 from loadgen.result.model import (
     Arm,
     Contrast,
@@ -142,9 +143,10 @@ def summary(
 def _validity(lag: np.ndarray, ttft: np.ndarray) -> Validity:
     if not len(ttft):
         return Validity(valid=False, reasons=("nothing completed",))
-    share = float(np.percentile(lag, 99) / np.median(ttft))
-    reasons = (f"generator lag p99 is {share:.0%} of the median TTFT",) if share > 0.05 else ()
-    return Validity(valid=not reasons, reasons=reasons, lag_p99_share=share)
+    figure, share = lag_share(ttft, lag)
+    is_late = share > MAX_LAG_SHARE
+    reasons = (f"generator lag may be {share:.0%} of the {figure} TTFT",) if is_late else ()
+    return Validity(valid=not reasons, reasons=reasons, is_late=is_late, lag_share=share, lag_share_of=figure)
 
 
 def _series(

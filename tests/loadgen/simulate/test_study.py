@@ -22,14 +22,25 @@ import pytest
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.simulate.arms import ARM_NAMES, PEERS
 from loadgen.simulate.study.__main__ import main
-from loadgen.simulate.study.bounds import check, same_seeds
-from loadgen.simulate.study.cases import KNEES, NOTHING_SHARED, PODS, SYNTHETIC, Case, gsp, knee_owners, trace_cases
+from loadgen.simulate.study.bounds import check, half_width, same_seeds
+from loadgen.simulate.study.cases import (
+    KNEES,
+    NOTHING_SHARED,
+    ONE_PROMPT,
+    PODS,
+    SYNTHETIC,
+    Case,
+    gsp,
+    knee_owners,
+    trace_cases,
+)
+from loadgen.simulate.study.earlier import EARLIER, EARLIER_REQUESTS
 from loadgen.simulate.study.files import load, markdown, save
 from loadgen.simulate.study.run import Cell, find_knee, run_cell
 from loadgen.workloads.single import Diverse
 from loadgen.workloads.wrappers import Window
 
-CELL = Cell(100.0, 200.0, 90.0, 40.0, 1000.0, 0.5, 1.1, 50, 0)
+CELL = Cell(100.0, 200.0, 90.0, 40.0, 1000.0, 0.5, 1.1, 50, 0, mean_tpot_ms=8.0)
 CASE = Case("small", "", gsp, 60, load=0.5)
 
 
@@ -101,6 +112,62 @@ def test_where_nothing_is_shared_the_baselines_count():
     assert missed({case.name: arms["small"]}, case) == {f"{case.name}: mean TTFT / best baseline's"}
 
 
+def one_prompt_case(name: str, **factors: float) -> set[str]:
+    """Bounds missed where `round_robin` measures what `predicted_ttft` did before, and others that times a factor."""
+    case = next(case for case in ONE_PROMPT if case.name == name)
+    earlier = EARLIER[name]
+
+    def cells(factor: float) -> list[Cell]:
+        rows = zip(*(earlier[field] for field in ("mean_ttft_ms", "p99_ttft_ms")), strict=True)
+        return [replace(CELL, mean_ttft_ms=factor * mean, p99_ttft_ms=factor * p99) for mean, p99 in rows]
+
+    arms = {"round_robin": cells(1.0), **{arm: cells(factor) for arm, factor in factors.items()}}
+    return missed({name: arms}, case)
+
+
+def test_with_one_prompt_for_all_neither_mean_nor_p99_may_exceed_round_robins_or_what_they_were():
+    assert not one_prompt_case("one50_30", predicted_ttft=1.0, affinity_groups=1.03)
+    assert one_prompt_case("one50_30", predicted_ttft=1.02) == {
+        "one50_30: predicted_ttft's mean TTFT / round_robin's",
+        "one50_30: predicted_ttft's p99 TTFT / round_robin's",
+        "one50_30: mean TTFT / what it was",
+        "one50_30: p99 TTFT / what it was",
+    }
+    assert one_prompt_case("one50_30", predicted_ttft=1.0, affinity_groups=1.06) == {
+        "one50_30: affinity_groups's mean TTFT / round_robin's",
+        "one50_30: affinity_groups's p99 TTFT / round_robin's",
+    }
+
+
+def test_what_differs_from_seed_to_seed_may_be_chance():
+    """Two percent more on the average is within the interval where seeds differ by ten."""
+    case = next(case for case in ONE_PROMPT if case.name == "batch")
+    robin = [replace(CELL, mean_ttft_ms=mean) for mean in (100.0, 100.0, 100.0)]
+    for ours, kept in (((90.0, 102.0, 114.0), True), ((102.0, 102.0, 102.1), False)):
+        arms = {"round_robin": robin, "predicted_ttft": [replace(CELL, mean_ttft_ms=mean) for mean in ours]}
+        bound = next(bound for bound in check({"batch": arms}, [case]) if "mean TTFT / round_robin's" in bound.name)
+        assert bound.value == pytest.approx(1.02, abs=0.001)
+        assert bound.kept == kept
+    assert half_width((90.0, 102.0, 114.0)) == pytest.approx(4.30 * 12 / 3**0.5)
+
+
+def test_what_it_was_is_known_of_every_case_with_one_prompt_at_its_own_length():
+    assert EARLIER.keys() == {case.name for case in ONE_PROMPT}
+    assert {case.requests for case in ONE_PROMPT} == {EARLIER_REQUESTS}
+    short = replace(next(case for case in ONE_PROMPT if case.name == "single"), requests=30)
+    arms = {"predicted_ttft": [replace(CELL, mean_ttft_ms=1e6)]}
+    assert not any("what it was" in bound.name for bound in check({"single": arms}, [short]))
+
+
+def test_one_prompt_for_most_leaves_no_request_waiting_that_round_robin_serves():
+    """Eight pods, of which before only some held the prompt: the others' requests waited behind long prefills."""
+    case = next(case for case in ONE_PROMPT if case.name == "one80_60")
+    robin, predicted = (run_cell(case, arm, 1, KNEES["one80"]) for arm in ("round_robin", "predicted_ttft"))
+    assert predicted.mean_ttft_ms < 0.87 * robin.mean_ttft_ms
+    assert predicted.mean_e2e_ms < robin.mean_e2e_ms
+    assert predicted.mean_tpot_ms < robin.mean_tpot_ms
+
+
 def test_a_saved_table_reads_back(tmp_path: Path):
     table = table_of(round_robin={"hit_rate": 0.125})
     path = tmp_path / "sim" / "policies.json"
@@ -131,6 +198,7 @@ def test_a_cell_is_the_same_each_time(arm: str):
     assert (one.completed, one.failed) == (60, 0)
     assert 0 < one.mean_ttft_ms <= one.p99_ttft_ms < one.mean_e2e_ms
     assert 0 < one.unqueued_ttft_ms < one.mean_ttft_ms
+    assert one.mean_tpot_ms == pytest.approx((one.mean_e2e_ms - one.mean_ttft_ms) / 255)
     assert one.max_over_mean_load >= 1
     assert math.isnan(one.warm_mean_ttft_ms)
 
@@ -169,6 +237,7 @@ def test_a_knee_is_measured_on_a_fleet_that_nothing_hinders(tmp_path: Path, monk
     owners = knee_owners(KNEES.keys(), SYNTHETIC)
     assert {name: case.name for name, case in owners.items()} == {
         "gsp": "gsp_60", "tenants": "tenants_60", "zipf": "zipf_60", "multi": "multi_60", "zero": "zero_60",
+        "one50": "one50_30", "one80": "one80_30", "one100": "one100_30",
     }  # fmt: skip
     assert not knee_owners({"gsp"}, [case for case in SYNTHETIC if case.slow_pod or case.dying_pod])
     measured: list[Mapping[str, Case]] = []

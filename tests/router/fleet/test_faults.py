@@ -88,7 +88,7 @@ async def test_the_first_byte_ends_a_row_of_errors_but_not_one_of_broken_streams
             fail(world.fleet, errs)
             fail(world.fleet, breaks, is_begun=True)
         for pod in (errs, breaks):
-            pod.faults.is_suspect = True
+            pod.faults.doubt()
             pod.faults.began(now_s())
             await asyncio.sleep(0.01)
         fail(world.fleet, errs)

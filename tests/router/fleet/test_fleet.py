@@ -364,6 +364,9 @@ async def test_models_once_served_stay_known_and_are_bounded() -> None:
         world.discovery.put(EngineAddress("http://b"))
         world.probe.pods["http://b"] = identity("b", 1, *(f"m{i}" for i in range(2000)))
         await asyncio.sleep(1.3)
+        assert len(world.fleet.engines_by_model()) == 2000, "what is served is not forgotten"
+        world.probe.pods["http://b"] = identity("b", 1, "m1999")
+        await asyncio.sleep(1.3)
         assert world.fleet.is_known("m1999")
         assert world.fleet.engines_by_model()["m1999"] == 1
         assert len(world.fleet.engines_by_model()) == 1024

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from engine.contract import headers
 from router.fleet.faults import AT_WORK_S
 from router.fleet.probe import HttpProbe, PodIdentity, ProbeFailed, served_models
 from router.routing.types import PodId
@@ -159,3 +160,20 @@ async def test_what_is_new_in_every_answer_changes_nothing() -> None:
         await asyncio.sleep(1.3)
         assert b"other/m" in world.fleet.models()["m"].card
         assert len(world.changes) == count + 1
+
+
+async def test_an_engine_hears_how_many_the_gateway_follows() -> None:
+    heard: list[str | None] = []
+
+    async def models(request: web.Request) -> web.Response:
+        heard.append(request.headers.get(headers.PODS))
+        return web.json_response({"data": [{"id": "m"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    sizes = iter((3, 1000))
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        probe = HttpProbe(session, 5.0, pods=lambda: next(sizes))
+        for _ in range(2):
+            await probe.identify(str(server.make_url("")).rstrip("/"))
+    assert heard == ["3", "1000"]

@@ -15,8 +15,10 @@ import orjson
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import ADMISSION, FLEET, build_app, make_runner
+from router.app import ADMISSION, FLEET, build_app
 from router.config import GatewaySettings
+from router.gateway.errors import OPERATORS_PATHS
+from router.serving import build_admin_app, make_runner, operators_door
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEADLINE_S = 10.0
@@ -171,13 +173,29 @@ async def _begin(request: web.Request, extra: dict[str, str]) -> web.StreamRespo
 
 
 class Gateway:
-    """A running gateway and a client session for it."""
+    """A running gateway and a client session for it. `admin`: the runner of its operators' port."""
 
-    def __init__(self, app: web.Application, runner: web.AppRunner, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        runner: web.AppRunner,
+        session: aiohttp.ClientSession,
+        admin: web.AppRunner | None = None,
+    ) -> None:
         self.app = app
         self.runner = runner
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = _url_of(runner)
         self.session = session
+        self._admin = admin
+
+    @property
+    def admin_url(self) -> str:
+        assert self._admin is not None
+        return _url_of(self._admin)
+
+    def address(self, path: str) -> str:
+        """Where `path` is served."""
+        return (self.admin_url if path in OPERATORS_PATHS else self.url) + path
 
     @property
     def in_flight(self) -> int:
@@ -185,12 +203,18 @@ class Gateway:
         pods = [member.pod for member in self.app[FLEET].members() if member.pod]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
-        return admission.in_flight + admission.body_bytes + sum(pod.in_flight for pod in pods) + decided
+        return (
+            admission.in_flight
+            + admission.body_bytes
+            + admission.answer_bytes
+            + sum(pod.in_flight for pod in pods)
+            + decided
+        )
 
     async def post(self, fields: object, *, path: str = "/v1/completions", **sent: str) -> Answer:
         """A request with a JSON body, read to its end."""
         body = fields if isinstance(fields, bytes) else orjson.dumps(fields)
-        async with self.session.post(self.url + path, data=io.BytesIO(body), headers=sent) as response:
+        async with self.session.post(self.address(path), data=io.BytesIO(body), headers=sent) as response:
             received, is_whole = b"", False
             with contextlib.suppress(aiohttp.ClientPayloadError):
                 async for chunk in response.content.iter_any():
@@ -200,7 +224,7 @@ class Gateway:
 
     async def get(self, path: str) -> Answer:
         """A GET, read to its end."""
-        async with self.session.get(self.url + path) as response:
+        async with self.session.get(self.address(path)) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
 
     async def wait_pods(self, count: int, model: str = "m") -> None:
@@ -227,6 +251,23 @@ class Answer:
         return str(self.headers[headers.POD])
 
 
+def _url_of(runner: web.AppRunner) -> str:
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+@contextlib.asynccontextmanager
+async def serving_admin(app: web.Application) -> AsyncIterator[web.AppRunner]:
+    """The operators' port of a started gateway."""
+    door = operators_door(app)
+    runner = make_runner(build_admin_app(app, door), door)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner
+    finally:
+        await runner.cleanup()
+
+
 @contextlib.asynccontextmanager
 async def running(*engines: ScriptedEngine, wait: int | None = None, **settings: Any) -> AsyncIterator[Gateway]:
     """Engines and a gateway in front of them, started and stopped; ready when every engine (or `wait`) is admitted."""
@@ -243,7 +284,8 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        gateway = Gateway(app, runner, session)
+        admin = await stack.enter_async_context(serving_admin(app))
+        gateway = Gateway(app, runner, session, admin)
         await eventually(lambda: len(app[FLEET].admitted()) == (len(engines) if wait is None else wait))
         yield gateway
         await eventually(lambda: gateway.in_flight == 0)

@@ -79,8 +79,8 @@ async def on_trial(gateway: Gateway) -> None:
     (member,) = (member for member in gateway.app[FLEET].members() if member.pod is pod)
     clock = asyncio.get_running_loop().time
     await eventually(lambda: clock() > pod.faults._until_s)
-    member.wake.set()
-    await eventually(lambda: pod.faults.is_on_trial)
+    member.ask()
+    await eventually(lambda: pod.faults.standing is faults.Standing.ON_TRIAL)
 
 
 async def ask_until(gateway: Gateway, condition: Callable[[], bool], most: int = 300) -> list[Answer]:
@@ -158,11 +158,12 @@ async def test_without_retries_clients_see_as_many_errors_as_it_takes() -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_overload_and_the_clients_own_errors_eject_nobody(script: Script, status: int, stream: bool) -> None:
     pods = [ScriptedEngine("a", script), ScriptedEngine("b", GOOD)]
-    limits: dict[str, Any] = {"first_byte_timeout_s": 0.05, "total_timeout_s": 0.2}
+    # Short only where the time runs out by intent: on a busy machine other answers take their while too.
+    limits: dict[str, Any] = {"first_byte_timeout_s": 0.05, "total_timeout_s": 0.2} if status == 504 else {}
     async with running(*pods, retries=0, **limits) as gateway:
         replies = [await gateway.post(ask(stream=stream)) for _ in range(12)]
         assert gateway.app[FLEET].ejections == 0
-        assert not any(pod.faults.is_suspect for pod in gateway.app[FLEET].pods("m"))
+        assert not any(pod.faults.is_doubtful for pod in gateway.app[FLEET].pods("m"))
     assert [reply.status for reply in replies].count(status) >= 6
 
 

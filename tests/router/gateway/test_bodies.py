@@ -7,6 +7,7 @@ import base64
 import contextlib
 import gzip
 import random
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,7 +78,7 @@ async def test_bodies_beyond_the_bound_are_refused_and_those_that_fit_are_not() 
     assert {(a.status, a.headers["Retry-After"], a.json["error"]["code"]) for a in refused} == {
         (429, "1", "overloaded")
     }
-    assert "1.0 of 2 MiB" in refused[0].json["error"]["message"]
+    assert re.search(r"take (1\.\d|2\.0) of 2 MiB", refused[0].json["error"]["message"])
     assert (fitting.status, again.status) == (200, 200)
     assert 'warmroute_gateway_requests_total{engine="",policy="",status="429"} 5.0' in text
     assert len(engine.received) == 3
@@ -109,9 +110,7 @@ async def test_a_client_that_leaves_while_it_sends_gives_its_bytes_back(head: by
             if b"chunked" in head:
                 piece = b"%x\r\n" % len(piece) + piece + b"\r\n"
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + head + b"\r\n\r\n" + piece)
-            await eventually(lambda: admission.body_bytes == (100_000 if b"chunked" in head else 2 * MIB))
-            if b"Length" in head:
-                assert (await gateway.post(body_of(1000))).status == 429
+            await eventually(lambda: admission.body_bytes == 100_000)
             writer.transport.abort()
             await eventually(lambda: admission.body_bytes == 0)
         assert (await gateway.post(body_of(2 * MIB))).status == 200
@@ -125,7 +124,7 @@ async def test_a_body_that_is_refused_for_another_reason_gives_its_bytes_back() 
             assert (await gateway.post(body)).status == status
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n")
-        assert b" 504 " in await reader.readline()
+        assert b" 408 " in await reader.readline()
         writer.close()
         assert gateway.app[ADMISSION].body_bytes == 0
 
@@ -163,7 +162,7 @@ async def test_an_image_counts_as_an_image_and_leaves_other_prompts_alone() -> N
         known, cost = index.statistics().speculative, pod.state.cost
         assert (await gateway.post(chat("Describe this.", image), path=chats)).status == 200
         assert 10 < index.statistics().speculative - known < 20
-        assert pod.state.cost.token_s > cost.token_s / 4
+        assert pod.state.cost.token_s > cost.token_s / 50, "by its bytes, each token would cost a thousandth"
         told = (await gateway.post(chat("Describe this.", image), path=explain)).json
         another = (await gateway.post(chat("Describe this.", other), path=explain)).json
         text = (await gateway.post(chat("0 " * 1000), path=explain)).json

@@ -11,8 +11,10 @@ import sys
 from collections.abc import AsyncIterator
 
 import aiohttp
+import orjson
 import pytest
 
+from router.config import GatewaySettings
 from tests.router.gateway.helpers import ScriptedEngine, event, stalls_after, streams
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}
@@ -24,7 +26,9 @@ def no_blocking_calls() -> None:
 
 
 @contextlib.asynccontextmanager
-async def program(engine: ScriptedEngine, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def program(
+    engine: ScriptedEngine, *flags: str, url: str = "http://127.0.0.1:"
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A gateway process in front of the engine, and its address once it is ready."""
     await engine.start()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}
@@ -38,8 +42,8 @@ async def program(engine: ScriptedEngine, *flags: str) -> AsyncIterator[tuple[as
         assert process.stdout is not None
         async with asyncio.timeout(30):
             line = (await process.stdout.readline()).decode()
-        assert line.startswith("listening on http://127.0.0.1:"), line
-        url = line.removeprefix("listening on ").strip()
+        assert line.startswith(f"listening on {url}"), line
+        url = line.removeprefix("listening on ").strip().replace("0.0.0.0", "127.0.0.1")
         await wait_ready(url)
         yield process, url
     finally:
@@ -152,6 +156,30 @@ async def test_metrics_have_a_port_of_their_own_until_the_end(unused_tcp_port: i
             assert await process.wait() == 0
 
 
+async def test_the_administration_is_on_loopback_and_its_actions_are_on_stderr() -> None:
+    engine = ScriptedEngine("a", streams([event("a")]))
+    async with program(engine, "--host", "0.0.0.0", "--admin-port", "0", url="http://0.0.0.0:") as (process, url):
+        assert process.stdout is not None
+        assert process.stderr is not None
+        async with asyncio.timeout(10), aiohttp.ClientSession() as session:
+            line = (await process.stdout.readline()).decode()
+            assert line.startswith("administration on http://127.0.0.1:")
+            async with session.post(f"{line.split()[-1]}/reset_prefix_cache") as answer:
+                assert answer.status == 200
+            async with session.post(f"{url}/reset_prefix_cache") as answer:
+                assert answer.status == 404
+            lines = []
+            while not lines or b"audit" not in lines[-1]:
+                lines.append(await process.stderr.readline())
+    assert orjson.loads(lines[-1])["audit"]["action"] == "POST /reset_prefix_cache"
+    assert engine.resets == 1
+
+
+def test_an_address_for_no_port_is_refused() -> None:
+    with pytest.raises(ValueError, match="--admin-host needs --admin-port"):
+        GatewaySettings(engines=["http://127.0.0.1:1"], admin_host="")
+
+
 @pytest.mark.parametrize("flag", ["--api-keys-file", "--engine-api-key-file"])
 async def test_a_key_file_that_is_not_there_is_said_in_one_line(flag: str) -> None:
     process = await asyncio.create_subprocess_exec(
@@ -164,3 +192,50 @@ async def test_a_key_file_that_is_not_there_is_said_in_one_line(flag: str) -> No
     assert (process.returncode, out) == (2, b"")
     assert err.decode().startswith("warmroute-gateway: /nowhere/keys cannot be read: ")
     assert len(err.decode().splitlines()) == 1
+
+
+DYING = """
+from router.registry.index import PrefixIndex
+
+asked = []
+speculate = PrefixIndex.speculate
+
+def note(*args):
+    asked.append(1)
+    speculate(*args)
+
+def dies(self, budget):
+    if asked:
+        raise RuntimeError("the sweeper has a defect")
+
+PrefixIndex.speculate, PrefixIndex.sweep = note, dies
+from router.__main__ import main
+main()
+"""
+
+
+async def test_a_background_task_that_dies_ends_the_process_once_streams_are_done() -> None:
+    """Kubernetes restarts it: half of a gateway is worse than none."""
+    engine = ScriptedEngine("a", streams([event(str(number)) for number in range(8)], gap_s=0.1))
+    await engine.start()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DYING, "--port", "0", "--engines", engine.url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
+            await wait_ready(url)
+            async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=STREAM) as answer:
+                body = await answer.read()
+            _, told = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+        await engine.stop()
+    assert process.returncode == 1
+    assert body.count(b"data: ") == 8, "what streams is finished"
+    assert "the sweep of the index died: RuntimeError: the sweeper has a defect" in told.decode()

@@ -12,10 +12,19 @@ import pytest
 from aiohttp import web
 
 from router import app as app_module
-from router.app import FLEET, build_app, build_metrics_app, make_runner
+from router.app import FLEET, build_app
 from router.config import GatewaySettings
 from router.fleet.discovery import DiscoveryStatus, EngineAddress
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventually, stalls_after, streams
+from router.serving import build_metrics_app, make_runner, operators_door
+from tests.router.gateway.helpers import (
+    Gateway,
+    ScriptedEngine,
+    event,
+    eventually,
+    serving_admin,
+    stalls_after,
+    streams,
+)
 
 GOOD = streams([event("a"), b"data: [DONE]\n\n"])
 
@@ -51,8 +60,8 @@ async def following(
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            yield Gateway(app, runner, session)
+        async with aiohttp.ClientSession() as session, serving_admin(app) as admin:
+            yield Gateway(app, runner, session, admin)
     finally:
         await runner.cleanup()
 
@@ -206,10 +215,9 @@ async def test_pods_show_their_requests_and_the_prediction_its_error(monkeypatch
 
 async def test_metrics_on_a_port_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     discovery = ScriptedDiscovery()
-    async with following(discovery, monkeypatch, metrics_port=0) as gateway:
-        assert (await gateway.get("/metrics")).status == 404
-        assert (await gateway.get("/health")).status == 200
-        runner = web.AppRunner(build_metrics_app(gateway.app), access_log=None)
+    async with following(discovery, monkeypatch) as gateway:
+        door = operators_door(gateway.app)
+        runner = make_runner(build_metrics_app(gateway.app, door), door)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import ClientPayloadError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.errors import ApiError
-from router.gateway.relay import HELD_BYTES, EventRelay, UpstreamBroke
+from router.gateway.engine_client import BrokeOff
+from router.gateway.relay import HELD_BYTES, Relay, UpstreamBroke
 from router.gateway.usage import Tail, Usage, usage_in
 
 ERROR = ApiError("broken")
@@ -21,9 +21,14 @@ ERROR_EVENT = b"data: " + ERROR.body() + b"\n\n"
 class Source:
     """Plays chunks, then ends or raises."""
 
-    def __init__(self, chunks: list[bytes], error: Exception | None = None) -> None:
+    def __init__(self, chunks: list[bytes], error: Exception | None = None, *, ends_at_once: bool = False) -> None:
         self._chunks = list(chunks)
         self._error = error
+        self._ends_at_once = ends_at_once
+
+    @property
+    def is_read(self) -> bool:
+        return self._ends_at_once and not self._chunks
 
     async def readany(self) -> bytes:
         if self._chunks:
@@ -44,18 +49,22 @@ class Sink:
         self.writes.append(data)
         self.data += data
 
-    async def write_eof(self) -> None:
+    async def write_eof(self, data: bytes = b"") -> None:
+        if data:
+            await self.write(data)
         self.ended = True
 
 
-def relay(chunks: list[bytes], error: Exception | None = None) -> tuple[Sink, bool]:
+def relay(chunks: list[bytes], error: Exception | None = None, *, ends_at_once: bool = False) -> tuple[Sink, bool]:
     """What arrived, and whether the stream broke."""
 
     async def run() -> tuple[Sink, bool]:
         sink = Sink()
-        source: Any = Source(chunks[1:], error)
+        source: Any = Source(chunks[1:], error, ends_at_once=ends_at_once)
         writer: Any = sink
-        it = EventRelay(source, writer, Tail(), idle_s=5.0, deadline_s=asyncio.get_running_loop().time() + 60)
+        it = Relay(
+            source, writer, Tail(), is_events=True, idle_s=5.0, deadline_s=asyncio.get_running_loop().time() + 60
+        )
         try:
             await it.copy(chunks[0])
         except UpstreamBroke:
@@ -70,9 +79,10 @@ events = st.lists(st.sampled_from([b"data: 1", b"data: {}", b": c", b"\n\n", b"\
 pieces = st.lists(st.one_of(st.binary(min_size=1), events.map(b"".join).filter(bool)), min_size=1)
 
 
-@given(pieces)
-def test_every_byte_arrives_in_order(chunks: list[bytes]) -> None:
-    sink, broke = relay(chunks)
+@given(pieces, st.booleans())
+def test_every_byte_arrives_in_order(chunks: list[bytes], ends_at_once: bool) -> None:
+    """`ends_at_once`: the end comes with the last chunk."""
+    sink, broke = relay(chunks, ends_at_once=ends_at_once)
     assert sink.data == b"".join(chunks)
     assert sink.ended
     assert not broke
@@ -84,7 +94,7 @@ def test_a_break_anywhere_leaves_whole_events_and_the_error(texts: list[str], da
     sent = whole[: data.draw(st.integers(1, len(whole)))]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(sent)))) | {len(sent)})
     chunks = [sent[a:b] for a, b in zip([0, *cuts], cuts, strict=False)]
-    sink, broke = relay(chunks, ClientPayloadError("gone"))
+    sink, broke = relay(chunks, BrokeOff("gone"))
     assert broke
     assert not sink.ended
     before = sink.data.removesuffix(ERROR_EVENT)
@@ -94,7 +104,7 @@ def test_a_break_anywhere_leaves_whole_events_and_the_error(texts: list[str], da
 
 def test_an_event_is_not_held_for_ever_and_a_break_within_it_is_still_its_own_event() -> None:
     long = b"data: " + b"x" * HELD_BYTES
-    sink, _ = relay([long, b"more"], ClientPayloadError("gone"))
+    sink, _ = relay([long, b"more"], BrokeOff("gone"))
     assert sink.data == long + b"\n\n" + ERROR_EVENT
 
 
@@ -123,7 +133,7 @@ async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None
     source: Any = Paced(pauses_s)
     sink: Any = Sink()
     with pytest.raises(UpstreamBroke, match="silent"):
-        await EventRelay(source, sink, Tail(), idle_s=1.0, deadline_s=started_s + 60).copy(b"data: x\n\n")
+        await Relay(source, sink, Tail(), is_events=True, idle_s=1.0, deadline_s=started_s + 60).copy(b"data: x\n\n")
     assert sink.data == b"data: x\n\n" * (1 + len(pauses_s))
     silent_s = now_s() - started_s - sum(pauses_s)
     assert 1.0 - 1e-6 <= silent_s <= 1.25 + 1e-6

@@ -250,7 +250,7 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
 ) -> None:
     monkeypatch.setattr(NoRegistry, "reports", lambda self, pod: publishes)
     engines = [ScriptedEngine(name, GOOD) for name in "ab"]
-    async with running(*engines, enable_admin=True) as gateway:
+    async with running(*engines) as gateway:
         await gateway.post(STREAM)
         assert gateway.app[INDEX].statistics().speculative
         answer = await gateway.post(b"", path="/reset_prefix_cache")
@@ -259,14 +259,6 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
         engines[0].reset_status = 500
         assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 502
     assert [engine.resets for engine in engines] == [2, 2]
-
-
-async def test_reset_needs_the_flag() -> None:
-    engine = ScriptedEngine("a", GOOD)
-    async with running(engine) as gateway:
-        answer = await gateway.post(b"", path="/reset_prefix_cache")
-    assert (answer.status, engine.resets) == (403, 0)
-    assert "--enable-admin" in answer.json["error"]["message"]
 
 
 async def test_health_ready_and_metrics() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 
 import aiohttp
 import orjson
 import pytest
 
 from engine.contract import headers
-from router.app import SESSION
 from tests.router.gateway.helpers import (
     ScriptedEngine,
     answers,
@@ -116,21 +114,6 @@ async def test_compressed_answers_stay_compressed() -> None:
     ):
         assert await answer.read() == compressed
         assert answer.headers["Content-Encoding"] == "gzip"
-
-
-async def test_nodelay_is_set_on_both_sides() -> None:
-    engine = ScriptedEngine("a", streams([event("a")], gap_s=0.2))
-    async with (
-        running(engine) as gateway,
-        gateway.session.post(f"{gateway.url}/v1/completions", json=PROMPT) as answer,
-    ):
-        to_engine = [c.transport for c in gateway.app[SESSION].connector._acquired]  # type: ignore[union-attr]
-        to_client = [c.transport for c in gateway.runner.server.connections]  # type: ignore[union-attr]
-        assert len(to_engine) == len(to_client) == 1
-        for transport in to_engine + to_client:
-            assert transport is not None
-            assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        await answer.read()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 
 import orjson
 import pytest
+from aiohttp import web
 
+from router.app import ADMISSION, FLEET
 from router.gateway.relay import PIECE_BYTES
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running
 
@@ -58,3 +60,59 @@ async def test_a_slow_client_gets_all_of_it() -> None:
             await asyncio.sleep(IDLE_S / 4)
         assert received == BODY
         assert asyncio.get_running_loop().time() - started_s > IDLE_S
+
+
+LARGE = orjson.dumps({"choices": [{"text": "x" * 3 * 2**20}], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+SMALL = orjson.dumps({"choices": [{"text": "x" * 300_000}]})
+
+
+async def test_a_large_answer_passes_through_with_its_length_and_teaches_its_usage() -> None:
+    engine = ScriptedEngine("a", answers(200, LARGE))
+    async with running(engine) as gateway:
+        answer = await gateway.post({"model": "m", "prompt": "x" * 600})
+        kept = gateway.app[ADMISSION].answer_bytes
+    assert (answer.status, answer.body, kept) == (200, LARGE, 0)
+    assert answer.headers["Content-Length"] == str(len(LARGE))
+
+
+async def test_a_large_answer_that_breaks_ends_short_and_counts_against_its_pod() -> None:
+    async def breaks(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(LARGE))})
+        await response.prepare(request)
+        await response.write(LARGE[:-10])
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    engines = [ScriptedEngine(pod, breaks) for pod in "abc"]
+    async with running(*engines, retries=0, eject_after=1) as gateway:
+        answer = await gateway.post({"model": "m", "prompt": "x" * 600})
+        await eventually(lambda: gateway.app[FLEET].ejections == 1)
+    assert (answer.status, answer.is_whole) == (200, False)
+    assert LARGE.startswith(answer.body)
+
+
+async def test_answers_that_find_no_room_pass_through_and_give_the_room_back() -> None:
+    """Three clients that take nothing keep all the room; others get their answers all the same."""
+    engine = ScriptedEngine("a", answers(200, BODY))
+    small = {"model": "m", "prompt": "x"}
+    async with running(engine, max_in_flight_answer_mib=1) as gateway, contextlib.AsyncExitStack() as stack:
+        admission = gateway.app[ADMISSION]
+        for _ in range(3):
+            await stack.enter_async_context(asking(gateway))
+        await eventually(lambda: admission.in_flight == 3)
+        await eventually(lambda: len(engine.received) == 3)
+        engine.script = answers(200, SMALL)
+        for _ in range(5):
+            assert (await gateway.post(small)).body == SMALL
+            assert admission.answer_bytes <= 2**20
+        assert admission.in_flight == 3
+
+
+async def test_an_error_without_room_is_the_gateways_own() -> None:
+    engine = ScriptedEngine("a", answers(500, b"x" * 2 * 2**20))
+    async with running(engine, max_in_flight_answer_mib=1, retries=0) as gateway:
+        answer = await gateway.post({"model": "m", "prompt": "x"})
+    assert (answer.status, answer.json["error"]["type"]) == (502, "upstream_error")
+    assert len(answer.body) < 1000

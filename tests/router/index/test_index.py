@@ -9,6 +9,7 @@ from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey, prefix_keys
 from router.registry.index import Match, PrefixIndex
 from router.routing.types import PodId
+from tests.walked import frozen, walked
 
 POD, OTHER = PodId("pod-0"), PodId("pod-1")
 HOUR_S = 3600.0
@@ -145,3 +146,15 @@ def test_keys_at_the_ends_of_their_range_have_a_place() -> None:
     index = PrefixIndex()
     index.apply(POD, (), (keys, (), ()))
     assert index.match(keys, 0.0) == {POD: Match(2)}
+
+
+def test_keys_are_nothing_that_the_garbage_collector_walks() -> None:
+    """Gateways have a million of them, reported or speculative, and a collection stops the gateway."""
+    with frozen():
+        index = PrefixIndex()
+        for i in range(300):
+            index.apply(POD, (), (chain(f"reported {i}", 30), chain(f"host {i}", 3), ()))
+            index.speculate(OTHER, chain(f"sent {i}", 30), float(i), HOUR_S)
+            index.speculate(OTHER, chain(f"sent {i // 2}", 20), float(i), HOUR_S)
+        assert len(index) == 300 * 63
+        assert walked() < 500

@@ -107,15 +107,54 @@ def groups_policy() -> AffinityGroups:
     return policy
 
 
-def test_80_percent_of_the_traffic_gets_6_of_8_pods_and_the_rest_shares_2() -> None:
+def test_80_percent_of_the_traffic_gets_6_of_8_pods_and_what_no_pod_holds_goes_anywhere() -> None:
     policy = groups_policy()
     drive(policy, 0.8, 0.0)
     used = drive(policy, 0.8, 60.0)
-    owned = policy._groups.owned
-    assert used["popular"] == set(owned[keys(1)[-1]])
-    assert used["rare"] == set(owned[FIRST]), "the rare requests' deepest popular key is the one that all begin with"
-    assert (len(used["popular"]), len(used["rare"])) == (6, 2)
-    assert used["popular"].isdisjoint(used["rare"])
+    group = set(policy._groups.owned[keys(1)[-1]])
+    assert len(group) == 6
+    assert group <= used["popular"]
+    assert used["rare"] & group
+    assert used["rare"] - group
+
+
+def after_popular_traffic() -> tuple[AffinityGroups, set[PodId]]:
+    """A policy after a minute of a popular prefix, and the prefix's group."""
+    policy = groups_policy()
+    drive(policy, 0.8, 0.0)
+    return policy, set(policy._groups.owned[keys(1)[-1]])
+
+
+def test_a_prompt_that_no_pod_holds_goes_to_the_least_loaded_pod_even_in_the_group() -> None:
+    """Unless that pod has had more than its share already."""
+    policy, group = after_popular_traffic()
+    idle = [
+        [replace(pod, in_flight_uncached_tokens=0 if pod.pod_id == name else 500) for pod in PODS]
+        for name in sorted(group)
+    ]
+    request = RequestInfo(keys(900), 1000, 60.1)
+    chosen = [PODS[policy.choose(request, pods, explain=True).pod].pod_id for pods in idle]
+    assert set(chosen) & group
+
+
+def test_a_pod_beside_the_group_that_holds_its_prefix_takes_part() -> None:
+    policy, group = after_popular_traffic()
+    beside = min({pod.pod_id for pod in PODS} - group)
+    request = RequestInfo((*keys(1), PrefixKey(77)), 1200, 60.1)
+
+    def chosen(holders: set[PodId]) -> PodId:
+        pods = [
+            replace(
+                pod,
+                matched_tokens=1000 if pod.pod_id in holders else 0,
+                in_flight_uncached_tokens=0 if pod.pod_id == beside else 500,
+            )
+            for pod in PODS
+        ]
+        return PODS[policy.choose(request, pods, explain=True).pod].pod_id
+
+    assert chosen(group | {beside}) == beside
+    assert chosen(group) in group
 
 
 def test_a_group_follows_its_share_with_hysteresis() -> None:

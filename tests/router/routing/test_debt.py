@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from engine.contract.keys import PrefixKey
@@ -40,18 +42,56 @@ def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
     assert chosen.count(1) in (1, 2)
 
 
-def test_a_queue_that_is_long_by_chance_buys_no_copy() -> None:
-    """The pod with the prefix is 5 ms behind the other one as often as it is ahead."""
+def test_a_choice_between_two_pods_is_worth_a_copy_once_it_has_spared_as_much() -> None:
+    """The pod with the prefix is 5 ms behind the other one as often as it is ahead: with a copy no request waits."""
+    behind = [(0.005, 0.0) if i % 2 else (0.0, 0.005) for i in range(60)]
+    chosen = _with_one_holder(behind)
+    assert 4 <= chosen.index(1) <= 16
+    assert chosen.count(1) == 1, "the debt is paid"
+
+
+def test_a_prefix_whose_pod_is_never_behind_is_not_copied() -> None:
+    assert set(_with_one_holder([(0.004, 0.005)] * 200)) == {0}
+
+
+def _with_one_holder(behind_s: Sequence[tuple[float, float]]) -> list[int]:
+    """Where requests go of which pod 0 holds 300 of 400 tokens and pod 1 nothing, with these waits; until a copy."""
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
-    chosen = []
-    for i in range(60):
+    chosen: list[int] = []
+    for i, waits_s in enumerate(behind_s):
         now_s = i * 0.01
         request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s)
-        behind_s = (0.005, 0.0) if i % 2 else (0.0, 0.005)
         pods = [
-            PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + behind_s[0]),
-            PodView(PodId("b"), cost=cost, prefill_free_at_s=now_s + behind_s[1]),
+            PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + waits_s[0]),
+            PodView(PodId("b"), cost=cost, prefill_free_at_s=now_s + waits_s[1]),
         ]
         chosen.append(policy.choose(request, pods).pod)
-    assert set(chosen) == {0}
+        if chosen[-1]:
+            break
+    return chosen
+
+
+def test_what_a_copy_saves_its_own_request_is_not_paid_from_the_debt() -> None:
+    """Each of three requests would wait 25 ms for the pod with the prefix, and a copy costs 30 ms: the debt of the
+    first buys a copy for the second, and what is left of it one for the third.
+    """
+    policy = make_policy("predicted_ttft")
+    cost = StepCost(token_s=1e-4)
+    holders: list[int] = [0]
+    chosen = []
+    for i in range(3):
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, i / 1000)
+        pods = [
+            PodView(
+                PodId(name),
+                matched_tokens=300 if number in holders else 0,
+                cost=cost,
+                prefill_free_at_s=request.now_s + (0.025 if number in holders else 0.0),
+            )
+            for number, name in enumerate("abc")
+        ]
+        chosen.append(policy.choose(request, pods).pod)
+        holders.append(chosen[-1])
+    assert chosen[0] == 0
+    assert sorted(chosen) == [0, 1, 2]

@@ -164,13 +164,50 @@ def test_a_report_of_less_is_believed() -> None:
 
 
 def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
-    """2,048 tokens a step: five steps of 5 ms and of a decode that reads 2,050 tokens at 10 us."""
+    """2,048 tokens a step: after the running one five of 5 ms and of a decode that reads 2,050 tokens at 10 us."""
     state = PodState()
     state.report(LoadReport(cost=replace(COST, context_s=1e-5)), now_s=0.0)
     send(state, "a", 2000, 1.0)
     state.first_token("a", now_s=2.0)
     send(state, "b", 5 * 2048, 2.0)
-    assert view(state, 2.0).prefill_free_at_s == pytest.approx(2.0 + 5 * 2048e-4 + 5 * (0.005 + 2050e-5))
+    assert view(state, 2.0).prefill_free_at_s == pytest.approx(2.0 + 5 * 2048e-4 + 6 * (0.005 + 2050e-5))
+
+
+def test_what_is_sent_during_a_step_shares_the_next_one_and_what_is_sent_during_that_the_one_after() -> None:
+    """Steps of 5 ms, and 10 ms of prefill for each request."""
+    state = reporting()
+    send(state, "a", 100, 1.0)
+    state.first_token("a", now_s=2.0)
+    frees_s = []
+    for name, sent_s in (("b", 2.001), ("c", 2.002), ("d", 2.006)):
+        send(state, name, 100, sent_s)
+        frees_s.append(view(state, sent_s).prefill_free_at_s)
+    # The running step ends at 2.005, the one with b and c at 2.030, the one with d at 2.045.
+    assert frees_s == pytest.approx([2.020, 2.030, 2.045], abs=1e-4)
+
+
+def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile() -> None:
+    """The running step was thought to end after 5 ms; an answer's end after 12 says that it did not."""
+    state = reporting()
+    for name in "ab":
+        send(state, name, 100, 1.0)
+        state.first_token(name, now_s=2.0)
+    send(state, "c", 100, 2.008)
+    state.finished("a", now_s=2.012)
+    assert view(state, 2.012).prefill_free_at_s == pytest.approx(2.012 + 0.005 + 0.010, abs=1e-4)
+    state.finished("b", now_s=2.018)
+    assert view(state, 2.018).prefill_free_at_s == pytest.approx(2.012 + 0.005 + 0.010, abs=1e-4), "it is in this step"
+
+
+def test_a_report_takes_no_step_from_what_waits() -> None:
+    """A report counts tokens; that the pod has to end a step and make another for them it does not say."""
+    state = reporting()
+    send(state, "a", 100, 1.0)
+    state.first_token("a", now_s=2.0)
+    send(state, "b", 100, 2.001)
+    before_s = view(state, 2.001).prefill_free_at_s
+    state.report(LoadReport(running=1, decoding=1, cost=COST), now_s=2.002)
+    assert view(state, 2.002).prefill_free_at_s == pytest.approx(before_s, abs=2e-3)
 
 
 def test_kv_use_is_taken_from_the_report() -> None:

@@ -31,6 +31,9 @@ class Launch:
     stages: int
     """Depth of the software pipeline. Half of it, rounded down, is tiles in flight: a page's number comes before the
     page. 1 is none."""
+    registers: int | None = None
+    """A thread's, at most. Without a bound the ptxas of Triton 3.7 spills a few bytes where that lets one more program
+    onto a multiprocessor; with one it may spill where it otherwise would not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ MAX_PARTS = 32
 DOT_ROWS = 16
 """Least rows of a `tl.dot`."""
 
+ADDING_REGISTERS = 128
+"""Of a thread that adds up, at most: see `Launch.registers`."""
 ADDING_DIMS = 64
 """Dimensions that one warp adds up: two for each thread, so that many rows are at work on a multiprocessor."""
 
@@ -135,6 +137,7 @@ def paged_decode(
         MAX_PARTS=MAX_PARTS,
         WINDOWED=window is not None,
         num_warps=max(1, columns // ADDING_DIMS),
+        maxnreg=ADDING_REGISTERS,
         enable_fp_fusion=False,
         **early(q.device),
     )

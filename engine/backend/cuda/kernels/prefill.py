@@ -56,19 +56,20 @@ def query_tile(heads: int, kv_heads: int) -> int:
     return ROWS // group
 
 
-def launch_for(dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    """Settings for heads of `dim`. They are fixed: tuning at run time would choose by timing, and other tiles of keys
-    give other bits."""
+def launch_for(dim: int, dtype: torch.dtype, device: torch.device, *, windowed: bool) -> Launch:
+    """Settings for heads of `dim`, with a window of attention or without. They are fixed: tuning at run time would
+    choose by timing, and other tiles of keys give other bits."""
     wide = dim > 128
     if dtype == torch.float32:
         # No tensor cores for it: every thread holds its operands in registers, which more rows would not fit.
-        return Launch(rows=16, tile=32 if wide else 16, warps=4, stages=1)
+        return Launch(rows=16, tile=32 if wide else 16, warps=4, stages=1, registers=255)
     if is_hopper(device):
         # A product of 64 rows and 128 keys is as wide as wgmma needs to wait for tensor cores, not for shared memory.
         # Sums of 256 dimensions leave registers for 32 keys.
         return Launch(rows=ROWS, tile=32 if wide else 128, warps=8, stages=3)
-    # Ampere multiplies from registers: queries are there besides the sums, so half as many keys, or rows.
-    return Launch(rows=64 if wide else ROWS, tile=32 if wide else 64, warps=8, stages=3)
+    # Ampere multiplies from registers: queries are there besides the sums, so half as many keys, or rows. With the two
+    # masks of a window Triton 3.7 spills registers unless a page's number is read just before the page.
+    return Launch(rows=64 if wide else ROWS, tile=32 if wide else 64, warps=8, stages=2 if windowed and not wide else 3)
 
 
 def paged_prefill(
@@ -90,7 +91,7 @@ def paged_prefill(
     """
     _, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
-    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, q.device)
+    launch = INTERPRETED if q.device.type == "cpu" else launch_for(dim, q.dtype, q.device, windowed=window is not None)
     columns = columns_for(dim)
     tile = {"TOKENS": query_tile(heads, kv_heads), "GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "TILE_ROWS": ROWS}
     slices = ROWS // launch.rows
@@ -125,6 +126,7 @@ def paged_prefill(
             PARTED=parted,
             WIDE=multiplies_wide(q),
             num_warps=launch.warps,
+            maxnreg=launch.registers,
             num_stages=launch.stages,
             enable_fp_fusion=False,
             **early(q.device),

@@ -1,0 +1,122 @@
+"""The identified pods by model, in order of pod id. As pods come, go and change, a change costs what it changes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from router.fleet.pod import Pod
+from router.fleet.probe import PodIdentity, ServedModel
+from router.routing.types import PodId
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What was entered of a pod."""
+
+    pod: Pod
+    identity: PodIdentity
+    answers: bool
+
+
+class Roster:
+    """Which pods there are. What `pods` and `answering` return is never changed afterwards."""
+
+    def __init__(self) -> None:
+        self._entries: dict[PodId, _Entry] = {}
+        self._models: dict[PodId, str] = {}
+        self._known: dict[str, list[PodId]] = {}
+        """By model, in order."""
+        self._answering: dict[str, list[PodId]] = {}
+        """By model, in order."""
+        self._chosen: dict[str, tuple[Pod, ...]] = {}
+        """By model, made when it is asked for: changes come together, as at the start."""
+        self._cards: dict[str, ServedModel] | None = {}
+        """None: to be made anew."""
+
+    def pods(self, model: str) -> tuple[Pod, ...]:
+        """Pods to choose among for the model, in order of pod id."""
+        chosen = self._chosen.get(model)
+        if chosen is None:
+            answering = self.answering(model)
+            # Where every pod that answers is ejected, all are used.
+            chosen = tuple([pod for pod in answering if not pod.faults.is_out]) or answering
+            if model in self._known:
+                self._chosen[model] = chosen
+        return chosen
+
+    def answering(self, model: str) -> tuple[Pod, ...]:
+        """Pods that answer, in order of pod id; those that are ejected for failing requests too."""
+        return tuple(self._entries[pod_id].pod for pod_id in self._answering.get(model, ()))
+
+    def get(self, pod_id: PodId) -> Pod | None:
+        """The pod of that id."""
+        entry = self._entries.get(pod_id)
+        return None if entry is None else entry.pod
+
+    def models(self) -> dict[PodId, str]:
+        """Every pod with the model that its registry entries are filed under."""
+        return self._models.copy()
+
+    def cards(self) -> Mapping[str, ServedModel]:
+        """Every model of the pods; of several that serve it, the card of the first by pod id."""
+        if self._cards is None:
+            self._cards = {}
+            for pod_id in sorted(self._entries):
+                for model in self._entries[pod_id].identity.models:
+                    self._cards.setdefault(model.name, model)
+        return self._cards
+
+    def has(self, model: str) -> bool:
+        """Whether any pod serves the model."""
+        return model in self._known
+
+    def put(self, pod: Pod, *, answers: bool) -> None:
+        """The pod is there, as it now is; another one of its id is not any more."""
+        old = self._entries.get(pod.pod_id)
+        if old is None or old.identity is not pod.identity or old.answers != answers or old.pod is not pod:
+            if old is not None:
+                self._take_out(old)
+            self._entries[pod.pod_id] = _Entry(pod, pod.identity, answers)
+            self._models[pod.pod_id] = pod.model
+            for name in _names(pod.identity):
+                known = self._known.setdefault(name, [])
+                insort(known, pod.pod_id)
+                if known[0] == pod.pod_id:
+                    self._cards = None
+                if answers:
+                    insort(self._answering.setdefault(name, []), pod.pod_id)
+        self._choose_anew(_names(pod.identity) if old is None else {**_names(old.identity), **_names(pod.identity)})
+
+    def drop(self, pod_id: PodId) -> None:
+        """The pod is gone. An unknown one is no error."""
+        old = self._entries.pop(pod_id, None)
+        if old is not None:
+            del self._models[pod_id]
+            self._take_out(old)
+            self._choose_anew(_names(old.identity))
+
+    def _take_out(self, entry: _Entry) -> None:
+        for name in _names(entry.identity):
+            if self._known[name][0] == entry.pod.pod_id:
+                self._cards = None
+            _remove(self._known, name, entry.pod.pod_id)
+            if entry.answers:
+                _remove(self._answering, name, entry.pod.pod_id)
+
+    def _choose_anew(self, models: Iterable[str]) -> None:
+        for name in models:
+            self._chosen.pop(name, None)
+
+
+def _names(identity: PodIdentity) -> dict[str, None]:
+    """Each model once, in order."""
+    return dict.fromkeys(model.name for model in identity.models)
+
+
+def _remove(by_model: dict[str, list[PodId]], name: str, pod_id: PodId) -> None:
+    ids = by_model[name]
+    del ids[bisect_left(ids, pod_id)]
+    if not ids:
+        del by_model[name]

@@ -1,0 +1,44 @@
+"""One request at one pod: where it went, how it counts there, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.fleet.faults import Fault
+from router.fleet.pod import Lease, Pod
+from router.gateway.chooser import Choice
+from router.gateway.errors import UpstreamError
+from router.gateway.outcome import Outcome
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Filled in as it goes along. Times are seconds of the loop's clock."""
+
+    choice: Choice
+    lease: Lease
+    sent_s: float
+    outcome: Outcome | None = None
+    """None while it is under way, and where it was cancelled."""
+    reason: str = ""
+    """Of an attempt that another pod is to make good, as metrics have it."""
+    error: UpstreamError | None = None
+    """For the client, should no other attempt do better."""
+    fault: Fault | None = None
+    """What counts against the pod, until it is known whether another does better."""
+    has_run: bool = False
+    """Whether the pod began to do what was asked; else it holds nothing of the prompt for it."""
+
+    is_on_budget: bool = False
+    """Whether it counts as a further attempt under way, which there is a budget for."""
+
+    @property
+    def pod(self) -> Pod:
+        """Where it went."""
+        return self.choice.pod
+
+    def failed(self, outcome: Outcome, now_s: float) -> None:
+        """Without a first byte for the client. A pod that turns one request away while it answers others is full."""
+        if outcome is Outcome.TURNED_AWAY and self.pod.faults.is_at_work(now_s):
+            outcome = Outcome.FULL
+        self.outcome = outcome

@@ -1,0 +1,384 @@
+"""Clients' connections, below the requests: how many there are, and how long each may keep the gateway waiting.
+
+aiohttp hands a request over when its head is complete, and has done with an answer that is in the socket's buffer. What
+may go wrong before and after is bounded here, by overriding methods of its protocol that it documents or asyncio calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import HttpProcessingError
+
+from engine.contract.errors import ApiError, BadRequest, Unavailable
+from router.fleet.lack import Lacks
+from router.gateway.errors import RequestTimeout, error_response, fault_of
+from router.gateway.gate import Gate
+from router.gateway.handshake import Handshake
+from router.gateway.inbound import RETRY_AFTER_S
+from router.gateway.keys import OPEN_PATHS
+
+log = logging.getLogger(__name__)
+
+EXTRA = 64
+"""Connections beyond the bound that are heard, for OPEN_PATHS and to be told 503; more are closed at once."""
+SPARE_DESCRIPTORS = 16
+"""The last ones before there is none: new clients are refused."""
+OWN_DESCRIPTORS = 128
+"""For what is no connection of a client, and none for a client's sake."""
+EXTRA_HEAD_S = 1.0
+LINGER_S = 1.0
+"""Seconds for which what was sent of a refused body is read and dropped, so that the client gets to see the answer."""
+LEAST_DROPPED_BYTES = 2**20
+"""Of a refused body, however small the largest one may be: what a client has sent before it saw the answer."""
+CLOSING_S = 5.0
+"""Seconds in which the client may take the rest of its last answer before the connection is cut."""
+LONGEST_LOOK_S = 0.5
+"""Between two looks for connections that are late."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Seconds, and a number of connections."""
+
+    max_connections: int
+    head_s: float
+    """From the first byte of a request to the end of its head."""
+    idle_s: float
+    """Without a request."""
+    write_s: float
+    """For an answer that the gateway makes itself."""
+    descriptors: int
+    """That the process may have open."""
+    dropped_bytes: int
+    """That are read and dropped of a refused body."""
+
+
+class Guest(Protocol):
+    """A connection, as the door sees it."""
+
+    why_extra: str
+    """Why nothing but OPEN_PATHS is served here; empty: everything is."""
+
+    def cut_if_late(self, now_s: float) -> str | None:
+        """Why it was cut; None: it was not."""
+
+
+class Door:
+    """The connections that are open."""
+
+    def __init__(self, limits: DoorLimits, lacks: Lacks) -> None:
+        self.limits = limits
+        self.connections: set[Guest] = set()
+        self.gate = Gate()
+        self.refused: Counter[str] = Counter()
+        """Connections that were cut or refused, by why."""
+        self._lacks = lacks
+
+    def admit(self, connection: Guest, descriptor: int) -> bool:
+        """Count it in. False: there are too many, and it is to be closed.
+
+        A new descriptor is the lowest free number, so it tells when all below it are taken. It has to: at the very last
+        one, the event loop would close new connections without a word to anybody.
+        """
+        if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
+            self._lacks.note("EMFILE")
+        limit = self.limits.max_connections
+        count = len(self.connections)
+        if count >= limit + EXTRA:
+            self.refused["connections"] += 1
+            return False
+        connection.why_extra = "short" if self._lacks.is_short else "connections" if count >= limit else ""
+        self.connections.add(connection)
+        return True
+
+    def head_s(self, connection: Guest) -> float:
+        """Seconds that its next step towards a request may take: the handshake, the head."""
+        return min(self.limits.head_s, EXTRA_HEAD_S) if connection.why_extra else self.limits.head_s
+
+    async def watch(self) -> None:
+        """Cut what is late, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        pause_s = min(LONGEST_LOOK_S, self.limits.head_s / 4)
+        while True:
+            await asyncio.sleep(pause_s)
+            now_s = clock()
+            for connection in list(self.connections):
+                if (why := connection.cut_if_late(now_s)) is not None:
+                    self.refused[why] += 1
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client."""
+
+    __slots__ = (
+        *("_body", "_closing_since_s", "_door", "_head_since_s", "_held", "_is_busy", "_socket", "_to_drop"),
+        "why_extra",
+    )
+
+    def __init__(self, server: DoorServer, door: Door, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._door = door
+        self._socket: asyncio.Transport | None = None
+        self._head_since_s: float | None = None
+        self._closing_since_s: float | None = None
+        self._is_busy = False
+        self._to_drop: int | None = None
+        """Bytes of a refused body that are still read; None: none was refused."""
+        self._body: StreamReader | None = None
+        self._held: list[bytes] = []
+        """What has come while it waits for a place in the gate."""
+        self.why_extra = ""
+        """See Guest."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        socket = cast(asyncio.Transport, transport)
+        if not self._door.admit(self, socket.get_extra_info("socket").fileno()):
+            socket.abort()
+            return
+        self._socket = socket
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See asyncio.Protocol."""
+        self._door.connections.discard(self)
+        self._held = []
+        self.leave_gate()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol. aiohttp calls it without data to go on with what it has."""
+        if self._socket is None:
+            return
+        if self._to_drop is not None and data:
+            self._to_drop -= len(data)
+            if self._to_drop < 0:
+                self._door.refused["body"] += 1
+                self._cut()
+            else:
+                super().data_received(data)
+        elif not data:
+            super().data_received(data)
+        elif self._held or not self._door.gate.enter(self, len(data)):
+            if self._held:  # not before: the end of a connection that is not read is not seen
+                self._socket.pause_reading()
+            self._held.append(data)
+        else:
+            self._read(data)
+
+    def come_in(self) -> None:
+        """See Visitor."""
+        data, self._held = b"".join(self._held), []
+        if self._socket is None or self._socket.is_closing():
+            self.leave_gate()
+            return
+        self._socket.resume_reading()
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Only what completes a head or a body keeps its place: then it is this process that has something to do."""
+        if self._is_busy:
+            missing = self._body is not None and not self._body.is_eof()
+            super().data_received(data)
+            keeps = missing and self._body is not None and self._body.is_eof()
+        else:
+            if self._head_since_s is None and data not in _NO_HEAD:
+                self._head_since_s = self._loop.time()
+            super().data_received(data)
+            keeps = bool(self._messages)
+        if not keeps:
+            self.leave_gate()
+
+    def leave_gate(self) -> None:
+        """Have no place any more, so that the next request is read."""
+        self._door.gate.leave(self)
+
+    def request_began(self, body: StreamReader) -> None:
+        """A head is complete."""
+        self._head_since_s = None
+        self._is_busy = True
+        self._body = body
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """As aiohttp's, within a deadline; what the proxy has sent has had one of its own."""
+        if not request.content.is_eof():
+            self._to_drop = self._door.limits.dropped_bytes
+        try:
+            if resp is not None and resp.prepared:
+                return await super().finish_response(request, resp, start_time)
+            async with asyncio.timeout(self._door.limits.write_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            self._door.refused["write"] += 1
+            self._cut()
+            return resp, True
+        finally:
+            self._is_busy = False
+            self._body = None
+            self.leave_gate()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """As aiohttp's, in the shape of the API, and without what it quotes of the request."""
+        super().handle_error(request, status, exc, message)
+        if isinstance(exc, HttpProcessingError):
+            error: ApiError = BadRequest(f"this is no request that can be read: {fault_of(exc)}")
+        else:
+            error = ApiError("internal error of the gateway")
+        response = error_response(error, status=status)
+        response.force_close()
+        return response
+
+    def refuse(self) -> ApiError:
+        """Count this client among those that are told to come back."""
+        self._door.refused[self.why_extra] += 1
+        why = (
+            "the gateway lacks descriptors or memory" if self.why_extra == "short" else "too many connections are open"
+        )
+        return Unavailable(f"{why}: try again", code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+    def cut_if_late(self, now_s: float) -> str | None:
+        """See Guest."""
+        assert self._socket is not None
+        if self._socket.is_closing():
+            if self._closing_since_s is None:
+                self._closing_since_s = now_s
+            elif now_s - self._closing_since_s > CLOSING_S:
+                self._cut()
+                return "closing"
+            return None
+        if self._head_since_s is not None and now_s - self._head_since_s > self._door.head_s(self):
+            self._socket.write(_LATE_HEAD)
+            self.force_close()
+            return "head"
+        return None
+
+    def _cut(self) -> None:
+        if self._socket is not None:
+            self._socket.abort()
+
+
+_NO_HEAD = (b"", b"\r\n")
+"""Some clients end a body with a line that belongs to nothing."""
+
+
+def _raw(error: ApiError, reason: str) -> bytes:
+    body = error.body()
+    head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + body
+
+
+_LATE_HEAD = _raw(RequestTimeout("the request's head did not arrive in time"), "Request Timeout")
+
+
+def want_descriptors(connections: int) -> None:
+    """Raise what the process may have open, as far as it is allowed to, to what so many connections may need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 2 * connections + OWN_DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections(wanted: int, descriptors: int) -> int:
+    """How many may be open: each may need a connection to an engine too. Says so where that is fewer than wanted."""
+    possible = max(1, (descriptors - OWN_DESCRIPTORS) // 2)
+    if possible < wanted:
+        log.warning(
+            "--max-connections %d is cut to %d: the process may have %d file descriptors (ulimit -n), and a connection "
+            "may need two",
+            *(wanted, possible, descriptors),
+        )
+    return min(wanted, possible)
+
+
+class DoorServer(web.Server):
+    """aiohttp's server, whose connections are a Door's."""
+
+    def __init__(self, plain: web.Server, door: Door, tls: ssl.SSLContext | None, **options: Any) -> None:
+        """`plain`: what aiohttp has made for the application."""
+        begin = plain.request_factory
+
+        def make(message: Any, payload: Any, protocol: Any, writer: AbstractStreamWriter, task: Any) -> web.BaseRequest:
+            protocol.request_began(payload)
+            return begin(message, payload, protocol, writer, task)
+
+        super().__init__(plain.request_handler, request_factory=make, handler_cancellation=plain.handler_cancellation)
+        self._door = door
+        self._tls = tls
+        self._options = {**options, "loop": asyncio.get_running_loop()}
+
+    def __call__(self) -> Any:
+        """The protocol of one more connection."""
+        return self._connection() if self._tls is None else Handshake(self._door, self._tls, self._connection)
+
+    def _connection(self) -> Connection:
+        return Connection(self, self._door, **self._options)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """As aiohttp's, which does not know of handshakes."""
+        for guest in list(self._door.connections):
+            if isinstance(guest, Handshake):
+                guest.end()
+        await super().shutdown(timeout)
+
+
+class DoorRunner(web.AppRunner):
+    """Serves an application through a Door, which the application keeps watched."""
+
+    __slots__ = ("_door", "_options", "tls")
+
+    def __init__(
+        self,
+        app: web.Application,
+        door: Door,
+        *,
+        shutdown_timeout: float,
+        logger: logging.Logger,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """With `tls` its sites are to be plain ones: clients are admitted before the handshake."""
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+        self._door = door
+        self.tls = tls
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "logger": logger,
+            "keepalive_timeout": door.limits.idle_s,
+            "lingering_time": LINGER_S,
+            "auto_decompress": False,  # bodies are inflated in slices, once they are wanted
+        }
+
+    async def _make_server(self) -> web.Server:
+        return DoorServer(await super()._make_server(), self._door, self.tls, **self._options)
+
+
+@web.middleware
+async def refuse_extra(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Nothing but OPEN_PATHS is served on connections beyond the bound, and one request each."""
+    connection = request.protocol
+    if not isinstance(connection, Connection) or not connection.why_extra:
+        return await handler(request)
+    response = await handler(request) if request.path in OPEN_PATHS else error_response(connection.refuse())
+    response.force_close()
+    return response
+
+
+def leave_gate(request: web.Request) -> None:
+    """Let the next request be read: this one waits for somebody, or is on its way. Telling it again does no harm."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.leave_gate()

@@ -1,0 +1,162 @@
+"""A second pod is asked while the first is silent: the one that answers first serves the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from router.fleet.fleet import Fleet
+from router.gateway.attempt import Attempt
+from router.gateway.chooser import Choice, Chooser
+from router.gateway.errors import Lacking
+from router.gateway.inbound import Inbound
+from router.gateway.waiting import WaitingRoom
+from router.overload.hedges import HedgeBudget
+from router.telemetry.metrics import Metrics
+
+LATE = 2.0
+"""Times its predicted first token, where the policy predicts one, an answer is late: long prompts are slow anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What the proxy does for one request."""
+
+    begin: Callable[[Choice], Attempt]
+    """A further attempt."""
+    run: Callable[[Attempt, Race | None], Awaitable[web.StreamResponse | None]]
+    """The attempt, to its end; it tells the race as soon as it has an answer for the client."""
+    note_failure: Callable[[Attempt], None]
+    """The attempt failed, and another one may do better."""
+
+
+class Hedges:
+    """When a second pod is asked, how often, and which."""
+
+    def __init__(self, after_s: float, fleet: Fleet, chooser: Chooser, room: WaitingRoom, metrics: Metrics) -> None:
+        """`after_s`: seconds without a byte of an answer."""
+        self._after_s = after_s
+        self._fleet = fleet
+        self._chooser = chooser
+        self._room = room
+        self._metrics = metrics
+        self._budget = HedgeBudget()
+
+    async def run(
+        self, inbound: Inbound, attempts: list[Attempt], first: Attempt, steps: Steps
+    ) -> web.StreamResponse | None:
+        """The first attempt, and perhaps a second beside it. What the last of `attempts` then is gave the result, or
+        failed last. An answer that is no stream is not hedged: no byte of it comes before its end."""
+        self._budget.saw()
+        if not inbound.stream:
+            return await steps.run(first, None)
+        predicted_s = first.choice.decision.predicted_ttft_s or 0.0
+        race = Race(attempts, first, lambda: self._second(inbound, first), steps)
+        try:
+            return await race.run(max(self._after_s, LATE * predicted_s))
+        finally:
+            if race.second is not None:
+                self._metrics.hedged("won" if race.winner is race.second else "lost")
+
+    def _second(self, inbound: Inbound, first: Attempt) -> Choice | None:
+        """Where else the request goes; None: nowhere. No pod is asked that others wait for, or that may be broken."""
+        busy = self._room.busy(inbound.model)
+        if busy is not None:
+            avoided = busy | self._fleet.doubtful(inbound.model) | {first.pod.pod_id}
+            has_other = any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model))
+            if has_other and self._budget.take():
+                return self._chooser.choose(inbound, avoided)
+        self._metrics.hedged("refused")
+        return None
+
+
+class Race:
+    """Two attempts at a request. The first runs in the request's own task, so that nothing waits for another one."""
+
+    def __init__(
+        self, attempts: list[Attempt], first: Attempt, choose_second: Callable[[], Choice | None], steps: Steps
+    ) -> None:
+        self._attempts = attempts
+        self._first = first
+        self._choose_second = choose_second
+        self._steps = steps
+        self._request = asyncio.current_task()
+        self._hedge: asyncio.Task[web.StreamResponse | None] | None = None
+        self._is_first_running = True
+        self.second: Attempt | None = None
+        """Once it has begun."""
+        self.winner: Attempt | None = None
+        """Whose answer the client gets."""
+
+    async def run(self, after_s: float) -> web.StreamResponse | None:
+        """See `Hedges.run`; the second attempt begins when the first has been silent for `after_s`.
+
+        When this ends, so have both attempts.
+        """
+        timer = asyncio.get_running_loop().call_later(after_s, self._start)
+        try:
+            response = await self._run_first()
+            timer.cancel()
+            if self.second is None or self.winner is self._first:
+                return response
+            assert self._hedge is not None
+            if self.winner is None:
+                if self._hedge.done():
+                    self._put_last(self._first)
+                    return None
+                self._steps.note_failure(self._first)
+            return await self._hedge
+        finally:
+            timer.cancel()
+            if self._hedge is not None and not self._hedge.done():
+                self._hedge.cancel()
+                await asyncio.wait((self._hedge,))
+
+    def won_by(self, winner: Attempt) -> None:
+        """It has an answer for the client: the other one is over."""
+        self.winner = winner
+        self._put_last(winner)
+        if winner is not self._first:
+            if self._is_first_running:
+                assert self._request is not None
+                self._request.cancel()
+        elif self._hedge is not None:
+            self._hedge.cancel()
+
+    async def _run_first(self) -> web.StreamResponse | None:
+        """None also where the second one has won."""
+        assert self._request is not None
+        cancelled = self._request.cancelling()
+        try:
+            return await self._steps.run(self._first, self)
+        except asyncio.CancelledError:
+            # As asyncio.timeout: it was `won_by` alone, or the client has left too.
+            if self.winner in (None, self._first) or self._request.uncancel() > cancelled:
+                raise
+            return None
+        finally:
+            self._is_first_running = False
+
+    def _start(self) -> None:
+        self._hedge = asyncio.get_running_loop().create_task(self._run_second())
+
+    async def _run_second(self) -> web.StreamResponse | None:
+        choice = self._choose_second()
+        if choice is None:
+            return None
+        second = self.second = self._steps.begin(choice)
+        try:
+            response = await self._steps.run(second, self)
+        except Lacking:
+            if not self._is_first_running:
+                raise
+            return None  # the first one may do without what this gateway lacks
+        if self.winner is None and self._is_first_running:
+            self._steps.note_failure(second)
+        return response
+
+    def _put_last(self, attempt: Attempt) -> None:
+        self._attempts.sort(key=lambda other: other is attempt)

@@ -1,0 +1,20 @@
+"""What bounds a request on its way through the fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Deadlines in seconds, how many further pods to try, and what clients are told."""
+
+    first_byte_s: float
+    idle_s: float
+    retries: int
+    tells_cache: bool = True
+    """Whether answers may have the headers that tell of pods and caches."""
+    resumes: bool = True
+    """Whether another pod is asked for the rest of a stream that breaks."""
+    hedge_after_s: float = 0.0
+    """Without a first byte, after which a second pod is asked too; 0: none is."""

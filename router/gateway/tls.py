@@ -1,0 +1,107 @@
+"""TLS on both sides: towards engines, and towards clients with a certificate that may be renewed while it is in use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+from engine.contract.files import UnusableFile
+
+log = logging.getLogger(__name__)
+
+REREAD_S = 5.0
+
+
+class TlsFileError(UnusableFile):
+    """A file of a certificate or key that cannot be used; the text names it, and holds nothing of a key."""
+
+
+class _NamedContext(ssl.SSLContext):
+    """Asks every server for the certificate of one name, whatever its address."""
+
+    server_name: str
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """See ssl.SSLContext. Event loops call it for each connection."""
+        return super().wrap_bio(*args, **{**kwargs, "server_hostname": self.server_name})
+
+
+def engine_context(ca_file: str | None, server_name: str | None) -> ssl.SSLContext:
+    """For connections to engines. Raises TlsFileError.
+
+    `ca_file`: of who signed their certificates; None: the system's. `server_name`: the name in their certificates;
+    None: their address.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if server_name is not None:
+        context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.server_name = server_name
+    if ca_file is None:
+        context.load_default_certs()
+    else:
+        try:
+            context.load_verify_locations(cafile=ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise TlsFileError(f"--engine-tls-ca-file {ca_file} cannot be used: {_why(error)}") from None
+    return context
+
+
+def client_context() -> ssl.SSLContext:
+    """For connections of clients."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+
+class Certificate:
+    """The certificate and key that the other side is shown; `context` takes a new pair while it is in use."""
+
+    def __init__(self, context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+        """Raises TlsFileError."""
+        self._files = (cert_file, key_file)
+        self.context = context
+        self._contents = self._read()
+        _load(self.context, *self._files)
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            return tuple(Path(file).read_bytes() for file in self._files)
+        except OSError as error:
+            raise TlsFileError(f"{error.filename} cannot be read: {_why(error)}") from None
+
+    def renew(self) -> bool:
+        """Read the files again. Whether there was a new pair, which new connections see. Raises TlsFileError."""
+        contents = self._read()
+        if contents == self._contents:
+            return False
+        # Tried apart first: a pair that does not fit would spoil the one in use.
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *self._files)
+        _load(self.context, *self._files)
+        self._contents = contents
+        return True
+
+    async def follow(self) -> None:
+        """Renew it again and again, until cancelled. While the files cannot be used, the last pair holds."""
+        told = ""
+        while True:
+            await asyncio.sleep(REREAD_S)
+            try:
+                if await asyncio.to_thread(self.renew):
+                    log.info("tls: a new certificate is in use")
+                told = ""
+            except TlsFileError as error:
+                if str(error) != told:
+                    log.error("tls: %s; the last certificate stays in use", error)
+                told = str(error)
+
+
+def _load(context: ssl.SSLContext, cert_file: str, key_file: str | None) -> None:
+    try:
+        context.load_cert_chain(cert_file, key_file, password=lambda: b"")  # asks nobody at a terminal
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise TlsFileError(f"{cert_file} and {key_file} cannot be used: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

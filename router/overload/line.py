@@ -1,0 +1,234 @@
+"""The requests that wait for the pods of one model: who has to, who is next, and how long it will take.
+
+Pure: every time is seconds of one monotonic clock, passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.overload.queue import FairQueue, Waiting
+from router.overload.saturation import (
+    CONTENDED_S,
+    RESERVED,
+    ROOM_S,
+    SATURATED_S,
+    SPARING_ROOM_S,
+    Place,
+    has_room,
+    is_full,
+    is_saturated,
+)
+from router.overload.shares import Shares
+from router.routing.types import PodId
+
+LOOKED_AT = 8
+"""Requests at the head of the queue that are offered a pod with room: each offer costs about a decision of the
+policy."""
+PATIENCE_S = 0.25
+"""A request at the head waits no longer for the pod that suits it, while others further back suit those that have
+room."""
+TIGHT_S = 1.0
+"""After the last one that waited has gone, requests are let go as carefully as before for so long: else each moment
+without a queue would fill the pods' own, which the next one would find."""
+CONTENDED_FOR_S = 10.0
+"""After one tenant's request has followed another's."""
+RATE_HALF_LIFE_S = 5.0
+TICK_S = 0.005
+"""How often those who own a line look whether a request may go: pods come to have room by the clock alone."""
+
+NO_PODS: frozenset[PodId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Bounds of each model's queue. `pod_requests`: a pod gets no more at once, of all gateways; 0: as many as it
+    takes."""
+
+    requests: int
+    bytes: int
+    pod_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A request that is let go, to a pod that is not among `avoided`."""
+
+    request: Waiting
+    avoided: frozenset[PodId]
+
+
+class Drain:
+    """Tokens a second at which the queue empties, while there is one; what is older counts less."""
+
+    __slots__ = ("_at_s", "_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._at_s = math.inf
+        """When it was last looked at; infinite: nothing waits."""
+
+    def goes_on(self, now_s: float) -> None:
+        """Requests wait, now and since the last call."""
+        passed_s = max(0.0, now_s - self._at_s)
+        fade = 0.5 ** (passed_s / RATE_HALF_LIFE_S)
+        self._tokens *= fade
+        self._seconds = self._seconds * fade + passed_s
+        self._at_s = now_s
+
+    def stops(self) -> None:
+        """Nothing waits any more."""
+        self._at_s = math.inf
+
+    def let_go(self, tokens: int) -> None:
+        """A request of so many tokens was sent."""
+        self._tokens += tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None where too little was seen to say."""
+        return self._tokens / self._seconds if self._tokens and self._seconds >= 1.0 else None
+
+
+class Line:
+    """One model's. A request either passes at once, or enters and is let go, expires or leaves."""
+
+    def __init__(self, limits: LineLimits) -> None:
+        self._limits = limits
+        self._queue = FairQueue(limits.requests, limits.bytes)
+        self._drain = Drain()
+        self._shares = Shares()
+        self._tight_until_s = -math.inf
+        self._last = ("", 0)
+        """Flow and priority of the last request."""
+        self._contended_until_s = -math.inf
+        """Until then requests of several flows or priorities count as coming together."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the waiting bodies."""
+        return self._queue.size
+
+    def passes(self, flow: str, priority: int, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
+        """Whether a request may go at once: the pods it must not go to; None: it has to wait."""
+        if flow != self._last[0] or priority != self._last[1]:
+            self._last = flow, priority
+            self._contended_until_s = now_s + CONTENDED_FOR_S
+        if self._queue or now_s < self._tight_until_s:
+            return None
+        limit_s = CONTENDED_S if now_s < self._contended_until_s else SATURATED_S
+        full = self._full(pods, now_s)
+        for pod in pods:
+            if not is_saturated(pod, limit_s, now_s) and pod.pod_id not in full:
+                return full
+        return None
+
+    def without_room(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
+        """Pods that take no further request, for a second attempt, which does not queue; None: all of them."""
+        full = self._full(pods, now_s)
+        return None if len(full) == len(pods) else full
+
+    def busy(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
+        """Pods that are full or contended, for a request that could do without; None: requests wait, or did lately."""
+        if self._queue or now_s < self._tight_until_s:
+            return None
+        contended = [pod.pod_id for pod in pods if is_saturated(pod, CONTENDED_S, now_s)]
+        return self._full(pods, now_s).union(contended)
+
+    def _full(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId]:
+        most = self._limits.pod_requests
+        full = [pod.pod_id for pod in pods if (most or pod.cap.is_known) and is_full(pod, most, now_s)]
+        return frozenset(full) if full else NO_PODS
+
+    def enter(self, request: Waiting, now_s: float) -> list[Waiting]:
+        """It waits from here on. Returns those that had to go for it; `request` alone, where there is no place for
+        it."""
+        self._drain.goes_on(now_s)
+        dropped = self._queue.push(request)
+        self._note(now_s)
+        return dropped
+
+    def leave(self, request: Waiting, now_s: float) -> None:
+        """It waits no more, and is not let go."""
+        self._drain.goes_on(now_s)
+        self._queue.remove(request)
+        self._note(now_s)
+
+    def expired(self, now_s: float) -> list[Waiting]:
+        """Those that have waited for too long, and do no more."""
+        self._drain.goes_on(now_s)
+        gone = self._queue.expired(now_s)
+        self._note(now_s)
+        return gone
+
+    def next(
+        self, pods: Sequence[Place], now_s: float, patience_s: Callable[[Waiting, frozenset[PodId]], float]
+    ) -> Release | None:
+        """The next request that may go, if any, which does not wait any more.
+
+        `patience_s`: how long the request had better wait for another pod than go to one that is not among those given.
+        Of the first few the first one goes that need not, so that a cache is worth as much as without a queue.
+
+        A flow within its share is not held while any pod takes a request from it at all; the others leave some room
+        for it, while there is such a flow.
+        """
+        if not self._queue:
+            return None
+        spared = self._queue.first_of(lambda flow: self._shares.is_within(flow, now_s))
+        if spared is not None:
+            avoided = self._without_room(pods, now_s, CONTENDED_S)
+            return None if len(avoided) == len(pods) else self._let_go(spared, avoided, now_s)
+        if self._shares.are_uneven(now_s):
+            avoided = self._without_room(pods, now_s, SPARING_ROOM_S, RESERVED)
+        else:
+            avoided = self._without_room(pods, now_s, ROOM_S)
+        if len(avoided) == len(pods):
+            return None
+        for place, request in enumerate(self._queue.order()):
+            if place == LOOKED_AT:
+                return None
+            waits_s = patience_s(request, avoided) if avoided else 0.0
+            if waits_s > 0:
+                if request.looked_s is None:
+                    request.looked_s = now_s
+                if now_s - request.looked_s < min(waits_s, PATIENCE_S):
+                    continue
+            break
+        else:
+            return None
+        return self._let_go(request, avoided, now_s)
+
+    def is_within_share(self, request: Waiting, now_s: float) -> bool:
+        """Whether the flow of `request` takes less than another at the moment: `next` need not wait for a tick."""
+        return self._shares.is_within(request.flow, now_s)
+
+    def wait_s(self, request: Waiting) -> float | None:
+        """Seconds that `request` would wait, were it to enter now; None: nobody knows yet."""
+        if not self._queue:
+            return 0.0
+        rate = self._drain.tokens_per_s
+        return None if rate is None else self._queue.tokens_before(request) / rate
+
+    def _without_room(
+        self, pods: Sequence[Place], now_s: float, room_s: float, reserved: float = 0.0
+    ) -> frozenset[PodId]:
+        most = self._limits.pod_requests
+        return frozenset(pod.pod_id for pod in pods if not has_room(pod, most, now_s, room_s, reserved))
+
+    def _let_go(self, request: Waiting, avoided: frozenset[PodId], now_s: float) -> Release:
+        self._drain.goes_on(now_s)
+        self._drain.let_go(request.tokens)
+        self._shares.let_go(request.flow, request.tokens / request.weight, now_s)
+        self._queue.serve(request)
+        self._note(now_s)
+        return Release(request, avoided)
+
+    def _note(self, now_s: float) -> None:
+        self._tight_until_s = now_s + TIGHT_S
+        if not self._queue:
+            self._drain.stops()

@@ -1,0 +1,133 @@
+"""Whether a pod has room, from what is known of it. Pure: every time is seconds of one monotonic clock, passed in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.contract.load import LoadReport
+from router.routing.pod_state import PodState
+from router.routing.types import PodId
+
+SATURATED_S = 1.5
+"""A pod with more queued prefill than this, or whose reports have said for so long that requests wait, is saturated.
+Far above what a fleet below saturation shows on all of its pods at once, and above what a burst of 128 requests a pod
+does: to hold those back would cost time (`router/routing/README.md`, "Did not help")."""
+CONTENDED_S = 0.25
+"""The same while requests of several tenants or priorities come: in the pods' queues they would wait behind each other,
+first come, first served. At 0.9 of the knee all pods of eight together do not reach a tenth of a second."""
+SATURATED_REQUESTS = 2
+"""Requests without a first token that a saturated pod has at least: a long prompt alone is no queue."""
+ROOM_S = 0.05
+"""While requests are held, the next goes to a pod with less queued prefill than this: enough for the pod's next step,
+and little enough that what comes next, and is more urgent, need not wait behind it."""
+SPARING_ROOM_S = 0.04
+"""The same for a tenant that takes more than another: the step in which the other's request is computed is then less
+full. Less than a step of a full batch would leave pods idle."""
+RESERVED = 1 / 16
+"""Of the requests that a pod takes: places that stay free for tenants which take less than others. Rounded down."""
+BACKED_UP_S = 0.3
+"""While requests are held, a pod whose reports have said for so long that requests wait has no room: its batch or its
+KV blocks are all in use, which the queued prefill does not tell. Engines report ten times a second."""
+GROW_S = 1.0
+"""Seconds after which a learnt cap is tried one higher; each try that fails costs a request a second attempt."""
+LATE_S = 0.2
+"""Seconds behind its predicted first token from which a request waits for something else than prefill."""
+FORGET_S = 60.0
+"""Seconds without a refusal after which a learnt cap is none."""
+
+
+class Cap:
+    """How many requests a pod takes at once, as far as it has shown.
+
+    From its refusals (429, or 503 of a pod that answers others): it takes as many of this gateway's as it had when it
+    refused one more; every second one more is tried. From its reports, all gateways' together: as many as run while
+    others wait and are late, so that it is no prefill that they wait for but a place in the batch, or KV blocks; one
+    more for each report in which as many run and none waits. (Additive increase as in Chiu and Jain, 1989; the
+    decrease need not be multiplicative, as the pod tells the number.)
+    """
+
+    __slots__ = ("_at", "_batch", "_refused_s")
+
+    def __init__(self) -> None:
+        self._at: int | None = None
+        self._refused_s = 0.0
+        self._batch: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the pod has shown any."""
+        return self._at is not None or self._batch is not None
+
+    @property
+    def batch(self) -> int | None:
+        """Requests, of all gateways, that it runs at once; None: not known."""
+        return self._batch
+
+    def refused(self, others: int, now_s: float) -> None:
+        """The pod refused a request beside so many others of this gateway."""
+        self._at = max(1, others)
+        self._refused_s = now_s
+
+    def limit(self, now_s: float) -> int | None:
+        """Requests of this gateway that the pod is believed to take at once; None: not known."""
+        if self._at is None:
+            return None
+        since_s = now_s - self._refused_s
+        if since_s >= FORGET_S:
+            self._at = None
+            return None
+        return self._at + int(since_s / GROW_S)
+
+    def reported(self, load: LoadReport, late_s: float) -> None:
+        """A report of the pod came while the oldest request without a first token was so late."""
+        if load.waiting:
+            if late_s >= LATE_S and load.running:
+                self._batch = load.running
+        elif self._batch is not None and load.running >= self._batch:
+            self._batch = load.running + 1
+
+
+class Place(Protocol):
+    """A pod: `router.fleet.pod.Pod`."""
+
+    pod_id: PodId
+    state: PodState
+    cap: Cap
+    in_flight: int
+    """Requests of this gateway."""
+
+
+def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
+    """Whether the pod has as many requests as it takes: the cap that was learnt, or `most`, if that is not 0.
+
+    `most` counts those of other gateways too, as far as the pod reports them. `reserved`: the part of the places that
+    stays free.
+    """
+    if pod.cap.is_known:
+        limit = pod.cap.limit(now_s)
+        if limit is not None and pod.in_flight >= limit - int(reserved * limit):
+            return True
+        batch = pod.cap.batch
+        if batch is not None and pod.state.requests(now_s) >= batch - int(reserved * batch):
+            return True
+    return most > 0 and pod.state.requests(now_s) >= most - int(reserved * most)
+
+
+def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
+    """Whether a request sent there now would wait for longer than `limit_s`, and not for one long prompt alone.
+
+    As long as nothing is known of the pod's speed, its queue is a guess, by which a new fleet would hold back a burst.
+    """
+    state = pod.state
+    is_queued = state.queue_s(now_s) > limit_s and state.knows_speed(now_s)
+    if not is_queued and state.backed_up_s(now_s) <= limit_s:
+        return False
+    return state.waiting(now_s) >= SATURATED_REQUESTS
+
+
+def has_room(pod: Place, most: int, now_s: float, room_s: float = ROOM_S, reserved: float = 0.0) -> bool:
+    """Whether a held request may go there: less than `room_s` is left to do before it, and the pod takes one more."""
+    state = pod.state
+    if state.queue_s(now_s) >= room_s or state.backed_up_s(now_s) >= BACKED_UP_S:
+        return False
+    return not is_full(pod, most, now_s, reserved)

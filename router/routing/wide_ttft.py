@@ -1,0 +1,109 @@
+"""What `predicted_ttft` makes of many pods: the sums of `PredictedTtft._costs`, in the same order, for all at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from engine.contract.load import StepCost
+from router.routing.latency import STEP_TOKENS, decode_s, prefill_s
+from router.routing.types import RequestInfo
+from router.routing.wide import Floats, Speeds, WidePods
+
+
+@dataclass(slots=True)
+class WideCosts:
+    """As `PodCost`, for each pod or, where it is the same for all, once."""
+
+    ttft_s: Floats
+    own_s: float | Floats
+    duplicate_s: float | Floats
+    switch_s: float | Floats
+    credit_s: float | Floats
+    scores: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Options of `predicted_ttft`."""
+
+    host_share: float
+    disk_share: float
+    pressure_weight: float
+    stall_weight: float
+    switch_margin: float
+    same_speed: float
+
+
+def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: float, weights: Weights) -> WideCosts:
+    """What each pod would cost, and its score."""
+    now_s, prompt, columns = request.now_s, request.prompt_tokens, pods.columns
+    speeds = pods.table.speeds(weights.same_speed)
+    cost: Any = _as_cost(speeds)
+    wait_s: Floats = np.maximum(pods.free_at_s(now_s) - now_s, 0.0)
+    wait_s *= speeds.own_share
+    mean_wait_s = math.fsum(wait_s.tolist()) / len(wait_s)
+    least_tokens = max(1, prompt - pods.longest)
+    uncached: Any = prompt if pods.matched is None else np.maximum(prompt - pods.matched, 1.0)
+    own_s: Any = prefill_s(cost, uncached, prompt)
+    stalled_s = np.minimum(own_s, usual_s)
+    decoding: Any = columns.decoding
+    step_s: Any = decode_s(cost, decoding, cast(Any, columns.context_tokens))
+    # As `step_left_s`, where anything is in flight.
+    left_s = np.maximum(step_s / 2, step_s - (now_s - columns.stepped_s))
+    left_s *= columns.in_flight > 0
+    wait_s = np.maximum(wait_s, left_s)
+    if prompt > STEP_TOKENS:
+        step_s *= 1 + np.maximum(uncached / STEP_TOKENS - 1, 0.0)
+    ttft_s = wait_s + own_s + step_s
+    if pods.host is not None and pods.disk is not None:
+        ttft_s += cost.token_s * (weights.host_share * pods.host + weights.disk_share * pods.disk)
+    scores = ttft_s + np.minimum(own_s, mean_wait_s)
+    scores += weights.pressure_weight * cost.token_s * prompt * columns.fullness
+    scores += np.minimum(stalled_s, STEP_TOKENS * cost.token_s) * (columns.in_flight > columns.decoding)
+    stall = weights.stall_weight * columns.decoding
+    stall_s = stall * stalled_s
+    scores += stall_s
+    if pods.matched is None:
+        return WideCosts(ttft_s, own_s, 0.0, 0.0, 0.0, scores)
+    least_s = prefill_s(cost, least_tokens, prompt)
+    duplicate_s = own_s - least_s + stall_s - stall * np.minimum(least_s, usual_s)
+    duplicate_s *= uncached > least_tokens
+    switch_s = weights.switch_margin * duplicate_s
+    scores += switch_s
+    credit_s: float | Floats = 0.0
+    if owed_s:
+        credit_s = np.minimum(owed_s, duplicate_s + switch_s)
+        scores -= credit_s
+    return WideCosts(ttft_s, own_s, duplicate_s, switch_s, credit_s, scores)
+
+
+def _as_cost(speeds: Speeds) -> StepCost | Speeds:
+    """Something with the fields of a `StepCost`: the formulas take arrays in place of numbers."""
+    return speeds if speeds.unlike else speeds.median
+
+
+def wide_owed_after(costs: WideCosts, chosen: int, owed_s: float) -> float:
+    """As `owed_after`."""
+    if isinstance(costs.duplicate_s, float):
+        return 0.0
+    assert not isinstance(costs.switch_s, float)
+    is_lacking = costs.duplicate_s > 0
+    lacking = is_lacking.nonzero()[0]
+    if not len(lacking):
+        return 0.0
+    scores, best_s = costs.scores, float(costs.scores[chosen])
+    if is_lacking[chosen]:
+        best_s = float(scores[~is_lacking].min())
+        credit_s = 0.0 if isinstance(costs.credit_s, float) else float(costs.credit_s[chosen])
+        owed_s -= min(credit_s, max(0.0, float(scores[chosen]) + credit_s - best_s))
+    duplicate_s, switch_s = costs.duplicate_s[lacking], costs.switch_s[lacking]
+    with_copies_s = scores[lacking]
+    if not isinstance(costs.credit_s, float):
+        with_copies_s += costs.credit_s[lacking]
+    with_copies_s = with_copies_s - switch_s - duplicate_s
+    spared_s = math.fsum(np.maximum(best_s - with_copies_s, 0.0).tolist()) / len(lacking)
+    return min(owed_s + spared_s, float((duplicate_s + switch_s).max()))

@@ -1,0 +1,153 @@
+"""The gateway served: its ports, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from engine.contract.collector import quiet_collector
+from router.app import ADMIN, ADMISSION, DIED, DOOR, LACKS, ROOM, SETTINGS, STATUS, build_app, kept, running_task
+from router.config import GatewaySettings
+from router.gateway.audit import audited
+from router.gateway.body import no_go_ahead
+from router.gateway.door import Door, DoorRunner, want_descriptors
+from router.gateway.errors import errors, http_log
+from router.gateway.tls import Certificate, client_context
+
+log = logging.getLogger(__name__)
+
+OPERATORS = 32
+"""Connections to the port of the metrics, and to that of the administration."""
+FORCED_STOP_S = 0.5
+"""For what is still going on when the drain is over; then its connection is cut."""
+
+
+class TaskDied(Exception):
+    """A background task has ended by an error; the text says which. What it kept current is so no more."""
+
+
+class CannotListen(Exception):
+    """The port cannot be had; the text says which and why."""
+
+
+def build_metrics_app(app: web.Application, door: Door) -> web.Application:
+    """`/metrics` of the started `app` alone, for a port that no Ingress leads to, behind `door`."""
+    metrics_app = web.Application(middlewares=[errors])
+    metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", door))
+    metrics_app.router.add_get("/metrics", app[STATUS].metrics)
+    return metrics_app
+
+
+def build_admin_app(app: web.Application, door: Door) -> web.Application:
+    """What operators see and do of the started `app`, for a port that no client reaches, behind `door`."""
+    status, admin = app[STATUS], app[ADMIN]
+    admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
+    admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", door))
+    for path, handler in (
+        ("/health", status.health),
+        ("/ready", status.ready),
+        ("/metrics", status.metrics),
+        ("/v1/pods", status.pods),
+    ):
+        admin_app.router.add_get(path, handler)
+    admin_app.router.add_post("/v1/route/explain", admin.explain, expect_handler=no_go_ahead)
+    admin_app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
+    return admin_app
+
+
+async def _watched(app: web.Application, name: str, door: Door, _: web.Application) -> AsyncIterator[None]:
+    async with kept(app, name, door.watch()):
+        yield
+
+
+def operators_door(app: web.Application) -> Door:
+    """A door beside that of `app`'s clients, who may have taken all of its places."""
+    return Door(replace(app[DOOR].limits, max_connections=OPERATORS), app[LACKS])
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
+
+    Raises CannotListen and UnusableFile where it cannot start, and TaskDied after the same drain, but for
+    its delay.
+    """
+    stop, force = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: force.set() if stop.is_set() else stop.set())
+    want_descriptors(settings.max_connections)
+    app = build_app(settings)
+    async with contextlib.AsyncExitStack() as running:
+        certificate: Certificate | None = None
+        if settings.tls_cert_file and settings.tls_key_file:
+            certificate = Certificate(client_context(), settings.tls_cert_file, settings.tls_key_file)
+        context = certificate.context if certificate else None
+        site, url = await _listen(running, make_runner(app, tls=context), settings.host, settings.port)
+        if certificate is not None:
+            await running.enter_async_context(kept(app, "reading the certificate", certificate.follow()))
+        lines = [f"listening on {url}"]
+        if settings.metrics_port is not None:
+            door = operators_door(app)
+            runner = make_runner(build_metrics_app(app, door), door)
+            _, url = await _listen(running, runner, settings.host, settings.metrics_port)
+            lines.append(f"metrics on {url}/metrics")
+        if settings.admin_port is not None:
+            door = operators_door(app)
+            runner = make_runner(build_admin_app(app, door), door)
+            _, url = await _listen(running, runner, settings.admin_host, settings.admin_port)
+            lines.append(f"administration on {url}")
+        await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
+        print("\n".join(lines), flush=True)
+        async with running_task(stop.wait()) as told:
+            await asyncio.wait((told, app[DIED]), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(app, site, force, 0.0 if app[DIED].done() else settings.drain_delay_s)
+        if app[DIED].done():
+            raise TaskDied(app[DIED].result())
+
+
+async def _listen(
+    running: contextlib.AsyncExitStack, runner: DoorRunner, host: str, port: int
+) -> tuple[web.TCPSite, str]:
+    """Start the runner's application and its site, until `running` ends; the site's URL. Raises CannotListen."""
+    running.push_async_callback(runner.cleanup)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    bound, number = runner.addresses[0][:2]
+    scheme = "http" if runner.tls is None else "https"
+    return site, f"{scheme}://{f'[{bound}]' if ':' in bound else bound}:{number}"
+
+
+def make_runner(app: web.Application, door: Door | None = None, tls: ssl.SSLContext | None = None) -> DoorRunner:
+    """A runner whose handlers are cancelled when their client leaves, so that the engine hears of it at once."""
+    return DoorRunner(app, door or app[DOOR], shutdown_timeout=FORCED_STOP_S, logger=http_log(), tls=tls)
+
+
+async def _drain(app: web.Application, site: web.TCPSite, force: asyncio.Event, delay_s: float) -> None:
+    settings, admission = app[SETTINGS], app[ADMISSION]
+    admission.is_draining = True
+    log.info("stopping: %d requests in flight; a second signal ends them", admission.in_flight)
+
+    async def finish() -> None:
+        await asyncio.sleep(delay_s)
+        await site.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_timeout_s):
+                await admission.wait_idle()
+
+    async with running_task(finish()) as finishing, running_task(force.wait()) as forced:
+        await asyncio.wait((finishing, forced), return_when=asyncio.FIRST_COMPLETED)
+    app[ROOM].refuse_all()
+    if admission.in_flight:
+        log.warning("stopping with %d requests in flight", admission.in_flight)

@@ -1,0 +1,73 @@
+"""Metrics by tenant. Names come from the tenants' file, so their number is bounded; who leaves it leaves here too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+
+from router.telemetry.collectors import Distribution, Tally
+
+QUEUE_BUCKETS_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0)
+
+
+class TenantMetrics:
+    """What each tenant does, is given and is refused."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._known = {"default"}
+        self._requests = Tally(
+            "warmroute_gateway_tenant_requests", "Answers given, by tenant and HTTP status", ("tenant", "status")
+        )
+        self._tokens = Tally(
+            "warmroute_gateway_tenant_tokens",
+            "Tokens of requests that an engine began to serve: of prompts, those of them that were cached, and of "
+            "answers; estimated where the engine did not say",
+            ("tenant", "kind"),
+        )
+        self._refused = Tally(
+            "warmroute_gateway_tenant_refused",
+            "Requests refused because of who asked: at a limit (requests, tokens, at_once), not allowed the model, or "
+            "with an expired key",
+            ("tenant", "reason"),
+        )
+        self._queued = Distribution(
+            "warmroute_gateway_tenant_queue_seconds",
+            "Seconds that requests waited in the gateway for a place on an engine",
+            ("tenant",),
+            QUEUE_BUCKETS_S,
+        )
+        for collector in (self._requests, self._tokens, self._refused, self._queued):
+            registry.register(collector)
+
+    def answered(self, tenant: str, status: int) -> None:
+        """Count an answer."""
+        if tenant in self._known:
+            self._requests.counts[tenant, status] += 1
+
+    def used(self, tenant: str, *, prompt: int, cached: int, output: int) -> None:
+        """Count the tokens of a request."""
+        if tenant not in self._known:
+            return
+        counts = self._tokens.counts
+        counts[tenant, "prompt"] += prompt
+        counts[tenant, "cached"] += cached
+        counts[tenant, "output"] += output
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """Count a refusal; `reason` is one of a fixed few."""
+        if tenant in self._known:
+            self._refused.counts[tenant, reason] += 1
+
+    def queued(self, tenant: str, seconds: float) -> None:
+        """Observe how long a request waited for a place."""
+        if tenant in self._known:
+            self._queued.observe(seconds, (tenant,))
+
+    def keep(self, tenants: Iterable[str]) -> None:
+        """Count for these and no others, whose series are forgotten."""
+        kept = self._known = set(tenants)
+        for tally in (self._requests, self._tokens, self._refused):
+            for labels in [labels for labels in tally.counts if labels[0] not in kept]:
+                del tally.counts[labels]
+        self._queued.keep(lambda labels: labels[0] in kept)

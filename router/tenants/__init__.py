@@ -1,0 +1,1 @@
+"""Who asks, what they may ask for, and how much of it."""

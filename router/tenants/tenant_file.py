@@ -1,0 +1,211 @@
+"""The tenants' file: YAML, as README "The file" has it. What is wrong in it is named by its line and its field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from engine.contract.files import UnusableFile
+from router.tenants.tenant import Tenant, TenantKey, TenantLimits
+
+MAX_ERRORS = 5
+MAX_DEPTH = 8
+"""Of lists and maps in one another; a file of tenants has 5. The parser itself has no bound but the stack's."""
+MAX_PRIORITY = 1000
+MAX_WEIGHT = 1000.0
+NAME = r"^[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?$"
+EXAMPLE_TIME = "2027-01-31T00:00:00Z"
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class TenantFileError(UnusableFile):
+    """A file that does not say who the tenants are; the text names line and field, and holds no key."""
+
+
+class _Checked(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Key(_Checked):
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    expires: datetime | None = None
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _read_time(cls, value: object) -> datetime | None:
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                value = ""
+        if value is not None and not (isinstance(value, datetime) and value.tzinfo is not None):
+            raise ValueError(f"must be a time with its zone, such as {EXAMPLE_TIME}")
+        return value
+
+
+class _Entry(_Checked):
+    name: str = Field(pattern=NAME)
+    keys: list[_Key] = []
+    models: list[str] = Field(["*"], min_length=1)
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9)
+    tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
+    requests_at_once: int | None = Field(None, ge=1, le=10**9)
+    weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
+    highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    isolation: Literal["none", "tenant"] = "none"
+    cache_headers: bool = True
+
+    def tenant(self) -> Tenant:
+        """The plain value."""
+        limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.requests_at_once)
+        return Tenant(
+            name=self.name,
+            weight=self.weight,
+            highest_priority=self.highest_priority,
+            models=tuple(self.models),
+            limits=None if limits == TenantLimits() else limits,
+            is_isolated=self.isolation == "tenant",
+            tells_cache=self.cache_headers,
+            keys=tuple(
+                TenantKey(bytes.fromhex(key.sha256), None if key.expires is None else key.expires.timestamp())
+                for key in self.keys
+            ),
+        )
+
+
+class _File(_Checked):
+    tenants: list[_Entry] = Field(min_length=1)
+
+
+def parse_tenants(path: Path, content: bytes, *, has_secret: bool) -> tuple[Tenant, ...]:
+    """The tenants in `content`, which `path` holds. `has_secret`: salts can be made. Raises TenantFileError."""
+    try:
+        root, value = _load(content)
+    except yaml.MarkedYAMLError as error:  # its own text would quote the file
+        where = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise TenantFileError(f"{path}: {where}{error.problem or 'this is not YAML'}") from None
+    except yaml.reader.ReaderError:
+        raise TenantFileError(f"{path}: this is not text in UTF-8, or holds control characters") from None
+    except yaml.YAMLError as error:
+        raise TenantFileError(f"{path}: {error}") from None
+    except UnicodeDecodeError:
+        raise TenantFileError(f"{path}: this is not text in UTF-8") from None
+    if root is None:
+        raise TenantFileError(f"{path} is empty; write `tenants:` and a list")
+    problems = list(_twice_in_maps(root, ()))
+    file: _File | None = None
+    if not problems:
+        try:
+            file = _File.model_validate(value)
+            problems = list(_shared(file.tenants))
+            if not has_secret:
+                problems += _unsalted(file.tenants)
+        except ValidationError as errors:
+            # Without what was there: it may be a key.
+            problems = [(error["loc"], _say(error)) for error in errors.errors(include_input=False, include_url=False)]
+    if problems or file is None:
+        raise TenantFileError("; ".join(_tell(path, root, problems)))
+    return tuple(entry.tenant() for entry in file.tenants)
+
+
+_Where = tuple[int | str, ...]
+_Problem = tuple[_Where, str]
+
+
+def _load(content: bytes) -> tuple[yaml.Node | None, Any]:
+    """The nodes, which know their lines, and the values."""
+    depth = 0
+    for event in yaml.parse(content, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            line = event.start_mark.line + 1 if event.start_mark else 0
+            raise yaml.YAMLError(f"line {line}: lists or maps lie too deep in one another")
+    loader = _Loader(content)
+    try:
+        root = loader.get_single_node()
+        return root, None if root is None else loader.construct_document(root)
+    except (ValueError, TypeError) as error:  # a number or a time that is none, a map as a key
+        raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
+    finally:
+        loader.dispose()
+
+
+def _twice_in_maps(node: yaml.Node, where: _Where) -> Iterator[_Problem]:
+    """Keys that a map has twice: YAML would take the last one without a word."""
+    if len(where) > MAX_DEPTH:  # an alias that holds itself
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for at, child in enumerate(node.value):
+            yield from _twice_in_maps(child, (*where, at))
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, child in node.value:
+            name = str(key.value)
+            if name in seen:
+                yield (*where, name), "is there twice"
+            seen.add(name)
+            yield from _twice_in_maps(child, (*where, name))
+
+
+def _shared(entries: Sequence[_Entry]) -> Iterator[_Problem]:
+    """Names and keys that two tenants have."""
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for at, entry in enumerate(entries):
+        if entry.name in names:
+            yield ("tenants", at, "name"), f"{entry.name} is there twice"
+        names.add(entry.name)
+        for number, key in enumerate(entry.keys):
+            if key.sha256 in owners:
+                yield ("tenants", at, "keys", number, "sha256"), f"is a key of {owners[key.sha256]} already"
+            owners[key.sha256] = entry.name
+
+
+def _unsalted(entries: Sequence[_Entry]) -> Iterator[_Problem]:
+    for at, entry in enumerate(entries):
+        if entry.isolation == "tenant":
+            yield ("tenants", at, "isolation"), "needs the gateway's --tenant-secret-file"
+
+
+def _say(error: Any) -> str:
+    match error["type"]:
+        case "extra_forbidden":
+            return "is not known here"
+        case "missing":
+            return "is missing"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "string_pattern_mismatch" if error["loc"][-1] == "sha256":
+            return "must be the SHA-256 of a key, as `warmroute-gateway keys make` prints it: 64 of 0-9 and a-f"
+        case "string_pattern_mismatch":
+            return "must be 1 to 63 of a-z, 0-9, '-', '_' and '.', and begin and end with a letter or a digit"
+        case _:
+            return str(error["msg"])
+
+
+def _tell(path: Path, root: yaml.Node, problems: Sequence[_Problem]) -> Iterator[str]:
+    for where, text in problems[:MAX_ERRORS]:
+        field = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in where).lstrip(".")
+        yield f"{path}: line {_line(root, where)}: {field or 'the file'}: {text}"
+    if len(problems) > MAX_ERRORS:
+        yield f"{len(problems) - MAX_ERRORS} more errors"
+
+
+def _line(node: yaml.Node, where: _Where) -> int:
+    """The line, from 1 on, of the field there, or of what should hold it."""
+    line: int = node.start_mark.line + 1
+    for step in where:
+        found: tuple[yaml.Node, yaml.Node] | None = None
+        if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            found = node.value[step], node.value[step]
+        elif isinstance(node, yaml.MappingNode):
+            found = next((pair for pair in reversed(node.value) if pair[0].value == step), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line

@@ -1,0 +1,46 @@
+"""Gateway and engine, as their programs run them, keep the garbage collector quiet while they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+
+import engine.app
+import router.serving
+from engine.config import EngineSettings
+from engine.contract import collector
+from engine.model.checkpoint import make_checkpoint
+from router.config import GatewaySettings
+from tests.conftest import wait_until
+
+
+async def check(serving: Coroutine[None, None, None]) -> None:
+    """What has been imported is frozen while it serves; SIGTERM ends it, and everything is as before."""
+    before = gc.get_threshold()
+    task = asyncio.create_task(serving)
+    try:
+        await wait_until(lambda: gc.get_freeze_count() > 0 or task.done(), 60, "the freezing")
+        assert gc.get_threshold() == (collector.YOUNG, collector.MIDDLE, collector.OLDEST)
+        assert gc.get_freeze_count() > 50_000
+        assert len(gc.get_objects()) < 20_000
+        os.kill(os.getpid(), signal.SIGTERM)  # the program handles it since before it froze
+        async with asyncio.timeout(20):
+            await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+async def test_gateway() -> None:
+    await check(router.serving.serve(GatewaySettings(port=0, engines=["http://127.0.0.1:9"], drain_delay_s=0)))
+
+
+async def test_engine(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32)
+    await check(engine.app.serve(EngineSettings(model=tmp_path, device="sim", port=0)))

@@ -1,0 +1,80 @@
+"""The tests that compute, as other processors would compute them.
+
+    python -m tests.processors [zen|haswell|nehalem|skylake-avx512 ...] [-- FLAGS OF PYTEST]
+
+BLAS, oneDNN, torch and NumPy choose their kernels by the processor, and other kernels sum in another order. Each has a
+variable that makes it choose as on another processor, of which this one must know the instructions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from numpy._core._multiarray_umath import __cpu_dispatch__ as dispatched
+
+COMPUTING = (
+    "tests/engine/model",
+    "tests/engine/backend",
+    "tests/engine/loop",
+    "tests/engine/cuda",
+    "tests/emulated_card",
+)
+"""Where floating-point numbers are computed by a library that chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What the libraries call it, and the names of NumPy's kernels that it cannot run."""
+
+    openblas: str
+    onednn: str
+    mkl: str
+    torch: str
+    without: tuple[str, ...] = ()
+
+    def environment(self) -> dict[str, str]:
+        """What makes a process compute as this processor."""
+        off = [name for name in dispatched if name.startswith(self.without)] if self.without else []
+        return {
+            "OPENBLAS_CORETYPE": self.openblas,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "MKL_ENABLE_INSTRUCTIONS": self.mkl,
+            "ATEN_CPU_CAPABILITY": self.torch,
+            "NPY_DISABLE_CPU_FEATURES": " ".join(off),
+        }
+
+
+PROCESSORS = {
+    "zen": Processor("Zen", "AVX2", "AVX2", "avx2", ("AVX512", "X86_V4")),
+    "haswell": Processor("Haswell", "AVX2", "AVX2", "avx2", ("AVX512", "X86_V4")),
+    "nehalem": Processor("Nehalem", "SSE41", "SSE4_2", "default", ("AVX", "F16C", "FMA", "X86_V3", "X86_V4")),
+    "skylake-avx512": Processor("SkylakeX", "AVX512_CORE", "AVX512", "avx512"),
+}
+"""Without AVX-512, AMD's and Intel's; without AVX; with AVX-512."""
+USUAL = ("zen", "nehalem")
+"""Every x86-64 processor of the last ten years can stand in for both, and one is as unlike the other as can be."""
+
+
+def main() -> int:
+    """Run the tests once for each processor; the exit status of the first run that fails."""
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
+    names, flags = given[:end] or list(USUAL), given[end + 1 :]
+    for name in names:
+        if name not in PROCESSORS:
+            print(f"no processor {name!r}; known: {', '.join(PROCESSORS)}", file=sys.stderr)
+            return 2
+    for name in names:
+        print(f"== as {name} computes", flush=True)
+        command = [sys.executable, "-m", "pytest", *COMPUTING, *flags]
+        done = subprocess.run(command, env={**os.environ, **PROCESSORS[name].environment()}, check=False)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

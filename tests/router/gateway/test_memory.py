@@ -1,0 +1,141 @@
+"""Memory of a gateway, in a process of its own, whose clients take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+MIB = 2**20
+READERS = 500
+LOGPROBS = {"tokens": ["token"] * 1000, "token_logprobs": [-1.25] * 1000}
+ANSWER = orjson.dumps({"choices": [{"text": "x" * 7000, "logprobs": [LOGPROBS] * 600}]})
+BODY = orjson.dumps({"model": "m", "prompt": "y " * 120_000})
+DEADLINE_S = 240.0
+
+
+@pytest.fixture
+def no_blocking_calls() -> None:
+    """Starting a process and reading /proc block; the gateway under test is another process here."""
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An engine's side of one connection; the kernel holds little of what is not taken."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    models = orjson.dumps({"data": [{"id": "m"}]})
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        while True:
+            asked = await reader.readuntil(b"\r\n\r\n")
+            if asked.startswith(b"GET"):
+                writer.write(head % len(models) + models)
+                continue
+            await reader.readexactly(len(BODY))
+            writer.write(head % len(ANSWER))
+            for at in range(0, len(ANSWER), 2**15):
+                writer.write(ANSWER[at : at + 2**15])
+                await writer.drain()
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def _gateway(engine_port: int, *flags: str) -> AsyncIterator[tuple[int, int, int]]:
+    """Its process id, its port, and that of its metrics."""
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "router",
+            "--port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--engines",
+            f"http://127.0.0.1:{engine_port}",
+            *flags,
+        ),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        lines = [await asyncio.wait_for(process.stdout.readline(), 60) for _ in range(2)]
+        port, metrics_port = (int(line.decode().strip().removesuffix("/metrics").rpartition(":")[2]) for line in lines)
+        yield process.pid, port, metrics_port
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _metric(port: int, name: str) -> float:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
+    return float(line.split()[1])
+
+
+def _mib(pid: int, field: str) -> float:
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(f"{field}:"))
+    return int(line.split()[1]) / 1024
+
+
+async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(round(DEADLINE_S / 0.5)):
+        if await condition():
+            return
+        await asyncio.sleep(0.5)
+    raise AssertionError("it did not come true in time")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
+@pytest.mark.timeout(2 * DEADLINE_S)
+async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> None:
+    """Bodies of 115 MiB, and whole answers up to their budget; what the kernel took of these is counted no more."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=READERS)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
+    engine = await asyncio.start_server(_answer, sock=listening, limit=MIB)
+    waits = ("idle-timeout-s", "connect-timeout-s", "probe-timeout-s", "body-timeout-s", "first-byte-timeout-s")
+    patient = ("--body-min-rate", "0", *(word for flag in waits for word in (f"--{flag}", "900")))
+    loop = asyncio.get_running_loop()
+    clients: list[socket.socket] = []
+    try:
+        async with (
+            engine,
+            _gateway(listening.getsockname()[1], *patient) as (pid, port, metrics_port),
+            asyncio.timeout(DEADLINE_S),
+        ):
+
+            async def is_ready() -> bool:
+                return await _metric(metrics_port, "warmroute_gateway_pods_admitted") == 1
+
+            async def is_full() -> bool:
+                taken = await _metric(metrics_port, "warmroute_gateway_answer_bytes")
+                return taken > 50 * MIB and await _metric(metrics_port, "warmroute_gateway_in_flight") == READERS
+
+            await _until(is_ready)
+            for _ in range(READERS):
+                client = socket.socket()
+                clients.append(client)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+                await loop.sock_sendall(client, head + BODY)
+            await _until(is_full)
+            sizes = [0.0, _mib(pid, "VmHWM")]
+            while sizes[-1] > sizes[-2] + 1:  # until the last of them is passed on as far as it goes
+                await asyncio.sleep(5)
+                sizes.append(_mib(pid, "VmHWM"))
+            bodies = await _metric(metrics_port, "warmroute_gateway_body_bytes") / MIB
+    finally:
+        for client in clients:
+            client.close()
+    print(f"{bodies:.0f} MiB of bodies; largest resident sets so far, MiB: {sizes}")
+    assert bodies > 100
+    assert sizes[-1] < 128 + 128 + 200, sizes

@@ -1,0 +1,92 @@
+"""Large fleets in the gateway: the same choices as with a view of each pod, while pods come and go."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+from engine.contract.keys import PrefixKey
+from engine.contract.requests import Endpoint
+from router.fleet.pod import Pod
+from router.fleet.probe import PodIdentity
+from router.gateway.chooser import Chooser
+from router.gateway.estimates import Estimates
+from router.gateway.inbound import Inbound
+from router.gateway.registry import NoRegistry
+from router.gateway.tables import Tables
+from router.registry.index import PrefixIndex
+from router.routing.policies import POLICY_NAMES, make_policy
+from router.routing.types import PodId
+from router.telemetry.metrics import Metrics
+
+PODS = 40
+
+
+class World:
+    """Pods that come and go, and a chooser."""
+
+    def __init__(self, wide_from: int) -> None:
+        self.listed: list[Pod] = [new_pod(i) for i in range(PODS)]
+        self.now_s = 0.0
+        self.chooser = Chooser(
+            self,
+            PrefixIndex(),
+            NoRegistry(),
+            lambda: {name: make_policy(name) for name in POLICY_NAMES},
+            Estimates(),
+            Metrics(),
+            clock=lambda: self.now_s,
+            stride=256,
+            speculation_ttl_s=10.0,
+            foreign_ttl_s=600.0,
+            wide_from=wide_from,
+        )
+
+    def pods(self, model: str) -> Sequence[Pod]:
+        return self.listed
+
+    def ask(self, number: int, policy: str, excluded: Sequence[PodId] = ()) -> tuple[str, int, int]:
+        self.now_s = 0.01 * number
+        keys = (*(PrefixKey(number % 3 * 100 + i + 1) for i in range(6)), PrefixKey(10_000 + number))
+        inbound = Inbound(
+            *(Endpoint.COMPLETIONS, "m", True, policy, keys, 2000, 500, 64.0, 100), teaches_tokens=True, body=b""
+        )
+        choice = self.chooser.choose(inbound, excluded)
+        choice.pod.state.sent(str(number), prompt_tokens=500, uncached_tokens=500, output_tokens=100, now_s=self.now_s)
+        if number >= 60:
+            for pod in self.listed:
+                pod.state.first_token(str(number - 30), now_s=self.now_s)
+                pod.state.finished(str(number - 60), now_s=self.now_s)
+        return choice.pod.pod_id, choice.strides, choice.cached_tokens
+
+
+def new_pod(number: int) -> Pod:
+    return Pod("http://pod", PodIdentity(PodId(f"pod-{number:03}"), 1, ()))
+
+
+def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
+    """Choices, strides and tokens believed held; with retries, another policy for some, and pods that change."""
+    worlds = [World(1), World(sys.maxsize)]
+    rng = random.Random(1)
+    for number in range(600):
+        excluded = [PodId(f"pod-{rng.randrange(PODS):03}")] if number % 7 == 0 else []
+        policy = rng.choice(POLICY_NAMES) if number % 5 == 0 else "predicted_ttft"
+        if number % 100 == 50:
+            gone, come = rng.randrange(30), 100 + number
+            for world in worlds:
+                world.listed = [*(pod for i, pod in enumerate(world.listed) if i != gone), new_pod(come)]
+        first, second = (world.ask(number, policy, excluded) for world in worlds)
+        assert first == second, number
+
+
+def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gone() -> None:
+    pods = [new_pod(i) for i in range(3)]
+    tables = Tables()
+    table = tables.of("base", pods)
+    assert tables.of("adapter", tuple(pods)) is table
+    assert tables.of("base", pods[:2]) is not table
+    tables.drop("base")
+    tables.drop("adapter")
+    assert "base" not in tables
+    assert not any(pod.state._watchers for pod in pods)

@@ -1,0 +1,365 @@
+"""Tenants at a gateway: who may do what, how much of it, whose cache is whose, and what is counted."""
+
+# the files are tiny
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+import pytest
+from blockbuster import BlockBuster
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.contract import files, headers
+from engine.contract.files import UnusableFile
+from router.gateway.headers import CACHE_FACTS
+from router.tenants import limiter
+from tests.redis_server import RedisServer, running_redis
+from tests.router.gateway.helpers import (
+    Gateway,
+    ScriptedEngine,
+    answers,
+    event,
+    eventually,
+    running,
+    stalls_after,
+    streams,
+)
+from tests.router.gateway.test_process import program
+
+PROMPT = "the same words for everybody, and enough of them for some prefix keys; " * 20
+ASK = {"model": "m", "prompt": PROMPT, "max_tokens": 5}
+SAID = orjson.dumps(
+    {
+        "choices": [{"text": "x"}],
+        "usage": {"prompt_tokens": 300, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 100}},
+    }
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def tenants(**entries: str) -> str:
+    """A file in which each tenant's key is KEY of its name, and `entries` are further lines of it."""
+    parts = ["tenants:"]
+    for name, more in entries.items():
+        digest = sha256(f"key-{name}".encode()).hexdigest()
+        expires = "" if "expires" not in more else f", expires: {more.split('expires: ')[1].split(';')[0]}"
+        parts += [f"  - name: {name}", f"    keys: [{{sha256: {digest}{expires}}}]"]
+        parts += [f"    {line.strip()}" for line in more.split(";") if line.strip() and "expires" not in line]
+    return "\n".join(parts)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, no_blocking_calls: BlockBuster) -> Path:
+    no_blocking_calls.deactivate()  # the tests themselves write the files
+    (tmp_path / "secret").write_text("s" * 40)
+    return tmp_path
+
+
+def settings(folder: Path, **entries: str) -> dict[str, Any]:
+    (folder / "tenants").write_text(tenants(**entries))
+    return {"tenants_file": str(folder / "tenants"), "tenant_secret_file": str(folder / "secret")}
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+async def metric(gateway: Gateway, name: str) -> dict[tuple[str, ...], float]:
+    """Label values, the tenant first -> value, of the samples of that name that are not 0."""
+    text = (await gateway.get("/metrics")).body.decode()
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    return {
+        tuple(
+            sample.labels[label] for label in sorted(sample.labels, key=lambda label: label != "tenant")
+        ): sample.value
+        for sample in samples
+        if sample.value
+    }
+
+
+async def test_a_key_is_good_for_its_tenants_models_until_it_expires(folder: Path) -> None:
+    engine = ScriptedEngine("a", answers(200, SAID), models=("llama-8b", "llama-70b", "qwen"))
+    given = settings(folder, some="models: [llama-*]", all="", old="expires: 2020-01-01T00:00:00Z")
+    async with running(engine, **given) as gateway:
+
+        async def listed(key: str) -> list[str]:
+            async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
+                return [model.id for model in (await client.models.list()).data]
+
+        assert await listed("key-some") == ["llama-70b", "llama-8b"]
+        assert await listed("key-all") == ["llama-70b", "llama-8b", "qwen"]
+        for model, key, status in (
+            *(("llama-8b", "some", 200), ("qwen", "all", 200), ("qwen", "some", 403), ("no-such", "some", 403)),
+            *(("no-such", "all", 404), ("llama-9b", "some", 404), ("llama-8b", "old", 401), ("llama-8b", "none", 401)),
+        ):
+            answer = await gateway.post({**ASK, "model": model}, **bearer(f"key-{key}"))
+            assert answer.status == status, (model, key)
+            async with gateway.session.get(f"{gateway.url}/v1/models/{model}", headers=bearer(f"key-{key}")) as one:
+                assert one.status == status
+            if status == 200:
+                continue
+            error = answer.json["error"]
+            assert error["code"] == {401: error["code"], 403: "model_not_allowed", 404: "model_not_found"}[status]
+            assert (key == "some" and "qwen" in error["message"]) == (model == "qwen"), "others' models are not told"
+            if key == "old":
+                assert (error["code"], "2020-01-01T00:00:00Z" in error["message"]) == ("expired_api_key", True)
+        answer = await gateway.post({"prompt": "x"}, **bearer("key-some"))
+        assert "llama-70b, llama-8b" in answer.json["error"]["message"]
+        refused = await metric(gateway, "warmroute_gateway_tenant_refused_total")
+        assert refused == {("some", "model"): 2, ("old", "expired"): 2}
+    assert not [sent for sent in engine.received if "Authorization" in sent.headers]
+
+
+async def test_plain_keys_are_the_default_tenants(folder: Path) -> None:
+    (folder / "keys").write_text("plain\n")
+    given = settings(folder, a="") | {"api_keys_file": str(folder / "keys")}
+    async with running(ScriptedEngine("a", answers(200, SAID)), **given) as gateway:
+        for key in ("plain", "key-a"):
+            assert (await gateway.post(ASK, **bearer(key))).status == 200
+        assert await metric(gateway, "warmroute_gateway_tenant_requests_total") == {
+            ("default", "200"): 1,
+            ("a", "200"): 1,
+        }
+
+
+async def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "REREAD_S", 0.02)
+    file = folder / "tenants"
+    async with running(ScriptedEngine("a", answers(200, SAID)), **settings(folder, a="", b="")) as gateway:
+
+        async def until(key: str, status: int) -> None:
+            async with asyncio.timeout(60):
+                while (await gateway.post(ASK, **bearer(key))).status != status:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        await until("key-a", 200)
+        file.write_text(tenants(b="weight: -1"))
+        await eventually(lambda: "line 4: tenants[0].weight" in caplog.text)
+        assert (await gateway.post(ASK, **bearer("key-a"))).status == 200
+        file.write_text(tenants(b="", c=""))
+        await until("key-c", 200)
+        await until("key-a", 401)
+        assert {name for name, _ in await metric(gateway, "warmroute_gateway_tenant_requests_total")} == {"c"}
+
+
+async def test_a_file_that_cannot_be_used_keeps_the_gateway_from_starting(folder: Path) -> None:
+    given = settings(folder, a="isolation: tenant")
+    del given["tenant_secret_file"]
+    with pytest.raises(UnusableFile, match="needs the gateway's --tenant-secret-file"):
+        async with running(ScriptedEngine("a", answers(200)), **given):
+            pass
+
+
+async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
+    """As the gateway predicts it, and in what an engine such as vLLM gets to key its blocks by."""
+    engine = ScriptedEngine("a", answers(200, SAID))
+    given = settings(folder, a="isolation: tenant", b="isolation: tenant", c="", d="")
+    async with running(engine, **given) as gateway:
+
+        async def ask(name: str, **more: str) -> tuple[int, str | None]:
+            answer = await gateway.post({**ASK, **more}, **bearer(f"key-{name}"))
+            assert answer.status == 200
+            sent = orjson.loads(engine.received[-1].body)
+            assert {key: sent[key] for key in ASK} == ASK
+            return int(answer.headers[headers.PREDICTED_CACHED]), sent.get("cache_salt")
+
+        cached, salt_a = await ask("a")
+        assert (cached, len(salt_a or "")) == (0, 64)
+        cached, again = await ask("a")
+        assert cached > 100, "its own cache is used"
+        assert again == salt_a
+        cached, salt_b = await ask("b")
+        assert cached == 0
+        assert salt_b not in (salt_a, None)
+        assert (await ask("b", cache_salt=str(salt_a)))[0] == 0, "to know another's salt is of no use"
+        cached, combined = await ask("a", cache_salt="mine")
+        assert cached == 0
+        assert combined not in ("mine", salt_a, None)
+        assert await ask("c") == (0, None)
+        cached, salt = await ask("d")
+        assert cached > 100, "who is not isolated shares with the others who are not"
+        assert salt is None
+        cached, salt = await ask("c", cache_salt=str(salt_a))
+        assert (cached, salt != salt_a) == (0, True), "nor is it of use to who is not isolated"
+
+
+async def test_of_two_salts_in_one_body_none_reaches_the_engine(folder: Path) -> None:
+    engine = ScriptedEngine("a", answers(200, SAID))
+    async with running(engine, **settings(folder, a="isolation: tenant")) as gateway:
+        body = b'{"cache\\u005fsalt":"x", "prompt": "p",\n "model":"m","cache_salt":"y" ,"big":1e300,"id":0.10}'
+        assert (await gateway.post(body, **bearer("key-a"))).status == 200
+        assert (await gateway.post(b'{"cache_salt":7,"prompt":"p"}', **bearer("key-a"))).status == 400
+    salt = orjson.loads(engine.received[0].body)["cache_salt"]
+    assert engine.received[0].body == (
+        b'{"cache_salt":"%b", "prompt": "p",\n "model":"m","big":1e300,"id":0.10}' % salt.encode()
+    )
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+async def test_headers_with_cache_facts_can_be_switched_off(folder: Path, is_global: bool) -> None:
+    facts = dict.fromkeys(CACHE_FACTS, "1")
+    engine = ScriptedEngine("a", answers(200, SAID, **facts))
+    given = settings(folder, a="" if is_global else "cache_headers: false", b="")
+    async with running(engine, **given, cache_headers=not is_global) as gateway:
+        for name in ("a", "b"):
+            answer = await gateway.post(ASK, **bearer(f"key-{name}"))
+            is_told = name == "b" and not is_global
+            told = {header for header in (*CACHE_FACTS, headers.POD) if header in answer.headers}
+            assert told == ({*CACHE_FACTS, headers.POD} if is_told else set())
+            assert headers.REQUEST_ID in answer.headers
+
+
+async def test_a_tenant_at_its_limit_is_told_when_to_come_back(folder: Path) -> None:
+    given = settings(folder, a="requests_per_minute: 3; tokens_per_minute: 100000", b="")
+    async with running(ScriptedEngine("a", answers(200, SAID)), **given) as gateway:
+        left = []
+        for _ in range(3):
+            answer = await gateway.post(ASK, **bearer("key-a"))
+            assert answer.status == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+            assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+            assert answer.headers["x-ratelimit-reset-requests"] == "60s"
+            left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+        assert left == [2, 1, 0]
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="key-a", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError, match="the limit of 3 requests a minute") as refused:
+                await client.completions.create(model="m", prompt="x")
+        assert refused.value.code == "rate_limit_exceeded"
+        told = refused.value.response.headers
+        assert 30 <= int(told["retry-after"]) <= 62
+        assert (told["x-ratelimit-remaining-requests"], told["x-ratelimit-limit-requests"]) == ("0", "3")
+        answer = await gateway.post(ASK, **bearer("key-b"))
+        assert (answer.status, "x-ratelimit-limit-requests" in answer.headers) == (200, False)
+        assert await metric(gateway, "warmroute_gateway_tenant_refused_total") == {("a", "requests"): 1}
+
+
+async def test_what_no_engine_served_takes_no_tokens(folder: Path) -> None:
+    """Each asks for about 340 tokens, of 600: two fit only where the first gives back what it did not use."""
+    engine = ScriptedEngine("a", answers(400, b'{"error":{"message":"no"}}'))
+    async with running(engine, **settings(folder, a="tokens_per_minute: 600")) as gateway:
+        for _ in range(5):
+            assert (await gateway.post(ASK, **bearer("key-a"))).status == 400
+        engine.script = answers(200, SAID)
+        assert (await gateway.post(ASK, **bearer("key-a"))).status == 200
+        answer = await gateway.post(ASK, **bearer("key-a"))
+        assert (answer.status, "tokens a minute" in answer.json["error"]["message"]) == (429, True)
+
+
+async def test_requests_at_once_end_with_their_clients(folder: Path) -> None:
+    engine = ScriptedEngine("a", stalls_after([event("x")]))
+    async with running(engine, **settings(folder, a="requests_at_once: 1")) as gateway:
+        stream = {**ASK, "stream": True}
+        answer = await gateway.session.post(f"{gateway.url}/v1/completions", json=stream, headers=bearer("key-a"))
+        await answer.content.readany()
+        refused = await gateway.post(stream, **bearer("key-a"))
+        assert (refused.status, "1 requests at once" in refused.json["error"]["message"]) == (429, True)
+        answer.close()
+        engine.script = streams([event("y"), b"data: [DONE]\n\n"])
+        async with asyncio.timeout(60):
+            while (await gateway.post(stream, **bearer("key-a"))).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+async def test_two_gateways_keep_one_limit_through_redis_and_share_it_without(
+    folder: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limiter, "ASK_S", 30.0)  # however slow this machine is
+    engine = ScriptedEngine("a", answers(200, SAID))
+    given = settings(folder, a="requests_per_minute: 40") | {"redis_url": redis.url, "warm_timeout_s": 0.0}
+
+    async def offer(*gateways: Gateway) -> list[int]:
+        asked = [gateway.post(ASK, **bearer("key-a")) for gateway in gateways for _ in range(40)]
+        return [answer.status for answer in await asyncio.gather(*asked)]
+
+    async with running(engine, **given) as first, running(engine, **given) as second:
+        assert (await offer(first, second)).count(200) == 40
+        assert not await metric(first, "warmroute_gateway_limits_alone")
+        redis.stop()
+        async with asyncio.timeout(60):
+            while not await metric(first, "warmroute_gateway_limits_alone"):
+                await first.post(ASK, **bearer("key-a"))
+                await asyncio.sleep(0.05)
+        redis.start()
+        async with asyncio.timeout(60):
+            while await metric(first, "warmroute_gateway_limits_alone"):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_what_tenants_use_is_counted_and_logged(folder: Path) -> None:
+    engine = ScriptedEngine("a", answers(200, SAID))
+    (folder / "usage").mkdir()
+    given = settings(folder, a="", b="") | {"usage_log": str(folder / "usage")}
+    async with running(engine, **given) as gateway:
+        for name in "aab":
+            assert (await gateway.post(ASK, **bearer(f"key-{name}"), **{"x-request-id": f"id-{name}"})).status == 200
+        engine.script = answers(400)
+        assert (await gateway.post(ASK, **bearer("key-b"))).status == 400
+        engine.script = streams([event("x"), b"data: [DONE]\n\n"])
+        assert (await gateway.post({**ASK, "stream": True}, **bearer("key-b"))).status == 200
+        tokens = await metric(gateway, "warmroute_gateway_tenant_tokens_total")
+        requests = await metric(gateway, "warmroute_gateway_tenant_requests_total")
+    assert {labels: tokens[labels] for labels in tokens if labels[0] == "a"} == {
+        ("a", "prompt"): 600,
+        ("a", "cached"): 200,
+        ("a", "output"): 10,
+    }
+    assert requests == {("a", "200"): 2, ("b", "200"): 2, ("b", "400"): 1}
+    (path,) = (folder / "usage").iterdir()
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [(line["tenant"], line["prompt_tokens"], line["estimated"]) for line in lines[:3]] == [
+        *(("a", 300, []), ("a", 300, []), ("b", 300, []))
+    ]
+    assert (
+        lines[0].items()
+        >= {
+            "request_id": "id-a",
+            "endpoint": "/v1/completions",
+            "model": "m",
+            "status": 200,
+            "cached_tokens": 100,
+            "completion_tokens": 5,
+        }.items()
+    )
+    assert (len(lines), lines[3]["estimated"]) == (4, ["prompt_tokens", "cached_tokens", "completion_tokens"])
+
+
+async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -> None:
+    """Of answers that ended just before it, of one that ends after it, and of one that a second signal cuts off."""
+    usage = folder / "usage"
+    usage.mkdir()
+    engine = ScriptedEngine("a", answers(200, SAID))
+    async with program(engine, "--usage-log", str(usage)) as (process, url), aiohttp.ClientSession() as session:
+        for _ in range(20):
+            async with session.post(f"{url}/v1/completions", json=ASK) as answer:
+                assert answer.status == 200
+        engine.script = streams([event(str(number)) for number in range(20)], gap_s=0.02)
+        async with session.post(f"{url}/v1/completions", json={**ASK, "stream": True}) as answer:
+            await answer.content.readany()
+            engine.script = stalls_after([event("x")])
+            async with session.post(f"{url}/v1/completions", json={**ASK, "stream": True}) as cut:
+                await cut.content.readany()
+                process.send_signal(signal.SIGTERM)
+                await answer.read()
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(60):
+                    assert await process.wait() == 0
+    (path,) = usage.iterdir()
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line["status"] for line in lines].count(200) >= 21
+    assert len(lines) == 22

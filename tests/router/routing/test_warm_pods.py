@@ -1,0 +1,121 @@
+"""`predicted_ttft` where several pods hold what the request needs: no request waits that need not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.keys import PrefixKey
+from engine.contract.load import LoadReport, StepCost
+from router.routing.pod_state import PodState
+from router.routing.policies import make_policy
+from router.routing.types import Decision, PodId, PodView, RequestInfo
+from tests.router.routing.fleet import STRIDE_TOKENS, Arrival, Fleet
+
+NOW_S = 100.0
+COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
+
+
+def warm(count: int) -> list[PodView]:
+    """Pods that hold 2,000 of 2,100 tokens, each with ten decoding requests."""
+    return [
+        PodView(
+            PodId(f"pod-{i}"),
+            matched_tokens=2000,
+            in_flight=10,
+            decoding=10,
+            context_tokens=20_000,
+            prefill_free_at_s=NOW_S - 1,
+            cost=COST,
+        )
+        for i in range(count)
+    ]
+
+
+def request(number: int = 0, output_tokens: int = 64) -> RequestInfo:
+    return RequestInfo((PrefixKey(1), PrefixKey(100 + number)), 2100, NOW_S, output_tokens)
+
+
+@given(waiting=st.lists(st.integers(0, 5), min_size=2, max_size=8), number=st.integers(0, 50))
+def test_of_equally_warm_pods_one_with_the_least_to_do_is_chosen(waiting: list[int], number: int) -> None:
+    pods = [replace(pod, in_flight=10 + count) for pod, count in zip(warm(len(waiting)), waiting, strict=True)]
+    chosen = make_policy("predicted_ttft").choose(request(number), pods).pod
+    assert waiting[chosen] == min(waiting)
+
+
+@given(outputs=st.lists(st.integers(1, 2000), min_size=8, max_size=8))
+def test_equally_warm_pods_take_turns_however_long_the_answers(outputs: list[int]) -> None:
+    policy = make_policy("predicted_ttft")
+    chosen = [policy.choose(request(i, tokens), warm(4)).pod for i, tokens in enumerate(outputs)]
+    assert sorted(chosen[:4]) == [0, 1, 2, 3]
+    assert chosen[4:] == chosen[:4]
+
+
+def test_a_pod_whose_step_has_just_begun_is_left_to_it() -> None:
+    pods = warm(4)
+    step_s = COST.base_s + 10 * COST.sequence_s + 20_000 * COST.context_s
+    fresh = [replace(pod, stepped_s=NOW_S - 0.1 * step_s) for pod in pods]
+    policy = make_policy("predicted_ttft")
+    for i, pod in enumerate(pods):
+        halfway = replace(pod, stepped_s=NOW_S - 0.6 * step_s)
+        assert policy.choose(request(i), [*fresh[:i], halfway, *fresh[i + 1 :]]).pod == i
+
+
+@given(since=st.floats(0, 3), more=st.integers(0, 100))
+def test_a_pod_with_more_to_decode_is_no_sooner_done(since: float, more: int) -> None:
+    """However long ago a step was seen to end."""
+    pod = replace(warm(1)[0], stepped_s=NOW_S - since * 8e-3)
+    busier = replace(pod, in_flight=10 + more, decoding=10 + more, context_tokens=20_000 + 2000 * more)
+    before, after = (
+        make_policy("predicted_ttft").choose(request(), [view], explain=True).scores[0].score for view in (pod, busier)
+    )
+    assert after >= before
+
+
+def test_a_pod_is_seen_to_step_when_a_token_comes_first_or_last() -> None:
+    state = PodState()
+    state.report(LoadReport(cost=COST), now_s=0.0)
+    seen = []
+    state.sent("a", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.0)
+    seen.append(state.view(PodId("p"), now_s=1.0).stepped_s)
+    state.first_token("a", now_s=1.2)
+    seen.append(state.view(PodId("p"), now_s=1.25).stepped_s)
+    state.finished("a", now_s=1.5)
+    seen.append(state.view(PodId("p"), now_s=1.6).stepped_s)
+    assert seen == [float("-inf"), 1.2, 1.5]
+
+
+def test_one_that_waits_already_makes_a_pod_dearer_by_what_it_would_wait_longer() -> None:
+    pods = warm(2)
+    pods[1] = replace(pods[1], in_flight=11)
+    parts = [score.parts for score in make_policy("predicted_ttft").choose(request(), pods, explain=True).scores]
+    assert parts[0]["sharing_s"] == 0
+    assert parts[1]["sharing_s"] == pytest.approx(parts[1]["own_s"])
+
+
+class Watched:
+    """`predicted_ttft`, and when it first sent something to each pod."""
+
+    name = "predicted_ttft"
+
+    def __init__(self) -> None:
+        self._policy = make_policy("predicted_ttft")
+        self.first_s: dict[PodId, float] = {}
+
+    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+        decision = self._policy.choose(request, pods, explain=explain)
+        self.first_s.setdefault(pods[decision.pod].pod_id, request.now_s)
+        return decision
+
+
+def test_a_prompt_that_all_requests_share_is_everywhere_at_once() -> None:
+    """64 tokens of their own under 2,048 of one prompt, 400 requests/s: within the time of two prefills of it."""
+    prompt = tuple(PrefixKey(i) for i in range(2048 // STRIDE_TOKENS))
+    policy = Watched()
+    Fleet(policy).run([Arrival(0.0025 * i, (*prompt, PrefixKey(1000 + i))) for i in range(60)])
+    assert len(policy.first_s) == 8
+    assert max(policy.first_s.values()) < 0.1
