@@ -15,6 +15,7 @@ from engine.contract.periods import SMALL_FLEET
 from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
+from router.fleet.member import Member
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.fleet.roster import Roster
@@ -40,56 +41,6 @@ class FleetChange:
 
     pods: Mapping[PodId, str]
     ended: frozenset[PodId] = frozenset()
-
-
-class Member:
-    """One engine of discovery, with what is known of it."""
-
-    __slots__ = (
-        "address",
-        "admitted",
-        "asked",
-        "failures",
-        "last_error",
-        "pod",
-        "probed_at_s",
-        "task",
-        "wake",
-    )
-
-    def __init__(self, address: EngineAddress) -> None:
-        self.address = address
-        self.pod: Pod | None = None
-        self.admitted = False
-        """The probe says that it answers. Requests need discovery's word too: `answers`."""
-        self.failures = 0
-        self.last_error: str | None = None
-        self.probed_at_s = 0.0
-        """When the last probe had its answer, or got none."""
-        self.asked = False
-        """Whether a probe is wanted at once."""
-        self.wake = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Have it probed at once."""
-        self.asked = True
-        self.wake.set()
-
-    @property
-    def url(self) -> str:
-        """The engine's base URL."""
-        return self.address.url
-
-    @property
-    def answers(self) -> bool:
-        """Whether both the probe and discovery say so."""
-        return self.admitted and self.address.is_ready
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether it answers, and is not ejected for failing requests."""
-        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
 
 
 class Fleet:
@@ -121,6 +72,7 @@ class Fleet:
         self._ended: set[PodId] = set()
         self._is_telling = False
         self._listeners: list[Callable[[FleetChange], None]] = []
+        self._sleep_listeners: list[Callable[[Pod], None]] = []
         self._probed = asyncio.Event()
         self._unprobed: set[Member] = set()
         self._numbers = itertools.count()
@@ -195,6 +147,10 @@ class Fleet:
         """Call `listener` after changes of the set of identified pods, in the loop's next turn."""
         self._listeners.append(listener)
 
+    def listen_for_sleep(self, listener: Callable[[Pod], None]) -> None:
+        """Call `listener` when a pod has gone to sleep: what it was sent hangs, and nothing more is sent there."""
+        self._sleep_listeners.append(listener)
+
     def report(self, pod_id: PodId, load: LoadReport) -> None:
         """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
         pod = self._roster.get(pod_id)
@@ -221,6 +177,18 @@ class Fleet:
             self._failure(member, ProbeFailed(reason))
             member.ask()
 
+    def leaves(self, pod: Pod, why: str) -> None:
+        """`pod` said that it takes no more requests: it gets none, what it has goes on, and no failure is counted."""
+        if self._roster.get(pod.pod_id) is pod and pod.faults.leave(asyncio.get_running_loop().time()):
+            log.info("fleet: pod %s at %s leaves, as it says: %s", pod.pod_id, pod.url, why)
+            self._refresh(pod)
+
+    def look_at(self, pod: Pod) -> None:
+        """Something suggests that `pod` has changed: have it probed at once."""
+        member = self._owners.get(pod.pod_id)
+        if member is not None and member.pod is pod:
+            member.ask()
+
     def served(self, pod: Pod, *, sent_s: float) -> None:
         """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
         if pod.faults.ended(sent_s=sent_s, now_s=asyncio.get_running_loop().time()):
@@ -230,6 +198,8 @@ class Fleet:
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
         faults = pod.faults
+        if faults.is_leaving and faults.is_out:
+            return  # it goes anyway
         faults.failed(fault, is_begun=is_begun)
         if self._roster.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
@@ -251,7 +221,8 @@ class Fleet:
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
-            others = [other for other in self._roster.answering(model.name) if other is not pod]
+            answering = self._roster.answering(model.name)
+            others = [other for other in answering if other is not pod and not other.faults.is_leaving]
             lost = sum(other.faults.is_ejected or (is_begun and other.faults.has_broken(now_s)) for other in others)
             if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
@@ -426,11 +397,18 @@ class Fleet:
             member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
             return
         member.failures += 1
-        if member.admitted and (error.refused or member.failures >= self._eject_after):
-            log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
+        has_left = member.pod is not None and member.pod.faults.is_leaving and not error.silent
+        if member.admitted and (error.refused or has_left or member.failures >= self._eject_after):
+            if has_left:
+                log.info("fleet: %s has left: %s", member.url, error)
+            else:
+                log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
             member.admitted = False
             if member.pod is not None:
                 self._refresh(member.pod)
+                if error.asleep:
+                    for listener in self._sleep_listeners:
+                        listener(member.pod)
 
     def _refresh(self, pod: Pod) -> None:
         """Whether the pod is to be chosen may have changed, but not who it is."""

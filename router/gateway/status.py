@@ -12,8 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.contract.errors import BadRequest, quoted
 from router.fleet.discovery import Discovery, DiscoveryStatus
-from router.fleet.fleet import Fleet, Member
+from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
+from router.fleet.member import Member
 from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
@@ -174,6 +175,7 @@ class Status:
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
                 "ejected": pod.faults.is_ejected,
+                "leaving": pod.faults.is_leaving,
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
