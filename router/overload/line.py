@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.overload.full import NO_PODS, FullPods
+from router.overload.full import FullPods
 from router.overload.queue import FairQueue, Waiting
 from router.overload.saturation import (
     CONTENDED_S,
