@@ -22,7 +22,7 @@ from router.routing.affinity_groups import AffinityGroups
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
-from router.routing.wide import WidePolicy
+from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -119,9 +119,11 @@ class Chooser:
         Unavailable."""
         now_s = self._clock()
         pods = self._pods(inbound, ())
-        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
+        if len(pods) >= self._wide_from:
+            return predictor.least_ttft_s(_info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         return min(predictor.ttfts_s(_info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
@@ -130,14 +132,25 @@ class Chooser:
 
         Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
         """
-        matches = self._index.match(inbound.keys, self._clock())
+        now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
-        longest = {pod.pod_id: matches[pod.pod_id].strides for pod in pods if pod.pod_id in matches}
-        there = max((strides for pod, strides in longest.items() if pod in without_room), default=0)
-        elsewhere = max((strides for pod, strides in longest.items() if pod not in without_room), default=0)
+        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
+        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        sets, _ = self._index.match_sets(inbound.keys, now_s)
+        there = elsewhere = 0
+        for holders, strides in reversed(sets):  # each within the one after, with more strides
+            if not there and any(pod in without_room and pod in serving for pod in holders):
+                there = strides
+            if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
+                elsewhere = strides
+            if elsewhere:
+                break
         if there <= elsewhere:
             return 0.0
-        token_s = min(pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room)
+        if table is None:
+            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
+        else:
+            token_s = table.at(now_s).least_token_s(without_room)
         return (there - elsewhere) * inbound.tokens_per_stride * token_s
 
     def _decide(
@@ -158,6 +171,16 @@ class Chooser:
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
         """As `_decide`, without a view of each pod."""
+        seen, sets = self._seen(inbound, pods, now_s)
+        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        table = seen.table
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
+
+    def _seen(
+        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
+    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
+        """The pods at the moment, and which of them hold how many strides of the request."""
         table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
@@ -167,9 +190,7 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
-        decision = policy.choose_wide(_info(inbound, now_s), seen)
-        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
-        return Choice(pods[decision.pod], policy.name, decision, held)
+        return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> None:
         """The request did not run on the chosen pod."""
