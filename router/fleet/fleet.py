@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
 from router.fleet.discovery import Discovery, EngineAddress
+from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
@@ -135,6 +136,10 @@ class Fleet:
         """Pods that take requests for `model`, in order of pod id."""
         return self._roster.pods(model)
 
+    def pod(self, pod_id: PodId) -> Pod | None:
+        """The identified pod of that id, ejected or not."""
+        return self._roster.get(pod_id)
+
     def models(self) -> Mapping[str, ServedModel]:
         """Every known model by name; one whose pods are all down is still known."""
         return self._roster.cards()
@@ -201,6 +206,13 @@ class Fleet:
         pod = self._roster.get(pod_id)
         if pod is not None and pod.epoch == epoch:
             pod.heard_at_s = self._now_s()
+
+    def learnt(self, pod: Pod, facts: EngineFacts) -> None:
+        """More is known of the engine: `pod.facts`, which listeners hear of as of a change of the fleet."""
+        if facts != pod.facts:
+            pod.facts = facts
+            if self._roster.get(pod.pod_id) is pod:
+                self._tell()
 
     def failed(self, pod: Pod, reason: str) -> None:
         """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from engine.contract.http.target import Target
 from engine.contract.load import LoadReport
 from engine.contract.requests import Endpoint
+from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
@@ -24,6 +25,7 @@ class Pod:
     __slots__ = (
         "cap",
         "epoch",
+        "facts",
         "faults",
         "heard_at_s",
         "identity",
@@ -41,6 +43,7 @@ class Pod:
         self.identity = identity
         self.pod_id: PodId = identity.pod_id
         self.epoch = identity.epoch
+        self.facts = facts_of(identity)
         self.state = PodState()
         self.faults = Faults()
         self.cap = Cap()
@@ -76,6 +79,13 @@ class Pod:
     def is_same_life(self, identity: PodIdentity) -> bool:
         """Whether `identity` is this pod, not restarted."""
         return identity.pod_id == self.pod_id and identity.epoch == self.epoch
+
+
+def facts_of(identity: PodIdentity) -> EngineFacts:
+    """What the list of its models tells of an engine."""
+    adapters = frozenset(model.name for model in identity.models if parent_of(model.card) is not None)
+    kind = engine_kind((model.card for model in identity.models), has_epoch=identity.epoch is not None)
+    return EngineFacts(engine=kind, adapters=adapters)
 
 
 class Lease:
