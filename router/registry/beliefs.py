@@ -6,9 +6,11 @@ sent, by Redis's clock, as no two machines' clocks agree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, NewType, Protocol
 
 from engine.contract.events import Keys
+from router.registry.speculation import Run
 from router.routing.types import PodId
 
 Life = NewType("Life", int)
@@ -89,11 +91,14 @@ class Forgotten(NamedTuple):
 
 
 class Written(NamedTuple):
-    """All that the sender believes of a pod is in Redis. `is_recovery`: it knows things that it could not tell."""
+    """All that the sender believes of a pod is in Redis."""
 
     age_s: float
     pod: PodId
     is_recovery: bool
+    """It knows things that it could not tell: whoever hears this looks."""
+    is_answer: bool = False
+    """It knows things that the one lacks who recovered: look as well, but answer no more."""
 
 
 class Wish(NamedTuple):
@@ -157,3 +162,9 @@ class BeliefSink(Protocol):
 
     def forgotten(self, pod: PodId) -> None:
         """Nothing is believed of it."""
+
+    def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
+        """What gateways before this one believed. `runs`: uses and their keys, the first to be dropped first."""
+
+    def believed(self, pod: PodId) -> Sequence[Run] | None:
+        """All that is; None for a pod that is not known."""

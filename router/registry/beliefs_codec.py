@@ -96,7 +96,7 @@ def encode(message: BeliefMessage) -> bytes:
             case Forgotten():
                 pod, flag = _place(pods, event.pod), event.is_sure
             case Written():
-                pod, flag = _place(pods, event.pod), event.is_recovery
+                pod, flag = _place(pods, event.pod), event.is_recovery | 2 * event.is_answer
             case Wish():
                 a, b = event.life & _NONE, event.life >> 32
         age_s = min(event.age_s, MAX_AGE_S)
@@ -174,7 +174,7 @@ def _decode(data: bytes) -> BeliefMessage:
         elif kind == 7:
             event = Forgotten(age_s, pods[pod_at], bool(flag))
         elif kind == 8:
-            event = Written(age_s, pods[pod_at], bool(flag))
+            event = Written(age_s, pods[pod_at], bool(flag & 1), bool(flag & 2))
         elif kind == 9:
             event = Wish(age_s, Life(a | b << 32))
         else:

@@ -55,9 +55,13 @@ class Heard:
     written: list[PodId] = field(default_factory=list)
     """Pods of which beliefs lie in Redis now ..."""
     recovered: list[PodId] = field(default_factory=list)
-    """... and of these, those of which its sender could not tell everything."""
+    """... and of these, those of which its sender could not tell everything ..."""
+    answered: list[PodId] = field(default_factory=list)
+    """... or others told more in answer to that."""
     is_wished: bool = False
     """This gateway, or any, is to write what it believes."""
+    changed: set[PodId] = field(default_factory=set)
+    """Pods of which something else is believed now."""
 
 
 class Others:
@@ -79,8 +83,14 @@ class Others:
         """Requests of others on a pod. Takes time in all requests in flight: for operators."""
         return sum(list(other.in_flight.values()).count(pod) for other in self._gateways.values())
 
-    def apply(self, message: BeliefMessage, sent_at_s: float, now_s: float) -> Heard:
-        """Take up a message, sent at `sent_at_s` of this process's clock, which may be a while ago."""
+    def apply(
+        self, message: BeliefMessage, sent_at_s: float, now_s: float, fresh: Container[PodId] = frozenset()
+    ) -> Heard:
+        """Take up a message, sent at `sent_at_s` of this process's clock, which may be a while ago.
+
+        `fresh`: pods of which nothing was known when it was sent; so others have to say when they restarted.
+        """
+        sent_at_s = min(sent_at_s, now_s)
         heard = Heard()
         if message.life == self._own:
             heard.is_news = False
@@ -88,49 +98,38 @@ class Others:
         other = self._gateways.get(message.life)
         if other is None:
             self._make_room()
-            other = self._gateways[message.life] = Other(message.life, message.name, message.seq, now_s)
+            other = self._gateways[message.life] = Other(message.life, message.name, message.seq, sent_at_s)
         elif message.seq <= other.seq:
             heard.is_news = False
             return heard
         else:
             heard.is_gap = message.seq > other.seq + 1
-            other.seq, other.heard_at_s = message.seq, now_s
+            other.seq, other.heard_at_s = message.seq, sent_at_s
         if message.lists_aboard:
             listed = {event.number for event in message.events if isinstance(event, Aboard)}
             self._finish(other, other.in_flight.keys() - listed, now_s)
         for event in message.events:
-            self._take(other, event, min(now_s, sent_at_s - event.age_s), heard)
+            self._take(other, event, sent_at_s - event.age_s, heard, fresh)
         if message.is_last:
             self._finish(other, list(other.in_flight), now_s)
             del self._gateways[message.life]
         return heard
 
-    def replay(self, message: BeliefMessage, sent_at_s: float, now_s: float, pods: Container[PodId]) -> None:
-        """Take up, for `pods` that were not known then, a message that was heard, or sent before any was."""
-        if message.life == self._own:
-            return
+    def replay(self, message: BeliefMessage, sent_at_s: float, now_s: float, fresh: Container[PodId]) -> None:
+        """Take up a message that was heard already for the pods `fresh`, which were not known then."""
         other = self._gateways.get(message.life)
-        if other is None:
-            if message.is_last:
-                return
-            self._make_room()
-            other = self._gateways[message.life] = Other(message.life, message.name, message.seq, sent_at_s)
-        elif message.seq > other.seq:
-            other.seq, other.heard_at_s = message.seq, sent_at_s
+        if other is None:  # this gateway, or one that has said goodbye since
+            return
         heard = Heard()
         for event in message.events:
-            at_s = min(now_s, sent_at_s - event.age_s)
-            if isinstance(event, Forgotten):
-                if event.pod in pods:
-                    self._sink.forgotten(event.pod)
-            elif isinstance(event, Routed | Aboard | Undone | Refuted):
-                if event.pod in pods:
-                    self._take(other, event, at_s, heard)
-            elif isinstance(event, Began | Ended) and other.in_flight.get(event.number) in pods:
-                self._take(other, event, at_s, heard)
-        if message.is_last:
-            self._finish(other, list(other.in_flight), now_s)
-            del self._gateways[message.life]
+            at_s = min(sent_at_s, now_s) - event.age_s
+            match event:
+                case Routed() | Aboard() | Undone() | Refuted() | Forgotten():
+                    if event.pod in fresh:
+                        self._take(other, event, at_s, heard, fresh)
+                case Began() | Ended():
+                    if other.in_flight.get(event.number) in fresh:
+                        self._take(other, event, at_s, heard, fresh)
 
     def expire(self, now_s: float) -> None:
         """Forget what gateways that have fallen silent had in flight, and in the end them."""
@@ -147,13 +146,14 @@ class Others:
             for number in [number for number, pod in other.in_flight.items() if pod in gone]:
                 del other.in_flight[number]
 
-    def _take(self, other: Other, event: Event, at_s: float, heard: Heard) -> None:
+    def _take(self, other: Other, event: Event, at_s: float, heard: Heard, fresh: Container[PodId]) -> None:
         sink = self._sink
         match event:
             case Routed():
                 if sink.knows(event.pod):
                     sink.routed(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
                     self._send(other, event, at_s)
+                    heard.changed.add(event.pod)
             case Ended():
                 self._finish(other, (event.number,), at_s)
             case Began():
@@ -167,16 +167,21 @@ class Others:
             case Undone():
                 if sink.knows(event.pod):
                     sink.undone(event.pod, event.keys)
+                    heard.changed.add(event.pod)
             case Refuted():
                 if sink.knows(event.pod):
                     sink.refuted(event.pod, event.keys, event.held_strides, at_s)
+                    heard.changed.add(event.pod)
             case Forgotten():
-                if event.is_sure:
+                if sink.knows(event.pod) and (event.is_sure or event.pod in fresh):
                     sink.forgotten(event.pod)
+                    heard.changed.add(event.pod)
             case Written():
                 heard.written.append(event.pod)
                 if event.is_recovery:
                     heard.recovered.append(event.pod)
+                if event.is_answer:
+                    heard.answered.append(event.pod)
             case Wish():
                 heard.is_wished |= event.life in (self._own, ANY_LIFE)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -73,6 +73,10 @@ class Notebook:
         self.has_lost = False
         self.lost = 0
         """Events that were lost, of all time."""
+        self.touched: set[PodId] = set()
+        """Pods of which something was told; for the publisher to empty."""
+        self.on_first: Callable[[], None] = _nothing
+        """Called when there is something to tell after there was nothing."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -99,6 +103,7 @@ class Notebook:
         output_tokens: int,
     ) -> int:
         """A request goes to a pod; its number, for what follows."""
+        self.touched.add(pod)
         number = self._next_number
         self._next_number = (number + 1) % MAX_NUMBER
         self._open[number] = _Open(now_s, pod, prompt_tokens, uncached_tokens, output_tokens)
@@ -124,20 +129,25 @@ class Notebook:
     def undone(self, pod: PodId, keys: Keys, now_s: float) -> None:
         """It never ran there."""
         if keys:
+            self.touched.add(pod)
             self._add(Undone(0.0, pod, keys), now_s, KEY_BYTES * len(keys))
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int, now_s: float) -> None:
         """The pod had held less than was believed."""
+        self.touched.add(pod)
         self._add(Refuted(0.0, pod, keys, held_strides, cached_tokens), now_s, KEY_BYTES * len(keys))
 
     def forgotten(self, pod: PodId, now_s: float, *, is_sure: bool) -> None:
         """Nothing is believed of the pod any more."""
+        self.touched.add(pod)
         self._add(Forgotten(0.0, pod, is_sure), now_s)
 
-    def written(self, pods: Iterable[PodId], now_s: float, *, is_recovery: bool) -> None:
-        """What is believed of these pods lies in Redis."""
+    def written(
+        self, pods: Iterable[PodId], now_s: float, *, is_recovery: bool = False, is_answer: bool = False
+    ) -> None:
+        """What is believed of these pods lies in Redis. See Written."""
         for pod in pods:
-            self._add(Written(0.0, pod, is_recovery), now_s)
+            self._add(Written(0.0, pod, is_recovery, is_answer), now_s)
 
     def wish(self, life: Life, now_s: float) -> None:
         """Ask that gateway to write what it believes."""
@@ -190,6 +200,8 @@ class Notebook:
             return
         self._size += size
         self._events.append((now_s, event))
+        if len(self._events) == 1:
+            self.on_first()
 
     def _lose(self) -> None:
         """An event for which there is no room makes those before it of no use: what is believed is written whole."""
@@ -208,3 +220,7 @@ def _size(event: Event) -> int:
     if isinstance(event, Undone | Refuted):
         return EVENT_BYTES + KEY_BYTES * len(event.keys)
     return EVENT_BYTES
+
+
+def _nothing() -> None:
+    """Nobody waits for what is to be told."""
