@@ -33,6 +33,9 @@ CONNECTIONS = 32
 PREFIXES = 8
 HALF_BYTES = 512
 WHOLE_EVERY = 8
+START_S = 60.0
+STEP_S = 3600.0
+"""For the requests of one line, on a machine with much else to do."""
 
 
 class Distinct(Load):
@@ -74,30 +77,34 @@ async def run(requests: int, step: int, pods: int) -> None:
             server = await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0)  # type: ignore[misc]
             running.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0"], "bench_memory")
+        # The engines answer when this process gets a core, however long that takes on a busy machine.
+        patient = ("--connect-timeout-s", "60", "--probe-timeout-s", "60")
+        settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0", *patient], "bench_memory")
         app = build_app(settings)
         runner = make_runner(app)
         await runner.setup()
         running.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        while len(app[FLEET].pods("m")) < pods:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(START_S):
+            await app[FLEET].wait_probed()
         await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
         port = runner.addresses[0][1]
         print(f"before: {resident_mib():.1f} MiB", flush=True)
         for first in range(0, requests, step):
             began_s = time.process_time()
-            load = Distinct(min(step, requests - first), first)
+            load_size = min(step, requests - first)
+            load = Distinct(load_size, first)
             for _ in range(CONNECTIONS):
                 await loop.create_connection(lambda load=load: Client(load), "127.0.0.1", port)  # type: ignore[misc]
-            await load.done.wait()
+            async with asyncio.timeout(STEP_S):
+                await load.done.wait()
             assert load.error is None, load.error
-            cpu_us = 1e6 * (time.process_time() - began_s) / min(step, requests - first)
+            cpu_us = 1e6 * (time.process_time() - began_s) / load_size
             keys = app[INDEX].statistics().speculative
             tracked, tasks = len(gc.get_objects()), len(asyncio.all_tasks())
             print(
-                f"{first + step:9,} requests: {resident_mib():6.1f} MiB, {keys:7,} keys believed, {tracked:7,} containers"
-                f" that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each",
+                f"{first + load_size:9,} requests: {resident_mib():6.1f} MiB, {keys:7,} keys believed, "
+                f"{tracked:7,} containers that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each",
                 flush=True,
             )
         print(f"most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.1f} MiB")
