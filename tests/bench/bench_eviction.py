@@ -67,7 +67,7 @@ def agentic(conversations: int = 120, turns: int = 40, seed: int = 2) -> Trace:
     coming = conversations // 10
     requests: list[Request] = []
     while active:
-        turn = rng.choice(active)
+        agent = rng.choice(active)
         grown = rng.randint(3, 11)
         waiting[agent] += tuple(range(fresh, fresh + grown))
         fresh += grown
