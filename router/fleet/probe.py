@@ -147,8 +147,11 @@ class HttpProbe:
         if url not in self._sleepless and any(_VLLM in model.card for model in models):
             await self._see_awake(url, credentials)
         epoch = names.get(headers.EPOCH, "")
+        pod_id = _named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")
+        if "/" in pod_id:
+            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which stands before a data-parallel rank")
         return PodIdentity(
-            pod_id=PodId(_named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")),
+            pod_id=PodId(pod_id),
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
             models=models,
         )
