@@ -112,6 +112,7 @@ PROGRAMS: dict[str, type[Settings]] = {
 OWNED = {
     "gateway": {
         *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
+        "kube_targets",
         *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
         *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
         *("tenants_file", "tenant_secret_file", "usage_log"),

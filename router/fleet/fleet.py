@@ -156,6 +156,11 @@ class Fleet:
         """Every URL of discovery, in order."""
         return tuple(self._members[url] for url in sorted(self._members))
 
+    def key_of(self, url: str) -> str:
+        """Which key the engine at that URL is shown, as `EngineAddress.key`."""
+        member = self._members.get(url)
+        return "" if member is None else member.address.key
+
     def admitted(self) -> tuple[Pod, ...]:
         """Every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
@@ -380,7 +385,7 @@ class Fleet:
             if pod is not None:
                 ended.add(pod.pod_id)
                 self._disown(member)
-            pod = member.pod = Pod(member.url, identity, member.address.weight)
+            pod = member.pod = Pod(member.url, identity, member.address.weight, member.address.key)
             self._owners[identity.pod_id] = member
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)

@@ -28,6 +28,7 @@ class Pod:
         "heard_at_s",
         "identity",
         "in_flight",
+        "key",
         "pod_id",
         "state",
         "targets",
@@ -35,8 +36,10 @@ class Pod:
         "url",
     )
 
-    def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
+    def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0, key: str = "") -> None:
         self.url = url
+        self.key = key
+        """Which of the gateway's keys for engines it is shown; empty: the one for all."""
         self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
         self.pod_id: PodId = identity.pod_id

@@ -88,7 +88,9 @@ class Admin:
             async with (
                 asyncio.timeout(RESET_TIMEOUT_S),
                 self._session.post(
-                    f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
+                    f"{pod.url}/reset_prefix_cache",
+                    headers=self._upstream.credentials_of(pod.key),
+                    allow_redirects=False,
                 ) as response,
             ):
                 if response.status >= 300:
