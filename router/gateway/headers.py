@@ -13,6 +13,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from engine.contract import headers
 from engine.contract.api_keys import KeyFileError
+from router.fleet.pod import Pod
 
 RawFields = Sequence[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
@@ -32,6 +33,7 @@ _REQUEST_ONLY = (
         "content-length",
         "content-encoding",
         "expect",
+        headers.DATA_PARALLEL_RANK,
         headers.POLICY,
         headers.PRIORITY,
         headers.REQUEST_ID,
@@ -79,8 +81,8 @@ class UpstreamHeaders:
         """What engines that want the key of that name are shown of the gateway itself."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
-    def of(self, incoming: RawFields, request_id: str, key: str = "") -> bytes:
-        """Those of a request that came with `incoming`, as they are sent to engines that want the key of that name."""
+    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank."""
         dropped = self._dropped
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
@@ -92,7 +94,9 @@ class UpstreamHeaders:
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
-        lines.append(self._shown.get(key) or self._shown.get("", b""))
+        if pod is not None:
+            lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
+            lines.append(pod.rank_field)
         return b"".join(lines)
 
 

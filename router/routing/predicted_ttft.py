@@ -135,6 +135,10 @@ class PredictedTtft(WidePolicy):
         them, and this one leaves no trace."""
         return [cost.ttft_s for cost in self._costs(request, pods, 0, 0.0)[0]]
 
+    def least_ttft_s(self, request: RequestInfo, pods: WidePods) -> float:
+        """The least of them, of many pods."""
+        return float(wide_costs(request, pods, 0.0, self._usual_s, self._weights).ttft_s.min())
+
     def _choose_equal(
         self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[PodCost], scores: Sequence[float]
     ) -> int:
