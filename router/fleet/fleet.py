@@ -116,6 +116,11 @@ class Fleet:
         """Every URL of discovery, in order."""
         return tuple(self._members[url] for url in sorted(self._members))
 
+    def key_of(self, url: str) -> str:
+        """Which key the engine at that URL is shown, as `EngineAddress.key`."""
+        member = self._members.get(url)
+        return "" if member is None else member.address.key
+
     def admitted(self) -> tuple[Pod, ...]:
         """Every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)

@@ -79,7 +79,7 @@ class Member:
 
     def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:
         """New pods; the first of them. The old ones are for the caller to end."""
-        first = Pod(self.url, identity, self.address.weight)
+        first = Pod(self.url, identity, self.address.weight, key=self.address.key)
         self.pods = (first,)
         self.use_ranks(ranks)
         return self.pods[0]
@@ -107,7 +107,7 @@ class Member:
         for rank in wanted:
             pod = old.pop(rank, None)
             if pod is None:
-                pod = Pod(first.url, first.identity, first.weight, rank=rank, faults=first.faults)
+                pod = Pod(first.url, first.identity, first.weight, key=first.key, rank=rank, faults=first.faults)
                 pod.facts = replace(pod.facts, engine=first.facts.engine, version=first.facts.version)
             ranked = None if rank is None else len(wanted)
             pod.facts = replace(pod.facts, rank=rank, ranks=ranked)

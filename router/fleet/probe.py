@@ -92,15 +92,15 @@ class Probe(Protocol):
 class HttpProbe:
     """The probe over HTTP.
 
-    `credentials` gives the headers that engines want to see at the moment, `pods` how many engines the gateway follows:
-    engines of ours publish the less often for it.
+    `credentials` gives the headers that the engine at a URL wants to see at the moment, `pods` how many engines the
+    gateway follows: engines of ours publish the less often for it.
     """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         timeout_s: float,
-        credentials: Callable[[], Mapping[str, str]] = dict,
+        credentials: Callable[[str], Mapping[str, str]] = lambda url: {},
         lacks: Lacks | None = None,
         pods: Callable[[], int] = lambda: 1,
     ) -> None:
@@ -114,7 +114,7 @@ class HttpProbe:
 
     async def identify(self, url: str) -> PodIdentity:
         """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
-        credentials = self._credentials()
+        credentials = self._credentials(url)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),

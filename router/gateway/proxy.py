@@ -193,7 +193,7 @@ class Proxy:
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id) + attempt.pod.rank_field,
+                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.pod),
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),

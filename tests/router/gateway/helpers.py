@@ -282,7 +282,9 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
                 await engine.start()
             stack.push_async_callback(engine.stop)
         values: dict[str, Any] = {"policy": "round_robin", "probe_interval_s": 0.1, "probe_timeout_s": 1.0, **settings}
-        app = build_app(GatewaySettings(engines=[engine.url for engine in engines], **values))
+        if "discovery" not in values:
+            values["engines"] = [engine.url for engine in engines]
+        app = build_app(GatewaySettings(**values))
         runner = make_runner(app)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
