@@ -106,7 +106,7 @@ async def test_usage_in_every_chunk_is_counted_once(gateway: Program) -> None:
     counted = sum(
         float(line.rpartition(" ")[2])
         for line in page.splitlines()
-        if line.startswith("warmroute_gateway_cached_tokens_total")
+        if line.startswith("warmroute_gateway_tokens_total") and 'kind="cached"' in line
     )
     assert counted == final["prompt_tokens_details"]["cached_tokens"]
 
