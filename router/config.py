@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import Settings, check_redis_url, check_url
+from router.kube_targets import KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
     "round_robin",
@@ -27,9 +29,7 @@ FOREIGN_TTL_S = 600.0
 RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
-PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
 
 class GatewaySettings(Settings):
@@ -135,6 +135,13 @@ class GatewaySettings(Settings):
         coerce_numbers_to_str=True,
         description="kubernetes: TCP port of the engines, as a number or a containerPort's name; "
         "a pod's annotation warmroute.io/port goes first",
+    )
+    kube_targets: str | None = Field(
+        None,
+        description="kubernetes: several sets of pods, in place of --kube-selector, --kube-namespace and --kube-port: "
+        "a YAML or JSON list such as [{selector: app=vllm, namespace: llm, port: 8000, model: org/name, api_key_file: "
+        "/keys/vllm, kv_events_port: 5557, kv_events_replay_port: 5657, ranks: 2}]. selector is required; "
+        "what a pod's annotations say (warmroute.io/model and so on) goes first",
     )
     kube_config: str | None = Field(
         None, description="kubernetes: kubeconfig file whose current context is used; none: the pod's service account"
@@ -331,17 +338,20 @@ class GatewaySettings(Settings):
     @field_validator("kube_port")
     @classmethod
     def _check_kube_port(cls, port: str) -> str:
-        is_valid = 0 < int(port) < 65536 if port.isdecimal() else PORT_NAME.fullmatch(port)
-        if not is_valid:
-            raise ValueError("must be a number from 1 to 65535 or a port's name")
-        return port
+        return check_port(port)
+
+    @field_validator("kube_targets", mode="before")
+    @classmethod
+    def _check_kube_targets(cls, targets: Any) -> Any:
+        text = orjson.dumps(targets).decode() if isinstance(targets, list) else targets
+        if isinstance(text, str):
+            parse_targets(text)
+        return text
 
     @field_validator("kube_namespace")
     @classmethod
     def _check_kube_namespace(cls, name: str | None) -> str | None:
-        if name is not None and not DNS_LABEL.fullmatch(name):
-            raise ValueError("is not the name of a namespace")
-        return name
+        return None if name is None else check_namespace(name)
 
     @property
     def max_in_flight_body_bytes(self) -> int:
@@ -378,10 +388,32 @@ class GatewaySettings(Settings):
             if kind != self.discovery and given:
                 raise ValueError(f"{_flag(given[0])} needs --discovery {kind}, which is {self.discovery}")
         name = required[self.discovery]
+        if self.kube_targets is not None:
+            others = sorted(self.model_fields_set & {"kube_selector", "kube_namespace", "kube_port"})
+            if others:
+                raise ValueError(
+                    f"{_flag(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
+                    f"{others[0].removeprefix('kube_')}; leave one of them out"
+                )
+            return self
         if not getattr(self, name):
             about = type(self).model_fields[name].description
             raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
         return self
+
+    @property
+    def targets(self) -> tuple[KubeTarget, ...]:
+        """The pods to follow, of --kube-targets or of the three settings in its place; none without Kubernetes."""
+        if self.kube_targets is not None:
+            return parse_targets(self.kube_targets)
+        if self.kube_selector is None:
+            return ()
+        return (KubeTarget(self.kube_selector, self.kube_namespace, numbered(self.kube_port)),)
+
+    @property
+    def engine_key_files(self) -> tuple[str, ...]:
+        """The files of targets that have a key of their own, each once."""
+        return tuple(dict.fromkeys(target.key_file for target in self.targets if target.key_file))
 
     @property
     def has_client_keys(self) -> bool:
