@@ -27,6 +27,8 @@ FOREIGN_TTL_S = 600.0
 RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
+MAX_RANKS = 256
+"""Data-parallel ranks of one engine: each is a target with a load and an index of its own."""
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
@@ -267,6 +269,24 @@ class GatewaySettings(Settings):
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="seconds that started answers may take to finish on SIGTERM")
 
+    engine_metrics: bool = Field(
+        True,
+        description="read /metrics of vLLM and SGLang once a second, or less often where that takes their time: it "
+        "corrects what is known of other clients' requests, and tells KV capacity, data-parallel ranks and loaded "
+        "adapters; engines of ours publish all that",
+    )
+    engine_metrics_path: str = Field("/metrics", description="path of the engines' metrics")
+    engine_metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="TCP port of the engines' metrics; none: that of their API"
+    )
+    engine_ranks: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="data-parallel ranks of every engine, each of which is a target of its own, asked for with "
+        "X-data-parallel-rank; a pod's annotation warmroute.io/ranks goes first; 1: engines place requests themselves; "
+        "none: as their metrics tell",
+    )
     probe_interval_s: float = Field(
         2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random"
     )
@@ -295,6 +315,13 @@ class GatewaySettings(Settings):
     def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
         _check_unique(names)
         return names
+
+    @field_validator("engine_metrics_path")
+    @classmethod
+    def _check_metrics_path(cls, path: str) -> str:
+        if re.fullmatch(r"/[\x21-\x7e]*", path) is None or "?" in path or "#" in path:
+            raise ValueError("must begin with a slash and have neither a query nor blanks, as /metrics")
+        return path
 
     @field_validator("kube_port")
     @classmethod

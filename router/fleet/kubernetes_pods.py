@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
 
+from router.config import MAX_RANKS
 from router.fleet.discovery import EngineAddress
-from router.fleet.facts import MAX_RANKS
 
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"

@@ -97,5 +97,6 @@ class Admin:
             return f"no answer within {RESET_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
-        self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
+        for rank in self._fleet.ranks_of(pod):  # what a publishing pod holds from here on, its reports say
+            self._index.drop(rank.pod_id)
         return "ok"

@@ -52,12 +52,16 @@ class ScriptedEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reset_prefix_cache", self._reset)
+        self.add_routes(app)
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def add_routes(self, app: web.Application) -> None:
+        """What else it answers."""
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -200,7 +204,7 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         """Requests inside and their bytes, as the gateway and each pod count them; 0 when every count is."""
-        pods = [member.pod for member in self.app[FLEET].members() if member.pod]
+        pods = [pod for member in self.app[FLEET].members() for pod in member.pods]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
         return (
