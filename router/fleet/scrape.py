@@ -180,6 +180,8 @@ class Scraper:
             pace.read(now_s - began_s, pods)
             self._take(reading, page)
             reading.read_at_s = now_s
+            if page.slots is not None and len(member.pods) == 1:  # of several ranks the metrics mix them up
+                member.pods[0].adapters.seen(page.slots.most, page.slots.running, page.slots.waiting)
             lacking = [str(pod.rank) for pod in member.pods if pod.rank is not None and pod.rank not in page.ranks]
             if lacking:
                 pace.problem = f"they tell nothing of the data-parallel ranks {', '.join(lacking[:8])}"

@@ -191,6 +191,7 @@ class Status:
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
                 "engine": {**asdict(pod.facts), "adapters": sorted(pod.facts.adapters)},
+                "adapters_loaded": pod.adapters.loaded,
                 "metrics": self._scraper and self._scraper.status(member.url),
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }

@@ -43,6 +43,7 @@ class PodCost:
     step_s: float
     """Decoding in the steps of its prefill."""
     fetch_s: float
+    """To bring KV from host or disk, or an adapter."""
     externality_s: float
     pressure_s: float
     sharing_s: float
@@ -148,7 +149,10 @@ class PredictedTtft(WidePolicy):
         equals = [
             i
             for i, score in enumerate(scores)
-            if score <= limit and pods[i].matched_tokens >= least_match and costs[i].own_s <= most_own_s
+            if score <= limit
+            and pods[i].matched_tokens >= least_match
+            and costs[i].own_s <= most_own_s
+            and pods[i].adapter_s <= pods[best].adapter_s
         ]
         if len(equals) == 1:
             return best
@@ -247,6 +251,8 @@ class PredictedTtft(WidePolicy):
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
+            if pod.adapter_s:
+                fetch_s += pod.adapter_s
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
