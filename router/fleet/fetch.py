@@ -10,8 +10,8 @@ from yarl import URL
 
 from router.fleet.lack import Lacks, lack_of
 
-Fetch = Callable[[str, float, int], Awaitable[bytes]]
-"""The body of a 200 at a URL, within so many seconds and bytes. Raises Unread."""
+Fetch = Callable[[str, str, float, int], Awaitable[bytes]]
+"""Of the engine at a base URL the body of a 200 at a URL, within so many seconds and bytes. Raises Unread."""
 OUTCOMES = ("read", "late", "failed", "protected", "none", "odd")
 
 
@@ -28,21 +28,21 @@ class Unread(Exception):
 
 
 class HttpFetch:
-    """Over HTTP. `credentials` gives the headers that engines want to see at the moment."""
+    """Over HTTP. `credentials` gives the headers that the engine at a base URL wants to see at the moment."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        credentials: Callable[[], Mapping[str, str]] = dict,
+        credentials: Callable[[str], Mapping[str, str]] = lambda engine: {},
         lacks: Lacks | None = None,
     ) -> None:
         self._session = session
         self._credentials = credentials
         self._lacks = lacks or Lacks()
 
-    async def __call__(self, url: str, deadline_s: float, most_bytes: int) -> bytes:
+    async def __call__(self, engine: str, url: str, deadline_s: float, most_bytes: int) -> bytes:
         """See `Fetch`."""
-        credentials, path = self._credentials(), URL(url, encoded=True).path
+        credentials, path = self._credentials(engine), URL(url, encoded=True).path
         chunks: list[bytes] = []
         size = 0
         try:

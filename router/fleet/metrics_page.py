@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS
-from router.config import MAX_RANKS
 from router.fleet.facts import MAX_ADAPTERS, MAX_CAPACITY_TOKENS, EngineKind
+from router.kube_targets import MAX_RANKS
 from router.routing.reported import Counts
 
 MAX_LINE_BYTES = 65_536

@@ -37,6 +37,7 @@ class Pod:
         "heard_at_s",
         "identity",
         "in_flight",
+        "key",
         "pod_id",
         "rank",
         "rank_field",
@@ -52,11 +53,14 @@ class Pod:
         identity: PodIdentity,
         weight: float = 1.0,
         *,
+        key: str = "",
         rank: int | None = None,
         faults: Faults | None = None,
     ) -> None:
         """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod."""
         self.url = url
+        self.key = key
+        """Which of the gateway's keys for engines it is shown; empty: the one for all."""
         self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
         self.rank = rank

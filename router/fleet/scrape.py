@@ -17,7 +17,6 @@ from typing import Any
 import orjson
 from yarl import URL
 
-from router.config import MAX_RANKS
 from router.fleet.facts import MAX_CAPACITY_TOKENS, EngineFacts, EngineKind
 from router.fleet.fetch import OUTCOMES, Fetch, Unread
 from router.fleet.fleet import Fleet
@@ -25,6 +24,7 @@ from router.fleet.member import Member, Ranks
 from router.fleet.metrics_page import MetricsPage, RankPage, narrow_query, read_page
 from router.fleet.pod import Pod
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, Pace, period_s
+from router.kube_targets import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Scraper:
         began_s = now_s = loop.time()
         is_narrow = bool(reading.query)
         try:
-            body = await self._fetch(self._page_url(reading), DEADLINE_S, MAX_PAGE_BYTES)
+            body = await self._fetch(member.url, self._page_url(reading), DEADLINE_S, MAX_PAGE_BYTES)
             now_s = loop.time()
             page = read_page(body)
             if page is None or (is_narrow and not _is_whole(page, reading.ranks)):
@@ -221,8 +221,9 @@ class Scraper:
         trouble."""
         for path in _ABOUT.get(kind, ()):
             try:
+                url = reading.member.url
                 async with self._places:
-                    said = orjson.loads(await self._fetch(reading.member.url + path, DEADLINE_S, MAX_ABOUT_BYTES))
+                    said = orjson.loads(await self._fetch(url, url + path, DEADLINE_S, MAX_ABOUT_BYTES))
             except (Unread, orjson.JSONDecodeError):
                 continue
             if not isinstance(said, dict):

@@ -114,7 +114,7 @@ class Admin:
         Raises aiohttp.ClientError, also for a status that is no 2xx.
         """
         async with self._session.post(
-            f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
+            f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials_of(pod.key), allow_redirects=False
         ) as response:
             if response.status >= 300:
                 raise aiohttp.ClientError(f"answered {response.status}")

@@ -225,7 +225,7 @@ class Chooser:
         `usage` gets the cached tokens that the engine left out because there were none.
         """
         estimate = self._estimates.of(inbound.model)
-        if usage.completion_tokens:
+        if usage.completion_tokens and not usage.is_broken:
             estimate.saw_output(usage.completion_tokens / inbound.prompts)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE

@@ -44,8 +44,9 @@ class Pages:
     most_at_once: dict[str, int] = field(default_factory=dict)
     most: int = 0
 
-    async def __call__(self, url: str, deadline_s: float, most_bytes: int) -> bytes:
+    async def __call__(self, engine: str, url: str, deadline_s: float, most_bytes: int) -> bytes:
         host = url.split("/")[2]
+        assert url.startswith(engine)
         self.seen.append((asyncio.get_running_loop().time(), url))
         self.at_once += 1
         self.most = max(self.most, self.at_once)
