@@ -56,6 +56,8 @@ def gateway_text() -> str:
         engine_in_flight={"engine-1": 1},
         engine_ejected={"engine-1": True},
         ejections=1,
+        metrics_pauses_s={"engine-1": 1.0},
+        metrics_reads={"read": 1},
         model_waiting={"m": 1},
         model_engines={"m": 1},
         discovery_synced=True,
