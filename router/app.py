@@ -29,6 +29,7 @@ from router.fleet.kubernetes import KubernetesDiscovery
 from router.fleet.kubernetes_login import connect, login
 from router.fleet.kubernetes_pods import annotations_of
 from router.fleet.lack import Lacks
+from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.several import SeveralDiscoveries
 from router.gateway.accounts import Accounts
@@ -308,6 +309,14 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         eject_after=settings.eject_after,
         expected=settings.models,
     )
+
+    def give_up(pod: Pod) -> None:
+        """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
+        if any(app[FLEET].pods(model.name) for model in pod.identity.models):
+            for target in pod.targets.values():
+                app[ENGINES].give_up(target)
+
+    app[FLEET].listen_for_sleep(give_up)
     yield
 
 

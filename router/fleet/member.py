@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from router.fleet.discovery import EngineAddress
+from router.fleet.faults import Standing
 from router.fleet.pod import Pod, facts_of
 from router.fleet.probe import PodIdentity
 
@@ -68,8 +69,8 @@ class Member:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it answers, and is not ejected for failing requests."""
-        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
+        """Whether it answers, is not ejected for failing requests, and does not leave."""
+        return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
     def wanted_ranks(self, default: int | None) -> Ranks:
         """The ranks that it was told to have, by discovery or by the setting `default`; else those that were found."""

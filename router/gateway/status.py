@@ -175,6 +175,7 @@ class Status:
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
                 "ejected": pod.faults.is_ejected,
+                "leaving": pod.faults.is_leaving,
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),

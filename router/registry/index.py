@@ -11,7 +11,7 @@ The keys are spread over shards so that no dict is ever resized, listed or copie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,7 +31,7 @@ _SWEEP_KEYS = 256
 _SETS_REMEMBERED = 4096
 _REQUEST_SHARE = 8
 _REQUEST_KEYS = 64
-_Ends: TypeAlias = "tuple[list[tuple[int, int]], Counter[int], Counter[int]]"
+_Ends: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int], dict[int, int]]"
 """See `PrefixIndex._ends`. Never changed."""
 
 
@@ -88,7 +88,7 @@ class PrefixIndex:
         """No speculative entry expires before this."""
         self._changes = 0
         """Counts what may change what `_ends` finds."""
-        self._last: tuple[Sequence[PrefixKey], int, _Ends] = ((), -1, ([], Counter(), Counter()))
+        self._last: tuple[Sequence[PrefixKey], int, _Ends] = ((), -1, ([], {}, {}))
         """The keys that were matched last, at which count of changes, and what was found. A request that may have to
         wait is matched before it is decided, and mostly nothing happens in between."""
 
@@ -155,16 +155,16 @@ class PrefixIndex:
         previous = -1
         start = in_host = on_disk = 0
         ends: list[tuple[int, int]] = []
-        host: Counter[int] = Counter()
-        disk: Counter[int] = Counter()
+        host: dict[int, int] = {}
+        disk: dict[int, int] = {}
         for strides, key in enumerate(keys):
             mask = shards[key >> _SHARD_SHIFT].get(key, 0)
             if mask is previous:
                 continue
             if in_host:
-                host[in_host] += strides - start
+                host[in_host] = host.get(in_host, 0) + strides - start
             if on_disk:
-                disk[on_disk] += strides - start
+                disk[on_disk] = disk.get(on_disk, 0) + strides - start
             previous, start = mask, strides
             still = (mask | mask >> _SPECULATIVE_SHIFT) & alive
             if still != alive:
@@ -178,12 +178,12 @@ class PrefixIndex:
             if alive and keys:
                 ends.append((alive, len(keys)))
                 if in_host:
-                    host[in_host] += len(keys) - start
+                    host[in_host] = host.get(in_host, 0) + len(keys) - start
                 if on_disk:
-                    disk[on_disk] += len(keys) - start
+                    disk[on_disk] = disk.get(on_disk, 0) + len(keys) - start
         return ends, host, disk
 
-    def _add_tiers(self, matches: dict[PodId, Match], host: Counter[int], disk: Counter[int]) -> None:
+    def _add_tiers(self, matches: dict[PodId, Match], host: Mapping[int, int], disk: Mapping[int, int]) -> None:
         in_host: Counter[PodId] = Counter()
         on_disk: Counter[PodId] = Counter()
         for masks, per_pod in ((host, in_host), (disk, on_disk)):

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import resource
@@ -27,12 +26,15 @@ from engine.contract.settings import load_or_exit
 from router.app import ADMISSION, FLEET, INDEX, build_app
 from router.config import GatewaySettings
 from router.serving import make_runner
-from tests.bench.bench_gateway import Client, Engine, Load
+from tests.bench.bench_gateway import Client, Engine, Load, chat
 
 CONNECTIONS = 32
 PREFIXES = 8
 HALF_BYTES = 512
 WHOLE_EVERY = 8
+START_S = 60.0
+STEP_S = 3600.0
+"""For the requests of one line, on a machine with much else to do."""
 
 
 class Distinct(Load):
@@ -53,10 +55,7 @@ class Distinct(Load):
         shared = f"system prompt number {self.number % PREFIXES} ".ljust(HALF_BYTES, "s")
         text = shared + f"{self.number} " * (HALF_BYTES // (1 + len(str(self.number))))
         kind = "stream" if self.number % WHOLE_EVERY else "json"
-        fields = {"model": "m", "stream": kind == "stream", "messages": [{"role": "user", "content": text}]}
-        body = json.dumps(fields).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nX-Kind: {kind}\r\nContent-Length: {len(body)}"
-        return f"{head}\r\n\r\n".encode() + body
+        return chat(text, kind)
 
 
 def resident_mib() -> float:
@@ -74,30 +73,34 @@ async def run(requests: int, step: int, pods: int) -> None:
             server = await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0)  # type: ignore[misc]
             running.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0"], "bench_memory")
+        # The engines answer when this process gets a core, however long that takes on a busy machine.
+        patient = ("--connect-timeout-s", "60", "--probe-timeout-s", "60")
+        settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0", *patient], "bench_memory")
         app = build_app(settings)
         runner = make_runner(app)
         await runner.setup()
         running.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        while len(app[FLEET].pods("m")) < pods:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(START_S):
+            await app[FLEET].wait_probed()
         await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
         port = runner.addresses[0][1]
         print(f"before: {resident_mib():.1f} MiB", flush=True)
         for first in range(0, requests, step):
             began_s = time.process_time()
-            load = Distinct(min(step, requests - first), first)
+            load_size = min(step, requests - first)
+            load = Distinct(load_size, first)
             for _ in range(CONNECTIONS):
                 await loop.create_connection(lambda load=load: Client(load), "127.0.0.1", port)  # type: ignore[misc]
-            await load.done.wait()
+            async with asyncio.timeout(STEP_S):
+                await load.done.wait()
             assert load.error is None, load.error
-            cpu_us = 1e6 * (time.process_time() - began_s) / min(step, requests - first)
+            cpu_us = 1e6 * (time.process_time() - began_s) / load_size
             keys = app[INDEX].statistics().speculative
             tracked, tasks = len(gc.get_objects()), len(asyncio.all_tasks())
             print(
-                f"{first + step:9,} requests: {resident_mib():6.1f} MiB, {keys:7,} keys believed, {tracked:7,} containers"
-                f" that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each",
+                f"{first + load_size:9,} requests: {resident_mib():6.1f} MiB, {keys:7,} keys believed, "
+                f"{tracked:7,} containers that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each",
                 flush=True,
             )
         print(f"most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.1f} MiB")

@@ -53,6 +53,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reset_prefix_cache", self._reset)
+        self._more_routes(app)
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -64,6 +65,9 @@ class ScriptedEngine:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def _more_routes(self, app: web.Application) -> None:
+        """Of engines that have some."""
 
     async def _models(self, request: web.Request) -> web.Response:
         about = {} if self.pod is None else {headers.POD: self.pod, headers.EPOCH: str(self.epoch)}
