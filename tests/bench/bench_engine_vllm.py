@@ -157,7 +157,7 @@ def main() -> None:
             with running_servers(environment.binaries, checkpoint, folder, [spec]) as (server,):
                 contenders = [
                     Contender("ours", engine.wait_ready(), engine.process.pid),
-                    Contender("vLLM", server.url, server.process.pid),
+                    Contender("vLLM", server.url, server.pid),
                 ]
                 try:
                     draw = random.Random(1)

@@ -1,4 +1,4 @@
-"""What a real vLLM does to those before it: it is full, in use, asleep, shutting down, killed. No client may notice.
+"""What the gateway makes of a real vLLM's own words (full, in use, asleep, shutting down, dead), and how soon.
 
 In this order, on three servers: the last tests end two of them.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine.model.checkpoint import make_checkpoint
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
 from tests.vllm.conftest import StartServers
@@ -84,7 +85,7 @@ class Front:
 @pytest.fixture
 async def front(three: list[VllmServer], redis: RedisServer) -> Any:
     """A gateway before those that are still there."""
-    living = [server for server in three if server.process.poll() is None]
+    living = [server for server in three if server.answers()]
     program = gateway(living, "round_robin", redis.url)
     try:
         await asyncio.to_thread(program.wait_ready)
@@ -171,11 +172,11 @@ async def test_a_server_that_drains_is_left_at_its_first_word(front: Front, thre
 
     async with Traffic(front.program.url, 4) as traffic:
         long = await front.begin(drains, 1500)
-        drains.process.send_signal(signal.SIGTERM)
+        os.kill(drains.pid, signal.SIGTERM)
         left_s = await front.until(leaves)
         answered = await front.metric(f'warmroute_gateway_requests_total{{engine="{name}"')
         await asyncio.sleep(5.0)
-        assert drains.process.poll() is None, "it ended too soon: the test shows nothing"
+        assert drains.answers(), "it ended too soon: the test shows nothing"
         assert not (await front.pod(drains))["failed_in_a_row"]
         assert await front.metric(f'warmroute_gateway_requests_total{{engine="{name}"') == answered
         usage = await long
@@ -194,7 +195,7 @@ async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[V
 
     async with Traffic(front.program.url, 4) as traffic:
         long = await front.begin(killed, 600)
-        os.kill(core_of(killed), signal.SIGKILL)
+        os.kill(killed.core_pid, signal.SIGKILL)
         out_s = await front.until(is_out)
         usage = await long
         await asyncio.sleep(3.0)
@@ -205,17 +206,9 @@ async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[V
     await front.check_no_noise()
 
 
-def core_of(server: VllmServer) -> int:
-    """The process id of its engine core."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return next(pid for pid in map(int, children) if "EngineCore" in Path(f"/proc/{pid}/comm").read_text())
-
-
 @pytest.fixture
 def long_server(start_servers: StartServers, tmp_path: Path) -> Iterator[VllmServer]:
     """One that computes 100,000 tokens in one step."""
-    from engine.model.checkpoint import make_checkpoint
-
     make_checkpoint(tmp_path / "long", max_position=2**17)
     flags = ("--max-num-batched-tokens", str(2**17))
     spec = ServerSpec(blocks=2**17 // 32, max_model_len=2**17, max_num_seqs=4, flags=flags)
@@ -243,9 +236,8 @@ async def test_a_server_that_computes_for_long_is_never_taken_to_sleep(
                 assert pod["admitted"], f"out after {time.monotonic() - sent_s:.1f} s: {pod['last_error']}"
             async with await call as answer:
                 usage = (await answer.json())["usage"]
-            print(
-                f"{LONG_TOKENS} tokens in {time.monotonic() - sent_s:.1f} s: admitted at all {looks} looks, {silent} mute"
-            )
+            took_s = time.monotonic() - sent_s
+            print(f"{LONG_TOKENS} tokens in {took_s:.1f} s: {looks} looks, all admitted, {silent} mute")
     finally:
         program.stop()
     assert usage["prompt_tokens"] == LONG_TOKENS
