@@ -24,9 +24,7 @@ from tests.vllm.table import gateways
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-SPEC = ServerSpec(
-    max_num_seqs=8, flags=("--shutdown-timeout", "60", "--max-num-queued-reqs", "8", "--enable-sleep-mode")
-)
+SPEC = ServerSpec(max_num_seqs=8, flags=("--shutdown-timeout", "60", "--max-num-queued-reqs", "8"))
 RATE = 2.0
 SOON_S = 20.0
 """A fault must be over for clients by then, on a slow machine; one that is only found by a timeout takes minutes."""
