@@ -24,9 +24,7 @@ from tests.vllm.table import gateways
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-SPEC = ServerSpec(
-    max_num_seqs=8, flags=("--shutdown-timeout", "60", "--max-num-queued-reqs", "8", "--enable-sleep-mode")
-)
+SPEC = ServerSpec(max_num_seqs=8, flags=("--shutdown-timeout", "60", "--max-num-queued-reqs", "8"))
 RATE = 2.0
 SOON_S = 20.0
 """A fault must be over for clients by then, on a slow machine; one that is only found by a timeout takes minutes."""
@@ -106,7 +104,7 @@ async def test_usage_in_every_chunk_is_counted_once(gateway: Program) -> None:
     counted = sum(
         float(line.rpartition(" ")[2])
         for line in page.splitlines()
-        if line.startswith("warmroute_gateway_cached_tokens_total")
+        if line.startswith("warmroute_gateway_tokens_total") and 'kind="cached"' in line
     )
     assert counted == final["prompt_tokens_details"]["cached_tokens"]
 
