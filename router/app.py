@@ -24,6 +24,7 @@ from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
 from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
 from router.fleet.dns import DnsDiscovery, SystemResolver
+from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.kubernetes import KubernetesDiscovery
 from router.fleet.kubernetes_login import connect, login
@@ -31,6 +32,7 @@ from router.fleet.kubernetes_pods import annotations_of
 from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
+from router.fleet.scrape import Scraper
 from router.fleet.several import SeveralDiscoveries
 from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
@@ -88,6 +90,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
+SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
@@ -308,7 +311,16 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
         expected=settings.models,
+        ranks=settings.engine_ranks,
     )
+    app[SCRAPER] = None
+    if settings.engine_metrics:
+        app[SCRAPER] = Scraper(
+            HttpFetch(app[SESSION], lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)), app[LACKS]),
+            app[FLEET],
+            path=settings.engine_metrics_path,
+            port=settings.engine_metrics_port,
+        )
 
     def give_up(pod: Pod) -> None:
         """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
@@ -411,6 +423,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         metrics,
         app[LIMITER],
         app[USAGE_LOG],
+        app[SCRAPER],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
@@ -444,6 +457,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
+        if (scraper := app[SCRAPER]) is not None:
+            await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))

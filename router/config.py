@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -11,8 +10,8 @@ import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings, check_redis_url, check_url
-from router.kube_targets import KubeTarget, check_namespace, check_port, numbered, parse_targets
+from engine.contract.settings import Settings, check_redis_url, check_unique, check_url, flag_of
+from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
     "round_robin",
@@ -306,6 +305,24 @@ class GatewaySettings(Settings):
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="seconds that started answers may take to finish on SIGTERM")
 
+    engine_metrics: bool = Field(
+        True,
+        description="read the metrics of vLLM and SGLang once a second, or less often where that takes their time: "
+        "they tell of others' requests, KV capacity, data-parallel ranks and loaded adapters. Ours publish that",
+    )
+    engine_metrics_path: str = Field(
+        "/metrics", pattern=r"^/[^\s?#]*$", description="path of the engines' metrics, with no query"
+    )
+    engine_metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="TCP port of the engines' metrics; none: that of their API"
+    )
+    engine_ranks: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="data-parallel ranks of every engine, each a target of its own, named in X-data-parallel-rank; the "
+        "annotation warmroute.io/ranks goes first; 1: engines place requests themselves; none: as their metrics tell",
+    )
     probe_interval_s: float = Field(
         2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random"
     )
@@ -326,13 +343,13 @@ class GatewaySettings(Settings):
                     f"{url!r} must not hold a user or a password: answers, metrics and logs show where engines are. "
                     "--engine-api-key-file gives the key that engines want"
                 )
-        _check_unique(cleaned)
+        check_unique(cleaned)
         return cleaned
 
     @field_validator("shadow_policies")
     @classmethod
     def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
-        _check_unique(names)
+        check_unique(names)
         return names
 
     @field_validator("kube_port")
@@ -386,19 +403,19 @@ class GatewaySettings(Settings):
         for kind, prefix in prefixes.items():
             given = sorted(name for name in self.model_fields_set if name.startswith(prefix))
             if kind != self.discovery and given:
-                raise ValueError(f"{_flag(given[0])} needs --discovery {kind}, which is {self.discovery}")
+                raise ValueError(f"{flag_of(given[0])} needs --discovery {kind}, which is {self.discovery}")
         name = required[self.discovery]
         if self.kube_targets is not None:
             others = sorted(self.model_fields_set & {"kube_selector", "kube_namespace", "kube_port"})
             if others:
                 raise ValueError(
-                    f"{_flag(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
+                    f"{flag_of(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
                     f"{others[0].removeprefix('kube_')}; leave one of them out"
                 )
             return self
         if not getattr(self, name):
             about = type(self).model_fields[name].description
-            raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+            raise ValueError(f"{flag_of(name)} is required with --discovery {self.discovery} ({about})")
         return self
 
     @property
@@ -430,7 +447,7 @@ class GatewaySettings(Settings):
         for cert, key in (("tls_cert_file", "tls_key_file"), ("engine_tls_cert_file", "engine_tls_key_file")):
             for given, missing in ((cert, key), (key, cert)):
                 if getattr(self, given) and not getattr(self, missing):
-                    raise ValueError(f"{_flag(given)} needs {_flag(missing)}")
+                    raise ValueError(f"{flag_of(given)} needs {flag_of(missing)}")
         plain = [url for url in self.engines if url.startswith("http:")]
         if self.has_engine_tls and plain:
             raise ValueError(f"--engines has {plain[0]}, which is not https, as the engine_tls settings want it")
@@ -470,7 +487,7 @@ class GatewaySettings(Settings):
     def _check_kv_events(self) -> Self:
         given = sorted(name for name in self.model_fields_set if name.startswith("kv_events_") and getattr(self, name))
         if given and not self.kv_events:
-            raise ValueError(f"{_flag(given[0])} needs --kv-events, which is false")
+            raise ValueError(f"{flag_of(given[0])} needs --kv-events, which is false")
         if self.kv_events_replay_port and not self.kv_events_port and self.kv_events_bind is None:
             raise ValueError("--kv-events-replay-port needs --kv-events-port")
         return self
@@ -479,12 +496,3 @@ class GatewaySettings(Settings):
     @classmethod
     def _check_redis_url(cls, url: str | None) -> str | None:
         return url if url is None else check_redis_url(url)
-
-
-def _check_unique(values: Sequence[str]) -> None:
-    if twice := {value for value in values if values.count(value) > 1}:
-        raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

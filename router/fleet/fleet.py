@@ -129,6 +129,11 @@ class Fleet:
         """Every pod that answers, in order of URL; those that are ejected for failing requests too."""
         return tuple(member.pod for member in self.members() if member.pod and member.answers)
 
+    def ranks_of(self, pod: Pod) -> tuple[Pod, ...]:
+        """Every pod of the same engine: `pod` itself, or all of its data-parallel ranks."""
+        member = self._members.get(pod.url)
+        return member.pods if member is not None and pod in member.pods else (pod,)
+
     def doubtful(self, model: str) -> frozenset[PodId]:
         """Pods for `model` that have failed a request since they last answered one."""
         return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_doubtful)
@@ -402,7 +407,7 @@ class Fleet:
     def _use_ranks(self, member: Member, ranks: Ranks) -> None:
         """The engine's requests go to these ranks of it from now on; those under way end where they are."""
         ended = member.use_ranks(ranks)
-        if ended:
+        if ended is not None:
             for pod in ended:
                 self._roster.drop(pod.pod_id)
             self._put(member)

@@ -15,8 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, TypeAdapter
 
 from router.fleet.discovery import EngineAddress
-from router.fleet.facts import MAX_RANKS
-from router.kube_targets import KubeTarget
+from router.kube_targets import MAX_RANKS, KubeTarget
 
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"

@@ -96,12 +96,15 @@ class Member:
             pod.identity = identity
             pod.facts = replace(pod.facts, adapters=adapters)
 
-    def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...]:
-        """Have a pod for each of `ranks`, or one for all; the pods that end by that. One whose rank stays, stays."""
+    def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...] | None:
+        """Have a pod for each of `ranks`, or one for all; the pods that end by that, None where nothing changes.
+
+        A pod whose rank stays, stays.
+        """
         wanted: tuple[int | None, ...] = ranks if len(ranks) > 1 else (None,)
         old = {pod.rank: pod for pod in self.pods}
         if not old or tuple(old) == wanted:
-            return ()
+            return None
         first = self.pods[0]
         pods = []
         for rank in wanted:

@@ -13,6 +13,7 @@ from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
+from router.routing.adapters import Adapters
 from router.routing.pod_state import Mark, PodState
 from router.routing.reported import Counts
 from router.routing.types import PodId
@@ -28,6 +29,7 @@ class Pod:
     """
 
     __slots__ = (
+        "adapters",
         "cap",
         "epoch",
         "facts",
@@ -67,6 +69,7 @@ class Pod:
         self.pod_id: PodId = identity.pod_id if rank is None else rank_id(identity.pod_id, rank)
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
+        self.adapters = Adapters()
         self.state = PodState()
         self.faults = Faults() if faults is None else faults
         self.cap = Cap()

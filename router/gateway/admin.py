@@ -104,7 +104,8 @@ class Admin:
             return str(error) or type(error).__name__
         if said:
             return said
-        self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
+        for rank in self._fleet.ranks_of(pod):  # what a publishing pod holds from here on, its reports say
+            self._index.drop(rank.pod_id)
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:

@@ -37,6 +37,8 @@ EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
+MOST_WITH_ADAPTERS = 256
+"""Pods up to which it counts for a decision which have the adapter loaded: each is looked at by itself then."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,8 @@ class Chooser:
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
         self.remember(choice.pod.pod_id, inbound.keys, now_s)
+        if inbound.model in choice.pod.facts.adapters:
+            choice.pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
@@ -164,7 +168,7 @@ class Chooser:
     ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        if len(pods) >= self._wide_from:
+        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
             if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
                 return self._decide_wide(inbound, policy, pods, now_s), pods, ()
         elif inbound.model in self._tables and not excluded:
@@ -321,22 +325,27 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        views = []
+        views: list[PodView] = []
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                view = pod.state.view(pod.pod_id, now_s=now_s)
-                view.weight = pod.weight
-                views.append(view)
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
                 continue
             tokens = min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-            view.weight = pod.weight
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
+        if _is_adapter(inbound, pods):
+            for pod, view in zip(pods, views, strict=True):
+                view.adapter_s = pod.adapters.setup_s(inbound.model)
         return views
+
+
+def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
+    """Whether the model is an adapter that engines list: on all that do, or on none."""
+    return inbound.model in pods[0].facts.adapters
 
 
 def _info(inbound: Inbound, now_s: float) -> RequestInfo:

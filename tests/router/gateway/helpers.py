@@ -205,7 +205,7 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         """Requests inside and their bytes, as the gateway and each pod count them; 0 when every count is."""
-        pods = [member.pod for member in self.app[FLEET].members() if member.pod]
+        pods = [pod for member in self.app[FLEET].members() for pod in member.pods]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
         return (
