@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey
-from router.registry.speculation import Speculation
+from router.registry.speculation import Run, Speculation
 from router.routing.types import PodId
 
 _SHARD_SHIFT = 58
@@ -270,6 +270,31 @@ class PrefixIndex:
         if speculation := self._speculations.get(pod):
             speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
             self._change(speculated, self._slots[pod], 0)
+
+    def believed(self, pod: PodId) -> list[Run]:
+        """What is speculated of the pod, the first to be dropped first. Takes time in all of it."""
+        speculation = self._speculations.get(pod)
+        return [] if speculation is None else speculation.runs()
+
+    def believe(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
+        """Speculate what somebody else has, for `ttl_s` from each use. Takes time in all that is speculated of the pod.
+
+        A key stays as it is if it was used later than `runs` say, or if the pod reported it.
+        """
+        slot = self._slot(pod)
+        speculation = self._speculations.get(pod)
+        if speculation is None:
+            speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+        if pod in self._reporters:
+            shards, reported = self._shards, 1 << slot
+            runs = [
+                (at_s, [key for key in keys if not shards[key >> _SHARD_SHIFT].get(key, 0) & reported])
+                for at_s, keys in runs
+            ]
+        new, dropped = speculation.merge(runs, now_s, ttl_s)
+        self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
+        self._change(dropped, slot, 0)
+        self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
         """The keys the pod has reported, by tier. Scans the whole index: for tests and debugging."""

@@ -51,9 +51,10 @@ class Costs:
         self.credit_s = [0.0] * pods
         """What is owed to the prefix, taken off for a pod that would be a further copy."""
         self.parts: list[dict[str, float]] = []
-        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`;
-        `externality_s`; `pressure_s`; `sharing_s`: for what its prefill adds to the step that it shares with a request
-        that waits already; `stall_s`: for what its prefill keeps the decoding requests waiting; and those above."""
+        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`:
+        to bring KV from host or disk, or an adapter; `externality_s`; `pressure_s`; `sharing_s`: for what its prefill
+        adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill keeps the
+        decoding requests waiting; and those above."""
 
 
 class PredictedTtft(WidePolicy):
@@ -146,7 +147,10 @@ class PredictedTtft(WidePolicy):
         equals = [
             i
             for i, score in enumerate(scores)
-            if score <= limit and pods[i].matched_tokens >= least_match and owns_s[i] <= most_own_s
+            if score <= limit
+            and pods[i].matched_tokens >= least_match
+            and owns_s[i] <= most_own_s
+            and pods[i].adapter_s <= pods[best].adapter_s
         ]
         if len(equals) == 1:
             return best
@@ -260,6 +264,8 @@ class PredictedTtft(WidePolicy):
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
+            if pod.adapter_s:
+                fetch_s += pod.adapter_s
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)

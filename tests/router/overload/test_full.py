@@ -14,7 +14,7 @@ from router.fleet.probe import PodIdentity
 from router.overload.full import NO_PODS, FullPods
 from router.overload.line import Line, LineLimits
 from router.overload.saturation import CONTENDED_S, FORGET_S, GROW_S, SATURATED_S, is_full, is_saturated
-from router.routing.pod_state import FRESH_S, STALE_S
+from router.routing.reported import FRESH_S, STALE_S
 from router.routing.types import PodId
 
 PODS = 5
