@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import resource
+import socket
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -46,7 +47,9 @@ from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.registry import NoRegistry
 from router.gateway.shadow import Shadows
+from router.gateway.sharing import NoSharing, Sharing, new_notebook
 from router.gateway.status import Status
+from router.gateway.telling import Telling
 from router.gateway.tls import Certificate, engine_context
 from router.gateway.waiting import RoomLimits, WaitingRoom
 from router.overload.line import LineLimits
@@ -85,6 +88,9 @@ ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+TELLING = web.AppKey("telling", Telling)
+"""Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
+SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
@@ -324,6 +330,10 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         wakes_models=settings.activation_timeout_s > 0,
     )
 
+    shares = settings.redis_url is not None and settings.share_beliefs
+    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    app[TELLING] = telling = Telling(registry.reports, notebook, asyncio.get_running_loop().time)
+
     def make_policies() -> dict[str, Policy]:
         return {name: make_policy(name, options) for name in POLICY_NAMES}
 
@@ -339,7 +349,11 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         speculation_ttl_s=settings.speculation_ttl_s,
         foreign_ttl_s=settings.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
+        telling=telling,
     )
+    app[SHARING] = NoSharing()
+    if settings.redis_url is not None and notebook is not None:
+        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
@@ -384,6 +398,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         metrics,
         app[LIMITER],
         app[USAGE_LOG],
+        app[SHARING],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
@@ -391,13 +406,16 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
+    index, metrics, registry, sharing = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
             if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
                 index.drop(pod)
+                app[CHOOSER].tell_forgotten(pod, is_sure=False)
+        if isinstance(sharing, Sharing):
+            sharing.fleet_changed(change)
 
     async def sweep() -> None:
         while True:
@@ -406,8 +424,12 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 
     async def warm_up() -> None:
         await app[FLEET].wait_probed()
-        if isinstance(registry, RegistryReader) and not await registry.wait_warm(app[SETTINGS].warm_timeout_s):
-            log.warning("registry: not loaded within %g s; going on without it", app[SETTINGS].warm_timeout_s)
+        loop, timeout_s = asyncio.get_running_loop(), app[SETTINGS].warm_timeout_s
+        until_s = loop.time() + timeout_s
+        if isinstance(registry, RegistryReader) and not await registry.wait_warm(timeout_s):
+            log.warning("registry: not loaded within %g s; going on without it", timeout_s)
+        if isinstance(sharing, Sharing) and not await sharing.reader.wait_warm(max(0.0, until_s - loop.time())):
+            log.warning("gateways: what others know is not loaded within %g s; going on without it", timeout_s)
         app[STATUS].is_warm = True
 
     app[FLEET].listen(forget)
@@ -416,6 +438,10 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the registry", registry.run()))
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
+        if isinstance(sharing, Sharing):
+            running.push_async_callback(sharing.close)
+            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
+            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))

@@ -156,8 +156,16 @@ class GatewaySettings(Settings):
     lease_s: float = Field(
         15.0, gt=0, description="seconds of silence after which a pod's registry entries are dropped"
     )
+    share_beliefs: bool = Field(
+        True,
+        description="with --redis-url: tell the other gateways what is sent to engines that publish nothing to the "
+        "registry, and go by what they tell; false: each gateway goes by its own requests. The same on all of them",
+    )
     warm_timeout_s: float = Field(
-        5.0, ge=0, description="seconds that readiness waits for the registry before going on without it"
+        5.0,
+        ge=0,
+        description="seconds that readiness waits for the registry, and for what other gateways know, before going on "
+        "without",
     )
 
     policy: PolicyName = Field("predicted_ttft", description="routing policy")

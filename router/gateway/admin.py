@@ -98,4 +98,5 @@ class Admin:
         except (aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
         self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
+        self._chooser.tell_forgotten(pod.pod_id, is_sure=True)
         return "ok"

@@ -250,6 +250,11 @@ class Chooser:
         self._index.refute(pod, keys, held_strides, now_s)
         self.remember(pod, keys, now_s)
 
+    def tell_forgotten(self, pod: PodId, *, is_sure: bool) -> None:
+        """Nothing is believed of the pod here any more; see Telling."""
+        if self._telling is not None:
+            self._telling.forgotten(pod, is_sure=is_sure)
+
     def forget(self, pod: PodId) -> None:
         """Nothing is believed of the pod."""
         self._index.drop(pod)

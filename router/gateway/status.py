@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +20,11 @@ from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
 from router.gateway.keys import tenant_of
 from router.gateway.registry import NoRegistry, RegistryView
+from router.gateway.sharing import SharingView
 from router.gateway.waiting import WaitingRoom
+from router.registry.beliefs_reader import BeliefStatus
+from router.routing.types import PodId
+from router.telemetry.beliefs import BeliefValues
 from router.telemetry.metrics import GaugeValues, Metrics
 from router.tenants.limiter import Limiter
 from router.tenants.usage_log import UsageLog
@@ -42,6 +47,7 @@ class Status:
         metrics: Metrics,
         limiter: Limiter,
         usage_log: UsageLog | None,
+        sharing: SharingView,
     ) -> None:
         self._discovery = discovery
         self._fleet = fleet
@@ -53,6 +59,7 @@ class Status:
         self._metrics = metrics
         self._limiter = limiter
         self._usage_log = usage_log
+        self._sharing = sharing
         self._has_registry = not isinstance(registry, NoRegistry)
         self.is_warm = not self._has_registry
         self._clock = asyncio.get_running_loop().time
@@ -90,6 +97,7 @@ class Status:
                 "problem": discovery.problem,
             },
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
+            "sharing": _few_facts(self._sharing.status()),
         }
         return json_response(detail, status=503 if missing else 200)
 
@@ -134,8 +142,28 @@ class Status:
             usage_log_pending_bytes=self._usage_log.pending_bytes if self._usage_log else 0,
             usage_log_lost=self._usage_log.lost if self._usage_log else 0,
             registry_unknown=status.unknown,
+            beliefs=self._belief_values(),
         )
         return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _belief_values(self) -> BeliefValues:
+        status = self._sharing.status()
+        return BeliefValues(
+            gateways=len(status.gateways),
+            connected=status.connected,
+            engines=status.pods,
+            in_flight=sum(other.in_flight for other in status.gateways),
+            waiting=status.waiting,
+            lag_seconds=status.lag_s,
+            sent=status.sent,
+            sent_bytes=status.sent_bytes,
+            written=status.written,
+            heard=status.heard,
+            refused=status.refused,
+            unknown=status.unknown,
+            lost=status.lost,
+            gaps=status.gaps,
+        )
 
     async def models(self, request: web.Request) -> web.Response:
         """The union of the pods' model lists, as far as the tenant may use them, each as its first pod describes it."""
@@ -150,15 +178,22 @@ class Status:
         return json_response(orjson.Fragment(find_model(self._fleet, name, tenant).card))
 
     async def pods(self, request: web.Request) -> web.Response:
-        """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it.
+        """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it. And what
+        the other gateways tell.
 
         It takes requests when it is `ready`, as discovery has it, and `admitted`, as the probe has it, and is not
         `ejected` for failing them.
         """
         now_s = self._clock()
-        return json_response({"pods": [self._pod(member, now_s) for member in self._fleet.members()]})
+        elsewhere = self._sharing.in_flight()
+        return json_response(
+            {
+                "pods": [self._pod(member, elsewhere, now_s) for member in self._fleet.members()],
+                "sharing": asdict(self._sharing.status()),
+            }
+        )
 
-    def _pod(self, member: Member, now_s: float) -> dict[str, Any]:
+    def _pod(self, member: Member, elsewhere: Counter[PodId], now_s: float) -> dict[str, Any]:
         pod = member.pod
         shown: dict[str, Any] = {
             "url": member.url,
@@ -173,6 +208,7 @@ class Status:
                 "epoch": None if pod.epoch is None else str(pod.epoch),
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
+                "in_flight_of_others": elsewhere[pod.pod_id],
                 "ejected": pod.faults.is_ejected,
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
@@ -180,6 +216,16 @@ class Status:
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }
         return shown
+
+
+def _few_facts(status: BeliefStatus) -> dict[str, Any]:
+    """Without names: whoever may ask whether the gateway is ready."""
+    return {
+        "sharing": status.sharing,
+        "connected": status.connected,
+        "gateways": len(status.gateways),
+        "last_error": status.last_error,
+    }
 
 
 def _few(wanted: str | None, admitted: int) -> list[str]:

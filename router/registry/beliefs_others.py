@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
@@ -79,9 +80,12 @@ class Others:
         """Those that were heard within FORGET_S and have not said goodbye, in the order of becoming known."""
         return list(self._gateways.values())
 
-    def in_flight(self, pod: PodId) -> int:
-        """Requests of others on a pod. Takes time in all requests in flight: for operators."""
-        return sum(list(other.in_flight.values()).count(pod) for other in self._gateways.values())
+    def in_flight(self) -> Counter[PodId]:
+        """Requests of others, by pod. Takes time in all of them: for operators."""
+        counts: Counter[PodId] = Counter()
+        for other in self._gateways.values():
+            counts.update(other.in_flight.values())
+        return counts
 
     def apply(
         self, message: BeliefMessage, sent_at_s: float, now_s: float, fresh: Container[PodId] = frozenset()

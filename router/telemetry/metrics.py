@@ -6,10 +6,11 @@ An engine is called `engine` and not `pod`: that label is the gateway's own wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
 from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
 
@@ -58,6 +59,8 @@ class GaugeValues:
     registry_unknown: int
     """Messages of a version that is not known here."""
     limits_alone: bool = False
+    beliefs: BeliefValues = field(default_factory=BeliefValues)
+    """Of other gateways; all zero where nothing is shared."""
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
 
@@ -205,6 +208,7 @@ class Metrics:
         ):
             registry.register(collector)
         self.tenants = TenantMetrics(registry)
+        self._beliefs = BeliefMetrics(registry)
         self._usage_log_lost = Tally(
             "warmroute_gateway_usage_log_lost", "Lines of the usage log that were lost, as it could not be written", ()
         )
@@ -382,6 +386,7 @@ class Metrics:
             family.clear()
             for label, count in counts.items():
                 family.labels(label).set(count)
+        self._beliefs.set(values.beliefs)
         self._ejections.counts[()] = values.ejections
         self._registry_refused.counts[()] = values.registry_refused
         self._usage_log_lost.counts[()] = values.usage_log_lost
