@@ -177,9 +177,9 @@ class Chooser:
         held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
         return Choice(pods[decision.pod], policy.name, decision, held)
 
-    def undo(self, inbound: Inbound, choice: Choice) -> None:
-        """The request did not run on the chosen pod."""
-        self._index.retract(choice.pod.pod_id, inbound.keys)
+    def undo(self, inbound: Inbound, choice: Choice) -> Keys:
+        """The request did not run on the chosen pod. The keys that it counts as holding no more."""
+        return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
     def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
         """What tells others of the request on its pod; None where nobody is told."""
@@ -241,9 +241,9 @@ class Chooser:
         """The pod counts as holding `keys`: a request with them went there."""
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod))
 
-    def retract(self, pod: PodId, keys: Keys) -> None:
-        """The request did not run there."""
-        self._index.retract(pod, keys)
+    def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+        """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""
+        self._index.unbelieve(pod, keys, used_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
         """The pod had held only so many of `keys`. It holds them all now: the answer that told so has computed them."""

@@ -149,8 +149,8 @@ class Beliefs:
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         assert self.in_flight.pop(request)[0] == pod
 
-    def undone(self, pod: PodId, keys: Keys) -> None:
-        self.index.retract(pod, keys)
+    def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+        self.index.unbelieve(pod, keys, used_at_s)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         self.index.refute(pod, keys, held_strides, at_s)
@@ -219,12 +219,10 @@ class End:
             pod, "0" * 32, keys, now_s, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=10
         )
 
-    def undo(self, pod: PodId, keys: Keys, number: int) -> None:
+    def undo(self, pod: PodId, keys: Keys, number: int, sent_at_s: float) -> None:
         """It never ran."""
-        now_s = asyncio.get_running_loop().time()
-        self.notebook.ended(number, now_s)
-        self.sink.index.retract(pod, keys)
-        self.notebook.undone(pod, keys, now_s)
+        self.notebook.ended(number, asyncio.get_running_loop().time())
+        self.notebook.undone(pod, tuple(self.sink.index.retract(pod, keys)), sent_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held: int) -> None:
         """An answer said that the pod held less."""

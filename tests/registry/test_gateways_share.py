@@ -13,11 +13,11 @@ import orjson
 import pytest
 from aiohttp import web
 
-from router.app import CHOOSER, FLEET, INDEX, SHARING, STATUS, TELLING
+from router.app import FLEET, INDEX, SHARING
 from router.gateway.sharing import Sharing
 from router.routing.types import PodId
 from tests.redis_server import RedisServer
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running, stalls_after
+from tests.router.gateway.helpers import Gateway, ScriptedEngine, eventually, running
 
 BLOCK = 256
 TOKENS = BLOCK // 4
