@@ -25,7 +25,7 @@ from router.routing.affinity_groups import AffinityGroups
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
-from router.routing.wide import WidePolicy
+from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
+MOST_WITH_ADAPTERS = 256
+"""Pods up to which it counts for a decision which have the adapter loaded: each is looked at by itself then."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,8 @@ class Chooser:
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
         self.remember(choice.pod.pod_id, inbound.keys, now_s)
+        if inbound.model in choice.pod.facts.adapters:
+            choice.pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
@@ -125,9 +129,11 @@ class Chooser:
         Unavailable."""
         now_s = self._clock()
         pods = self._pods(inbound, ())
-        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
+        if len(pods) >= self._wide_from:
+            return predictor.least_ttft_s(_info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         return min(predictor.ttfts_s(_info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
@@ -136,14 +142,25 @@ class Chooser:
 
         Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
         """
-        matches = self._index.match(inbound.keys, self._clock())
+        now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
-        longest = {pod.pod_id: matches[pod.pod_id].strides for pod in pods if pod.pod_id in matches}
-        there = max((strides for pod, strides in longest.items() if pod in without_room), default=0)
-        elsewhere = max((strides for pod, strides in longest.items() if pod not in without_room), default=0)
+        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
+        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        sets, _ = self._index.match_sets(inbound.keys, now_s)
+        there = elsewhere = 0
+        for holders, strides in reversed(sets):  # each within the one after, with more strides
+            if not there and any(pod in without_room and pod in serving for pod in holders):
+                there = strides
+            if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
+                elsewhere = strides
+            if elsewhere:
+                break
         if there <= elsewhere:
             return 0.0
-        token_s = min(pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room)
+        if table is None:
+            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
+        else:
+            token_s = table.at(now_s).least_token_s(without_room)
         return (there - elsewhere) * inbound.tokens_per_stride * token_s
 
     def _decide(
@@ -151,7 +168,7 @@ class Chooser:
     ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        if len(pods) >= self._wide_from:
+        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
             if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
                 return self._decide_wide(inbound, policy, pods, now_s), pods, ()
         elif inbound.model in self._tables and not excluded:
@@ -164,6 +181,16 @@ class Chooser:
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
         """As `_decide`, without a view of each pod."""
+        seen, sets = self._seen(inbound, pods, now_s)
+        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        table = seen.table
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
+
+    def _seen(
+        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
+    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
+        """The pods at the moment, and which of them hold how many strides of the request."""
         table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
@@ -173,9 +200,7 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
-        decision = policy.choose_wide(_info(inbound, now_s), seen)
-        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
-        return Choice(pods[decision.pod], policy.name, decision, held)
+        return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
         """The request did not run on the chosen pod. The keys that it counts as holding no more."""
@@ -200,7 +225,7 @@ class Chooser:
         `usage` gets the cached tokens that the engine left out because there were none.
         """
         estimate = self._estimates.of(inbound.model)
-        if usage.completion_tokens:
+        if usage.completion_tokens and not usage.is_broken:
             estimate.saw_output(usage.completion_tokens / inbound.prompts)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE
@@ -305,22 +330,27 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        views = []
+        views: list[PodView] = []
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                view = pod.state.view(pod.pod_id, now_s=now_s)
-                view.weight = pod.weight
-                views.append(view)
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
                 continue
             tokens = min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-            view.weight = pod.weight
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
+        if _is_adapter(inbound, pods):
+            for pod, view in zip(pods, views, strict=True):
+                view.adapter_s = pod.adapters.setup_s(inbound.model)
         return views
+
+
+def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
+    """Whether the model is an adapter that engines list: on all that do, or on none."""
+    return inbound.model in pods[0].facts.adapters
 
 
 def _info(inbound: Inbound, now_s: float) -> RequestInfo:
