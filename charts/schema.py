@@ -93,6 +93,7 @@ BY_KEY: dict[str, Schema] = {
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
     **dict.fromkeys(("errorRatio", "refusedRatio", "brokenStreamRatio", "hitRateDrop"), SHARE),
     **dict.fromkeys(("noEngineMinutes", "discoveryStaleSeconds", "queuedTokensPerEngine"), POSITIVE),
+    "queuedRequestsPerEngine": POSITIVE,
 }
 BY_PATH: dict[str, Schema] = {
     "namespaceOverride": NAMESPACE,

@@ -329,13 +329,10 @@ class Chooser:
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                view = pod.state.view(pod.pod_id, now_s=now_s)
-                view.weight = pod.weight
-                views.append(view)
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
                 continue
             tokens = min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-            view.weight = pod.weight
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)

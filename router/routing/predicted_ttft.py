@@ -10,7 +10,7 @@ import numpy as np
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, step_left_s, unit_s
+from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
@@ -222,6 +222,7 @@ class PredictedTtft(WidePolicy):
     ) -> Costs:
         """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
         now_s, prompt, weights, usual_s = request.now_s, request.prompt_tokens, self._weights, self._usual_s
+        stall_weight, switch_margin = weights.stall_weight, weights.switch_margin
         speeds = self._speeds(pods)
         # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
         waits_s = [
@@ -240,20 +241,25 @@ class PredictedTtft(WidePolicy):
                 last_cost, last_match = cost, pod.matched_tokens  # most pods are equally fast and hold equally much
                 uncached = max(1, prompt - last_match)
                 own_s = prefill_s(cost, uncached, prompt)
-                least_s = prefill_s(cost, least_tokens, prompt) if uncached > least_tokens else own_s
+                is_further = uncached > least_tokens
+                least_s = prefill_s(cost, least_tokens, prompt) if is_further else own_s
                 # What decodes now has ended before a prefill much longer than usual does.
-                stalled_s, least_stalled_s = min(own_s, usual_s), min(least_s, usual_s)
-                externality_s = min(own_s, mean_wait_s)
+                stalled_s = own_s if own_s < usual_s else usual_s
+                least_stalled_s = least_s if least_s < usual_s else usual_s
+                shared_s = min(stalled_s, STEP_TOKENS * cost.token_s)
+                externality_s = own_s if own_s < mean_wait_s else mean_wait_s
                 steps = 1 + further_steps(uncached)
             decoding, in_flight = pod.decoding, pod.in_flight
             step_s = cost.base_s + cost.sequence_s * decoding + cost.context_s * pod.context_tokens  # see `decode_s`
             if in_flight:
-                left_s = step_left_s(step_s, now_s - pod.stepped_s)
+                left_s = step_s - (now_s - pod.stepped_s)  # see `step_left_s`
+                if left_s < step_s / 2:
+                    left_s = step_s / 2
                 if left_s > wait_s:
                     wait_s = left_s
             step_s *= steps
-            sharing_s = min(stalled_s, STEP_TOKENS * cost.token_s) if in_flight > decoding else 0.0
-            stall = weights.stall_weight * decoding
+            sharing_s = shared_s if in_flight > decoding else 0.0
+            stall = stall_weight * decoding
             stall_s = stall * stalled_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
@@ -263,10 +269,11 @@ class PredictedTtft(WidePolicy):
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
-            if uncached > least_tokens:
+            if is_further:
                 duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s
-                switch_s = costs.switch_s[i] = weights.switch_margin * duplicate_s
-                credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
+                switch_s = costs.switch_s[i] = switch_margin * duplicate_s
+                if owed_s:
+                    credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
             ttft_s = wait_s + own_s + step_s + fetch_s
             add_ttft(ttft_s)
             add_own(own_s)

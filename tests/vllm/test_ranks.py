@@ -1,11 +1,13 @@
-"""A real vLLM with two data-parallel ranks: the gateway finds them, sends each prefix to one, and vLLM has it there."""
+"""A real vLLM with two data-parallel ranks is two targets, each with a cache of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,85 +17,89 @@ from engine.contract import headers
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
 from tests.vllm.conftest import StartServers
-from tests.vllm.servers import MODEL, ServerSpec, VllmServer
-from tests.vllm.table import gateways
+from tests.vllm.servers import BLOCK_TOKENS, MODEL, ServerSpec, VllmServer
+from tests.vllm.table import gateways, hits, play
+from tests.vllm.workload import Workload, attainable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 RANKS = 2
-PREFIXES = [f"Ledger {number}. " + f"Entry of book {number} is settled. " * 60 for number in range(8)]
-FOUND_S = 60.0
-"""For a gateway to read the server's metrics; at once, where the machine is not busy."""
+BAR = 0.97
+POOL = ServerSpec(blocks=640, flags=("--data-parallel-size", str(RANKS)))
 
 
 @pytest.fixture(scope="module")
-def server(start_servers: StartServers) -> Iterator[VllmServer]:
-    """One server with two ranks of 640 blocks each."""
-    with start_servers(ServerSpec(flags=("--data-parallel-size", str(RANKS)))) as (server,):
+def ranked(start_servers: StartServers) -> Iterator[VllmServer]:
+    """One server with two ranks, each with room for 20,480 tokens."""
+    with start_servers(POOL) as (server,):
         yield server
 
 
-@pytest.fixture
-def program(server: VllmServer, redis: RedisServer) -> Iterator[Program]:
-    """A gateway that has found the ranks."""
-    server.reset_cache()
-    with gateways([server], 1, "predicted_ttft", redis.url) as (program,):
-        give_up_at = time.monotonic() + FOUND_S
-        while len(pods(program)) < RANKS:
-            assert time.monotonic() < give_up_at, pods(program)
-            time.sleep(0.1)
-        yield program
+def shown(gateway: Program) -> list[dict[str, Any]]:
+    """What the gateway tells of its targets."""
+    with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
+        pods: list[dict[str, Any]] = json.loads(answer.read())["pods"]
+    return pods
 
 
-def pods(program: Program) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"{program.admin}/v1/pods", timeout=30.0) as answer:
-        shown: list[dict[str, Any]] = json.loads(answer.read())["pods"]
-    return shown
+def pods(gateway: Program) -> set[str]:
+    """What the gateway calls the targets that it knows."""
+    return {str(pod["pod"]) for pod in shown(gateway)}
 
 
-def ask(program: Program, prompt: str) -> tuple[str, int]:
-    """The pod that answered, and the prompt tokens that it reused."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0.0}
-    request = urllib.request.Request(
-        f"{program.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", headers.DATA_PARALLEL_RANK: "0"},
-    )
-    with urllib.request.urlopen(request, timeout=120.0) as answer:
-        usage = json.loads(answer.read())["usage"]
-        return answer.headers[headers.POD], (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+def wait_for(gateway: Program, targets: set[str], deadline_s: float = 60.0) -> None:
+    """Ranks are found by what the engine's metrics say, a moment after the first probe."""
+    give_up_at = time.monotonic() + deadline_s
+    while (known := pods(gateway)) != targets:
+        assert time.monotonic() < give_up_at, f"the gateway knows {known}"
+        time.sleep(0.1)
 
 
-def computed(server: VllmServer) -> list[int]:
+def test_ranks_are_found_and_each_prefix_keeps_to_one(ranked: VllmServer, redis: RedisServer) -> None:
+    asks = Workload(96, prefixes=12).asks()
+    name = ranked.url.removeprefix("http://")
+    targets = {f"{name}/{rank}" for rank in range(RANKS)}
+    with gateways([ranked], 1, "predicted_ttft", redis.url) as programs:
+        wait_for(programs[0], targets)
+        before = hits([ranked])
+        seen = asyncio.run(play(programs, asks))
+        reused = hits([ranked]) - before
+    assert {each.pod for each in seen} == targets
+    copies = Counter(prefix for prefix, _ in {(each.prefix, each.pod) for each in seen})
+    best = attainable([ranked.tokenize(ask.prompt) for ask in asks], BLOCK_TOKENS)
+    assert reused >= BAR * best, f"{reused / best:.1%} of {best} tokens; ranks that each prefix went to: {copies}"
+
+
+def served(server: VllmServer) -> Counter[str]:
     """Requests that each rank has ended, by vLLM's own count."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as answer:
         page = answer.read().decode()
-    counts = [0] * RANKS
+    counts: Counter[str] = Counter()
     for rank, value in re.findall(r'^vllm:request_success_total\{engine="(\d+)".*\} (\S+)$', page, re.MULTILINE):
-        counts[int(rank)] += int(float(value))
+        counts[rank] += int(float(value))
     return counts
 
 
-def test_ranks_are_found_with_the_capacity_of_each(program: Program, server: VllmServer) -> None:
-    name = server.url.removeprefix("http://")
-    shown = pods(program)
-    assert [pod["pod"] for pod in shown] == [f"{name}/{rank}" for rank in range(RANKS)]
-    for rank, pod in enumerate(shown):
-        about = pod["engine"]
-        assert (about["engine"], about["rank"], about["ranks"]) == ("vllm", rank, RANKS)
-        assert (about["kv_capacity_tokens"], about["block_tokens"]) == (server.spec.tokens, 32)
-
-
-def test_each_prefix_is_computed_once_and_where_the_gateway_says(program: Program, server: VllmServer) -> None:
-    before = computed(server)
-    first = {prompt: ask(program, f"{prompt} Question 0?") for prompt in PREFIXES}
-    assert {pod for pod, _ in first.values()} == {pod["pod"] for pod in pods(program)}, "both ranks work"
-    again = {prompt: [ask(program, f"{prompt} Question {number}?") for number in (1, 2)] for prompt in PREFIXES}
-    for prompt, answers in again.items():
-        for pod, cached in answers:
-            assert pod == first[prompt][0]
-            assert cached > 300, "blocks of the other rank are no use here"
-    sent = [0] * RANKS
-    for pod, _ in [*first.values(), *(answer for answers in again.values() for answer in answers)]:
-        sent[int(pod.rpartition("/")[2])] += 1
-    assert [after - earlier for earlier, after in zip(before, computed(server), strict=True)] == sent
+def test_a_request_is_computed_by_the_rank_that_the_gateway_names(ranked: VllmServer, redis: RedisServer) -> None:
+    name = ranked.url.removeprefix("http://")
+    with gateways([ranked], 1, "round_robin", redis.url) as (gateway,):
+        wait_for(gateway, {f"{name}/{rank}" for rank in range(RANKS)})
+        for pod in shown(gateway):
+            facts = pod["engine"]
+            assert (facts["kv_capacity_tokens"], facts["block_tokens"], facts["ranks"]) == (
+                POOL.tokens,
+                BLOCK_TOKENS,
+                2,
+            )
+        before, named = served(ranked), Counter[str]()
+        for number in range(9):
+            request = urllib.request.Request(
+                f"{gateway.url}/v1/completions",
+                json.dumps({"model": MODEL, "prompt": f"Entry {number}.", "max_tokens": 1}).encode(),
+                {"Content-Type": "application/json", headers.DATA_PARALLEL_RANK: "0"},  # a client's own is dropped
+            )
+            with urllib.request.urlopen(request, timeout=120.0) as answer:
+                answer.read()
+                named[answer.headers[headers.POD].rpartition("/")[2]] += 1
+        assert sorted(named.values()) == [4, 5]
+        assert served(ranked) - before == named

@@ -33,6 +33,13 @@ labels, port, isBundled (the chart's own bundled engines). Where there is one, i
 {{- toJson $monitors }}
 {{- end }}
 
+{{/* Whether the release has bundled engines, or none at all yet. */}}
+{{- define "warmroute.hasBundled" -}}
+{{- range include "warmroute.engineMonitors" . | fromJsonArray }}
+{{- if .isBundled }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* Matchers of the series of several monitors: (dict "root" $ "monitors" MONITORS). */}}
 {{- define "warmroute.monitoredSeries" -}}
 {{- $namespaces := list }}
