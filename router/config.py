@@ -162,8 +162,7 @@ class GatewaySettings(Settings):
     )
     share_beliefs: bool = Field(
         True,
-        description="with --redis-url: gateways tell each other what they send to engines that publish nothing; "
-        "false: each goes by its own requests",
+        description="with --redis-url: gateways share what they know of engines that publish nothing",
     )
     warm_timeout_s: float = Field(
         5.0,
