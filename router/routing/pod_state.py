@@ -301,7 +301,7 @@ class PodState:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         decoding, speed = len(self._decoding), self._speed
-        view = PodView(  # in the order of its fields: names would cost more
+        view = PodView(
             pod_id,
             matched_tokens,
             host_tokens,
@@ -313,9 +313,8 @@ class PodState:
             free_at_s,
             self._stepped_s,
             speed.cost,
-            not speed.is_known(now_s),
-            0.0,
-            self._weight,
+            cost_is_prior=not speed.is_known(now_s),
+            weight=self._weight,
         )
         if self._reported.load is not None:
             self._reported.add_to(view, now_s)
