@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -10,7 +9,7 @@ import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings, check_redis_url, check_unique, check_url, flag_of
+from engine.contract.settings import Settings, check_bind_address, check_redis_url, check_unique, check_url, flag_of
 from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
@@ -21,8 +20,6 @@ SPECULATION_TTL_S = 10.0
 FOREIGN_TTL_S = 600.0
 RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
-
-BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
 
 class GatewaySettings(Settings):
@@ -476,9 +473,7 @@ class GatewaySettings(Settings):
     @field_validator("kv_events_bind")
     @classmethod
     def _check_kv_events_bind(cls, address: str | None) -> str | None:
-        if address is not None and not BIND_ADDRESS.fullmatch(address):
-            raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
-        return address
+        return address if address is None else check_bind_address(address)
 
     @model_validator(mode="after")
     def _check_kv_events(self) -> Self:
