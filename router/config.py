@@ -163,8 +163,15 @@ class GatewaySettings(Settings):
     lease_s: float = Field(
         15.0, gt=0, description="seconds of silence after which a pod's registry entries are dropped"
     )
+    share_beliefs: bool = Field(
+        True,
+        description="with --redis-url: gateways tell each other what they send to engines that publish nothing; "
+        "false: each goes by its own requests",
+    )
     warm_timeout_s: float = Field(
-        5.0, ge=0, description="seconds that readiness waits for the registry before going on without it"
+        5.0,
+        ge=0,
+        description="seconds that readiness waits for the registry and for what other gateways know",
     )
 
     policy: PolicyName = Field("predicted_ttft", description="routing policy")
@@ -462,16 +469,12 @@ class GatewaySettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_bodies(self) -> Self:
+    def _check_room_and_admin(self) -> Self:
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise ValueError(
                 f"--max-in-flight-body-mib {self.max_in_flight_body_mib} has no room for one body of --max-body-bytes "
                 f"{self.max_body_bytes}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_admin(self) -> Self:
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
         return self

@@ -209,6 +209,7 @@ class PodState:
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False
+        self._reported.known_since(now_s)
         self.sent(
             request_id,
             prompt_tokens=prompt_tokens,
@@ -289,6 +290,7 @@ class PodState:
             running=others, uncached_tokens=tokens, decoding=others - waiting, context_tokens=context
         )
         self._reported.others_until_s = now_s + self._queued_s(tokens)
+        self._reported.is_count = True
 
     def view(
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
