@@ -305,6 +305,16 @@ class PrefixIndex:
         self._change(dropped, slot, 0)
         self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
+    def forget_until(self, pod: PodId, used_at_s: float) -> None:
+        """Forget a pod, but for what is speculated of keys used after `used_at_s`."""
+        later = [run for run in self.believed(pod) if run[0] > used_at_s]
+        if not later:
+            self.drop(pod)
+            return
+        for at_s, keys in self.believed(pod):
+            if at_s <= used_at_s:
+                self.unbelieve(pod, keys, used_at_s)
+
     def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
         """The keys the pod has reported, by tier. Scans the whole index: for tests and debugging."""
         tiers: dict[Tier, set[PrefixKey]] = {tier: set() for tier in Tier}
