@@ -22,6 +22,8 @@ from engine.contract.files import FollowedFile
 from engine.contract.redis_client import connect as connect_redis
 from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
+from router.events.feed import EventFeed
+from router.events.follow import Streams
 from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
 from router.fleet.dns import DnsDiscovery, SystemResolver
 from router.fleet.fleet import Fleet, FleetChange
@@ -38,13 +40,15 @@ from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_conn
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
 from router.gateway.estimates import Estimates
+from router.gateway.event_sources import sources
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
-from router.gateway.registry import NoRegistry
+from router.gateway.registry import NoRegistry, WithEvents
+from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
 from router.gateway.status import Status
 from router.gateway.tls import Certificate, engine_context
@@ -85,6 +89,8 @@ ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+EVENTS = web.AppKey("events", EventFeed)
+STREAMS = web.AppKey("streams", Streams)
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
@@ -133,7 +139,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _handlers, _background)
+        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
     )
     app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:
@@ -309,8 +315,21 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
+async def _events(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    app[EVENTS] = events = EventFeed(
+        app[INDEX],
+        stride=settings.stride,
+        belief_ttl_s=settings.foreign_ttl_s,
+        clock=asyncio.get_running_loop().time,
+    )
+    app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
+    yield
+
+
 async def _handlers(app: web.Application) -> AsyncIterator[None]:
-    settings, fleet, metrics, index, registry = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX], app[REGISTRY]
+    settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
+    registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()
     options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
     reader = Reader(
@@ -359,7 +378,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits)
+    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
     app[GENERATE] = Generate(
         app[ADMISSION],
         reader,
@@ -371,12 +390,14 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[LACKS],
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
+        sessions,
         total_timeout_s=settings.total_timeout_s,
     )
     app[STATUS] = Status(
         app[DISCOVERY],
         fleet,
         registry,
+        isinstance(app[REGISTRY], RegistryReader),
         app[ADMISSION],
         app[DOOR],
         app[LACKS],
@@ -384,6 +405,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         metrics,
         app[LIMITER],
         app[USAGE_LOG],
+        app[STREAMS],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
@@ -392,10 +414,12 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
     index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
+    events, streams = app[EVENTS], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
+            events.leave(pod)
             if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
                 index.drop(pod)
 
@@ -411,11 +435,13 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         app[STATUS].is_warm = True
 
     app[FLEET].listen(forget)
+    app[FLEET].listen(lambda change: streams.set_sources(sources(app[FLEET].members(), app[SETTINGS])))
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
+        await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))

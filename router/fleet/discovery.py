@@ -22,6 +22,10 @@ class EngineAddress:
     """The one model requests are sent for; None: every model the engine lists."""
     weight: float = 1.0
     """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+    kv_events_port: int | None = None
+    """TCP port at which it publishes KV events, as far as discovery knows."""
+    kv_replay_port: int | None = None
+    """TCP port at which it replays them."""
     name: str | None = field(default=None, compare=False)
     """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
 

@@ -19,6 +19,8 @@ from router.fleet.discovery import EngineAddress
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"
 WEIGHT_ANNOTATION = "warmroute.io/weight"
+KV_EVENTS_ANNOTATION = "warmroute.io/kv-events-port"
+KV_REPLAY_ANNOTATION = "warmroute.io/kv-events-replay-port"
 _PORT = re.compile(r"[0-9]{1,5}")
 _WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 LOWEST_WEIGHT, HIGHEST_WEIGHT = 0.01, 100.0
@@ -209,8 +211,16 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         is_ready=is_ready,
         model=_annotations(pod).get(MODEL_ANNOTATION) or None,
         weight=_weight_of(pod) or 1.0,
+        kv_events_port=_annotated_port(pod, KV_EVENTS_ANNOTATION),
+        kv_replay_port=_annotated_port(pod, KV_REPLAY_ANNOTATION),
         name=pod.metadata.name,
     )
+
+
+def _annotated_port(pod: Pod, annotation: str) -> int | None:
+    """None where there is none, or no port: then it is as if it were not there."""
+    given = _annotations(pod).get(annotation, "")
+    return int(given) if _PORT.fullmatch(given) and 0 < int(given) < 65536 else None
 
 
 def _port_of(pod: Pod, port: int | str) -> int | None:

@@ -8,7 +8,11 @@ from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.gateway.chooser import Choice
 from router.gateway.errors import UpstreamError
+from router.gateway.inbound import Inbound
 from router.gateway.outcome import Outcome
+
+TELLING_BYTES = 4096
+"""At the end of a body, which tell requests apart."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class Attempt:
     has_run: bool = False
     """Whether the pod began to do what was asked; else it holds nothing of the prompt for it."""
 
+    session_id: str | None = None
+    """Under which the pod's KV events tell of its blocks; None: the client's own, if any, goes on."""
     is_on_budget: bool = False
     """Whether it counts as a further attempt under way, which there is a budget for."""
 
@@ -36,6 +42,10 @@ class Attempt:
     def pod(self) -> Pod:
         """Where it went."""
         return self.choice.pod
+
+    def fault_of(self, inbound: Inbound, now_s: float) -> Fault:
+        """The attempt as a failure of its pod."""
+        return Fault(hash(inbound.body[-TELLING_BYTES:]), self.sent_s, now_s)
 
     def failed(self, outcome: Outcome, now_s: float) -> None:
         """Without a first byte for the client. A pod that turns one request away while it answers others is full."""

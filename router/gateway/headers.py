@@ -60,6 +60,7 @@ class UpstreamHeaders:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
         own = set() if passes_authorization else {"authorization"}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
+        self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
         self._shown = b""
         self.credentials: dict[str, str] = {}
         """What engines are shown of the gateway itself."""
@@ -71,9 +72,9 @@ class UpstreamHeaders:
         self.credentials = {"Authorization": f"Bearer {keys[0]}"}
         self._shown = b"".join(f"{name}: {value}\r\n".encode() for name, value in self.credentials.items())
 
-    def of(self, incoming: RawFields, request_id: str) -> bytes:
-        """Those of a request that came with `incoming`, as they are sent."""
-        dropped = self._dropped
+    def of(self, incoming: RawFields, request_id: str, session_id: str | None = None) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent. `session_id`: in place of the client's."""
+        dropped = self._dropped if session_id is None else self._dropped_with_session
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
             said = [
@@ -84,6 +85,8 @@ class UpstreamHeaders:
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
+        if session_id is not None:
+            lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())
         lines.append(self._shown)
         return b"".join(lines)
 

@@ -12,7 +12,6 @@ from multidict import CIMultiDict
 
 from engine.contract import headers
 from engine.contract.errors import TooManyRequests, Unavailable
-from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
 from router.gateway.admission import Admitted
 from router.gateway.attempt import Attempt
@@ -31,6 +30,7 @@ from router.gateway.outcome import Outcome
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
 from router.gateway.resume import Way
 from router.gateway.said import Record
+from router.gateway.sessions import Sessions, restore
 from router.gateway.upstream import Opened, PodFailed, open_answer
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.gateway.waiting import WaitingRoom
@@ -42,8 +42,6 @@ WHOLE_ATTEMPT_SHARE = 0.5
 """Of the request's time that is left, for an answer that is no stream while another pod may still be tried."""
 MAX_DEFECTS = 2
 """Pods that may break over one request. Of two it is likely the request that breaks them: it is spread no further."""
-TELLING_BYTES = 4096
-"""At the end of a body, which tell requests apart."""
 
 
 class Proxy:
@@ -58,6 +56,7 @@ class Proxy:
         room: WaitingRoom,
         metrics: Metrics,
         limits: Limits,
+        sessions: Sessions,
     ) -> None:
         self._client = client
         self._upstream = upstream
@@ -66,6 +65,7 @@ class Proxy:
         self._room = room
         self._metrics = metrics
         self._limits = limits
+        self._sessions = sessions
         self._inside = 0
         """Requests on their way through here."""
         self._retries = RetryBudget()
@@ -153,6 +153,7 @@ class Proxy:
             streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
         )
         attempt = Attempt(choice, lease, self._clock())
+        self._sessions.begin(attempt, inbound)
         exchange.attempts.append(attempt)
         return attempt
 
@@ -168,7 +169,7 @@ class Proxy:
             self._fleet.failed(attempt.pod, attempt.error.detail)
         if attempt.outcome.is_blamed:
             attempt.pod.faults.doubt()
-            attempt.fault = self._fault(attempt, inbound)
+            attempt.fault = attempt.fault_of(inbound, self._clock())
 
     def _to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
         """Pods that `tried` it, and for a further attempt those in doubt, unless there is no other.
@@ -179,10 +180,6 @@ class Proxy:
             return tried
         avoided = tried | self._fleet.doubtful(inbound.model)
         return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
-
-    def _fault(self, attempt: Attempt, inbound: Inbound) -> Fault:
-        """The attempt as a failure of its pod."""
-        return Fault(hash(inbound.body[-TELLING_BYTES:]), attempt.sent_s, self._clock())
 
     def _settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
         """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
@@ -229,7 +226,7 @@ class Proxy:
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id),
+                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.session_id),
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),
@@ -469,7 +466,7 @@ class Proxy:
         """The stream ended wrongly after its first byte."""
         attempt.outcome = outcome
         if outcome.is_blamed:
-            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=True)
+            self._fleet.blame(attempt.pod, attempt.fault_of(inbound, self._clock()), is_begun=True)
 
     async def _send_whole(self, request: web.Request, exchange: Exchange, answer: web.Response) -> web.StreamResponse:
         """Send an answer that is here already; its pod is done with it."""
@@ -490,6 +487,7 @@ class Proxy:
         """The engine's headers, why the request went there, and what the tenant has left."""
         tells_cache = self._limits.tells_cache and exchange.tenant.tells_cache
         passed = answer_headers(upstream.headers, tells_cache=tells_cache)
+        restore(passed, exchange)
         if tells_cache:
             passed[headers.POD] = choice.pod.pod_id
             passed[headers.POLICY] = choice.policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.contract.errors import BadRequest, quoted
+from router.events.follow import Streams
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet, Member
 from router.fleet.lack import Lacks
@@ -18,7 +20,7 @@ from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
 from router.gateway.keys import tenant_of
-from router.gateway.registry import NoRegistry, RegistryView
+from router.gateway.registry import RegistryView
 from router.gateway.waiting import WaitingRoom
 from router.telemetry.metrics import GaugeValues, Metrics
 from router.tenants.limiter import Limiter
@@ -35,6 +37,7 @@ class Status:
         discovery: Discovery,
         fleet: Fleet,
         registry: RegistryView,
+        has_registry: bool,
         admission: Admission,
         door: Door,
         lacks: Lacks,
@@ -42,6 +45,7 @@ class Status:
         metrics: Metrics,
         limiter: Limiter,
         usage_log: UsageLog | None,
+        events: Streams,
     ) -> None:
         self._discovery = discovery
         self._fleet = fleet
@@ -53,7 +57,8 @@ class Status:
         self._metrics = metrics
         self._limiter = limiter
         self._usage_log = usage_log
-        self._has_registry = not isinstance(registry, NoRegistry)
+        self._events = events
+        self._has_registry = has_registry
         self.is_warm = not self._has_registry
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
@@ -134,6 +139,8 @@ class Status:
             usage_log_pending_bytes=self._usage_log.pending_bytes if self._usage_log else 0,
             usage_log_lost=self._usage_log.lost if self._usage_log else 0,
             registry_unknown=status.unknown,
+            kv_event_streams=Counter(self._events.states().values()),
+            kv_events=self._events.totals(),
         )
         return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -177,6 +184,7 @@ class Status:
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
+                "kv_events": self._events.status(pod.pod_id),
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }
         return shown

@@ -1,0 +1,236 @@
+"""Which block is the last whole one that a prefix key covers, without a tokenizer. Pure.
+
+What is known of a request: its keys, one for each stride of bytes; how many bytes and tokens it has; and its blocks,
+each of so many tokens. Key i covers (i + 1) * stride bytes; its place among the tokens is interpolated between points
+where both are known:
+
+    the beginning        0 bytes are 0 tokens
+    the end              of this request, and of every other one that is a prefix of it
+    a crossing           two requests that share k keys and no more part in stride k; their blocks part in block m: the
+                         byte where they part lies in both
+
+A crossing also bounds: what keys 0 to k-1 cover is common, so at most m blocks; key k covers the parting byte, so at
+least m. Both hold for good, however the text between is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from engine.contract.keys import PrefixKey
+from router.events.tree import Node, chain, common_depth, kept
+
+_NO_BOUND = 2**31
+
+
+class Request:
+    """A request at a pod, as far as its blocks are looked for. Never compared, only known by identity."""
+
+    __slots__ = ("block_tokens", "fork", "is_compared", "is_told", "keys", "parted", "size_bytes", "tip", "tokens")
+
+    def __init__(self, keys: Sequence[PrefixKey], size_bytes: float, tokens: float) -> None:
+        """`tokens`: of the prompt, estimated."""
+        self.keys = keys
+        self.size_bytes = size_bytes
+        self.tokens = tokens
+        self.is_told = False
+        """Whether the engine said how many tokens the prompt has."""
+        self.tip: Node | None = None
+        """The last block known of it; blocks of generated tokens follow those of the prompt."""
+        self.block_tokens = 1
+        self.fork: tuple[Request, int] | None = None
+        """Another request, and how many keys it shares with this one, until it is known how many blocks they share."""
+        self.parted: tuple[int, int] | None = None
+        """A number of keys and of blocks that it shares with another one, which has further ones of both."""
+        self.is_compared = False
+        """Whether another request to compare with has been looked for."""
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Whole blocks of the prompt."""
+        return int(self.tokens // self.block_tokens)
+
+
+class _Entry:
+    """One key: its block, bounds of its depth, and a point near its end where bytes and tokens are known."""
+
+    __slots__ = ("cross", "end", "highest", "lowest", "node", "request")
+
+    def __init__(self, node: Node, request: Request) -> None:
+        self.node = node
+        self.request = request
+        """The last one that has the key."""
+        self.lowest = 0
+        self.highest = _NO_BOUND
+        self.end: tuple[float, float] | None = None
+        self.cross: tuple[float, float] | None = None
+
+
+class KeyMap:
+    """The blocks of prefix keys of one model."""
+
+    def __init__(self, stride: int, on_moved: Callable[[int, PrefixKey], None]) -> None:
+        """`on_moved(pods, key)`: the key has another block now; for these pods that changes whether they hold it."""
+        self._stride = stride
+        self._on_moved = on_moved
+        self._entries: dict[PrefixKey, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def node(self, key: PrefixKey) -> Node | None:
+        """The block that a key is held with; None where it is not known."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.node
+
+    def unknown(self, keys: Sequence[PrefixKey]) -> bool:
+        """Whether the last of the keys has no block: then some are believed in by other means."""
+        return bool(keys) and keys[-1] not in self._entries
+
+    def forget(self, key: PrefixKey) -> None:
+        """The block of the key is forgotten."""
+        self._entries.pop(key, None)
+
+    def place(self, request: Request) -> None:
+        """Find the blocks of the request's keys, as its tip, its tokens or its end became known."""
+        if request.tip is None or not request.keys:
+            return
+        other = self._cross(request)
+        self._place(request)
+        if other is not None:
+            self._place(other)
+
+    def _cross(self, request: Request) -> Request | None:
+        """Compare with the last request that shares the most keys; that one, where it parts from this one."""
+        assert request.tip is not None
+        entries, keys = self._entries, request.keys
+        if not request.is_compared:
+            request.is_compared = True
+            known = 0
+            for key in keys:
+                if key not in entries:
+                    break
+                known += 1
+            if 0 < known < len(keys):
+                other = entries[keys[known - 1]].request
+                if len(other.keys) > known and other.tip is not None:
+                    request.fork = (other, known)
+        if request.fork is None:
+            return None
+        other, known = request.fork
+        assert other.tip is not None
+        depth = common_depth(request.tip, other.tip)
+        # Only blocks that both have tell where they part: one of them may have been stored in part so far.
+        if depth < 0 or other.block_tokens != request.block_tokens:
+            request.fork = None
+            return None
+        if depth >= min(request.tip.depth, other.tip.depth):
+            return None
+        request.fork = None
+        last = entries.get(keys[known - 1])
+        if last is None:
+            return None
+        last.highest = min(last.highest, depth)
+        last.cross = ((known + 0.5) * self._stride, (depth + 0.5) * request.block_tokens)
+        request.parted = (known, depth)
+        theirs = entries.get(other.keys[known])
+        if theirs is not None:
+            theirs.lowest = max(theirs.lowest, depth)
+        return other if other.is_told else None
+
+    def _place(self, request: Request) -> None:
+        assert request.tip is not None
+        blocks = chain(kept(request.tip))
+        entries, keys = self._entries, request.keys
+        for at, (key, depth) in enumerate(zip(keys, self._depths(request), strict=True)):
+            if depth > len(blocks):
+                break
+            node = blocks[depth - 1]
+            entry = entries.get(key)
+            if entry is None:
+                entry = entries[key] = _Entry(node, request)
+                _attach(node, key)
+                self._on_moved(node.rooted, key)
+            elif request.is_told or not entry.request.is_told:  # an estimate teaches nothing about what is known
+                entry.request = request
+                if entry.node is not node:
+                    self._move(key, entry, node)
+            if request.parted is not None and request.parted[0] == at:
+                entry.lowest = max(entry.lowest, request.parted[1])
+        last = entries.get(keys[-1])
+        if request.is_told and last is not None:
+            last.end = (request.size_bytes, request.tokens)
+
+    def _move(self, key: PrefixKey, entry: _Entry, node: Node) -> None:
+        old = entry.node
+        assert old.keys is not None
+        old.keys.remove(key)
+        entry.node = node
+        _attach(node, key)
+        self._on_moved(old.rooted | node.rooted, key)
+
+    def _depths(self, request: Request) -> list[int]:
+        """How many blocks each key covers: at least one, at most the prompt's, never fewer than the key before."""
+        entries, keys, size = self._entries, request.keys, request.block_tokens
+        most = max(1, request.prompt_blocks)
+        known = [entries.get(key) for key in keys]
+        places = _interpolated(self._points(request, known), len(keys), self._stride)
+        parted_at, parted_depth = request.parted or (-1, 0)
+        depths = []
+        depth = 1
+        for at, (place, entry) in enumerate(zip(places, known, strict=True)):
+            own = int(place // size)
+            if entry is not None:
+                own = max(own, entry.lowest)
+            if at == parted_at:
+                own = max(own, parted_depth)
+            depth = max(depth, min(own, most))
+            depths.append(depth)
+        highest = most
+        for at in range(len(keys) - 1, -1, -1):
+            entry = known[at]
+            if entry is not None:
+                highest = min(highest, max(1, entry.highest))
+            depths[at] = min(depths[at], highest)
+        return depths
+
+    def _points(self, request: Request, known: Iterable[_Entry | None]) -> list[tuple[float, float]]:
+        """Bytes and tokens of this request's prefixes, as far as known; both increase."""
+        end = (request.size_bytes, request.tokens)
+        points = [(0.0, 0.0)]
+        for entry in known:
+            if entry is not None:
+                for point in (entry.end, entry.cross):
+                    if point is not None and _is_between(points[-1], point, end):
+                        points.append(point)
+        points.append(end)
+        return points
+
+
+def _is_between(before: tuple[float, float], point: tuple[float, float], after: tuple[float, float]) -> bool:
+    return before[0] < point[0] < after[0] and before[1] < point[1] < after[1]
+
+
+def _interpolated(points: Sequence[tuple[float, float]], count: int, stride: int) -> list[float]:
+    """Tokens in each of `count` strides and all before it."""
+    places = []
+    pieces = pairwise(points)
+    (from_bytes, from_tokens), (to_bytes, to_tokens) = next(pieces)
+    for i in range(1, count + 1):
+        size = i * stride
+        while size > to_bytes:
+            following = next(pieces, None)
+            if following is None:
+                break
+            (from_bytes, from_tokens), (to_bytes, to_tokens) = following
+        rate = (to_tokens - from_tokens) / max(1e-9, to_bytes - from_bytes)
+        places.append(from_tokens + rate * (size - from_bytes))
+    return places
+
+
+def _attach(node: Node, key: PrefixKey) -> None:
+    if node.keys is None:
+        node.keys = [key]
+    else:
+        node.keys.append(key)
