@@ -74,7 +74,7 @@ class _Followed:
         """None before its first block."""
         self.is_flowing = False
         self.has_sessions = False
-        """Whether a block was ever told to be of a request that is known here."""
+        """Whether it ever told for which request it stores a block."""
         self.has_complained = False
 
     @property
@@ -296,12 +296,14 @@ class EventFeed:
             pod.space = self._space(pod.model, event.block_tokens)
             pod.blocks = pod.space.enter(pod)
         tip = pod.blocks.store(event)
-        if event.session is None or tip is None:
+        if event.session is None:
+            return
+        pod.has_sessions = True
+        if tip is None:
             return
         request = self._sessions.get((pod.pod_id, event.session))
         if request is None:
             return
-        pod.has_sessions = True
         request.block_tokens = event.block_tokens
         is_prompt = request.tip is None or request.tip.depth < request.prompt_blocks
         request.tip = tip

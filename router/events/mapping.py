@@ -10,12 +10,14 @@ where both are known:
                          byte where they part lies in both
 
 A crossing also bounds: what keys 0 to k-1 cover is common, so at most m blocks; key k covers the parting byte, so at
-least m. Both hold for good, however the text between is spread.
+least m. Both hold for good, however the text between is spread. The first holds too where one request is a prefix of
+the other: the token at its end may be another one there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from engine.contract.keys import PrefixKey
@@ -53,9 +55,9 @@ class Request:
 
 
 class _Entry:
-    """One key: its block, bounds of its depth, and a point near its end where bytes and tokens are known."""
+    """One key: its block, bounds of its depth, and where else bytes and tokens are known near its end."""
 
-    __slots__ = ("cross", "end", "highest", "lowest", "node", "request")
+    __slots__ = ("end", "highest", "lowest", "node", "parts_in", "request")
 
     def __init__(self, node: Node, request: Request) -> None:
         self.node = node
@@ -64,7 +66,9 @@ class _Entry:
         self.lowest = 0
         self.highest = _NO_BOUND
         self.end: tuple[float, float] | None = None
-        self.cross: tuple[float, float] | None = None
+        """Bytes and tokens of a request that ends behind it, before another key."""
+        self.parts_in: int | None = None
+        """Block in which requests part that share this key and no more."""
 
 
 class KeyMap:
@@ -112,9 +116,11 @@ class KeyMap:
                 if key not in entries:
                     break
                 known += 1
-            if 0 < known < len(keys):
+            if known:
                 other = entries[keys[known - 1]].request
-                if len(other.keys) > known and other.tip is not None:
+                while known < min(len(keys), len(other.keys)) and keys[known] == other.keys[known]:
+                    known += 1
+                if other.tip is not None and other is not request:
                     request.fork = (other, known)
         if request.fork is None:
             return None
@@ -132,12 +138,13 @@ class KeyMap:
         if last is None:
             return None
         last.highest = min(last.highest, depth)
-        last.cross = ((known + 0.5) * self._stride, (depth + 0.5) * request.block_tokens)
-        request.parted = (known, depth)
-        theirs = entries.get(other.keys[known])
-        if theirs is not None:
-            theirs.lowest = max(theirs.lowest, depth)
-        return other if other.is_told else None
+        if known < min(len(keys), len(other.keys)):
+            last.parts_in = depth if last.parts_in is None else min(depth, last.parts_in)
+            request.parted = (known, depth)
+            theirs = entries.get(other.keys[known])
+            if theirs is not None:
+                theirs.lowest = max(theirs.lowest, depth)
+        return other
 
     def _place(self, request: Request) -> None:
         assert request.tip is not None
@@ -183,6 +190,8 @@ class KeyMap:
             own = int(place // size)
             if entry is not None:
                 own = max(own, entry.lowest)
+                if entry.request.is_told and not request.is_told:
+                    own = entry.node.depth
             if at == parted_at:
                 own = max(own, parted_depth)
             depth = max(depth, min(own, most))
@@ -195,37 +204,56 @@ class KeyMap:
             depths[at] = min(depths[at], highest)
         return depths
 
-    def _points(self, request: Request, known: Iterable[_Entry | None]) -> list[tuple[float, float]]:
-        """Bytes and tokens of this request's prefixes, as far as known; both increase."""
+    def _points(self, request: Request, known: Sequence[_Entry | None]) -> list[tuple[float, float]]:
+        """Bytes and tokens of this request's prefixes, as far as known; both increase.
+
+        A crossing is a box that the line through the points has to meet. One that it misses bends it, just enough.
+        """
         end = (request.size_bytes, request.tokens)
         points = [(0.0, 0.0)]
         for entry in known:
-            if entry is not None:
-                for point in (entry.end, entry.cross):
-                    if point is not None and _is_between(points[-1], point, end):
-                        points.append(point)
+            if entry is not None and entry.end is not None and _is_between(points[-1], entry.end, end):
+                points.append(entry.end)
         points.append(end)
+        for at, entry in enumerate(known):
+            if entry is not None and entry.parts_in is not None:
+                self._bend(points, (at + 1) * self._stride, entry.parts_in * request.block_tokens, request.block_tokens)
         return points
+
+    def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
+        """Make the line meet the box of a stride from `size` on and a block from `tokens` on."""
+        for corner, is_missed in (
+            ((size, tokens + block_tokens - 1.0), lambda line, box: line > box),
+            ((size + self._stride, tokens), lambda line, box: line < box),
+        ):
+            at = bisect_left(points, (corner[0], -1.0))
+            if 0 < at < len(points) and is_missed(_at(corner[0], points[at - 1], points[at]), corner[1]):
+                if _is_between(points[at - 1], corner, points[at]):
+                    points.insert(at, corner)
+                return
 
 
 def _is_between(before: tuple[float, float], point: tuple[float, float], after: tuple[float, float]) -> bool:
     return before[0] < point[0] < after[0] and before[1] < point[1] < after[1]
 
 
+def _at(size: float, before: tuple[float, float], after: tuple[float, float]) -> float:
+    """Tokens at `size` bytes on the line between two points."""
+    return before[1] + (after[1] - before[1]) * (size - before[0]) / max(1e-9, after[0] - before[0])
+
+
 def _interpolated(points: Sequence[tuple[float, float]], count: int, stride: int) -> list[float]:
     """Tokens in each of `count` strides and all before it."""
     places = []
     pieces = pairwise(points)
-    (from_bytes, from_tokens), (to_bytes, to_tokens) = next(pieces)
-    for i in range(1, count + 1):
-        size = i * stride
-        while size > to_bytes:
+    before, after = next(pieces)
+    for size in range(stride, (count + 1) * stride, stride):
+        while size > after[0]:
             following = next(pieces, None)
             if following is None:
                 break
-            (from_bytes, from_tokens), (to_bytes, to_tokens) = following
-        rate = (to_tokens - from_tokens) / max(1e-9, to_bytes - from_bytes)
-        places.append(from_tokens + rate * (size - from_bytes))
+            before, after = following
+        places.append(_at(size, before, after))
     return places
 
 
