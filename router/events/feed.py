@@ -275,9 +275,12 @@ class EventFeed:
 
     def _apply(self, pod: _Followed, batch: Batch) -> None:
         _add(pod.counts.wire, batch.counts)
+        grown: dict[Request, None] = {}
         for event in batch.events:
             if isinstance(event, Stored):
-                self._store(pod, event)
+                request = self._store(pod, event)
+                if request is not None:
+                    grown[request] = None
             elif isinstance(event, Removed):
                 if pod.blocks is not None:
                     pod.blocks.remove(event)
@@ -286,30 +289,31 @@ class EventFeed:
                 self._clear(pod)
                 self._index.drop(pod.pod_id)  # what is believed of it is gone as well
         if pod.space is not None:
+            for request in grown:
+                pod.space.map.place(request)
             pod.space.flush()
 
-    def _store(self, pod: _Followed, event: Stored) -> None:
+    def _store(self, pod: _Followed, event: Stored) -> Request | None:
+        """Enter it. The request whose prompt has more blocks by it."""
         if pod.blocks is None or (event.tokens and pod.space is not self._space(pod.model, event.block_tokens)):
             if not event.tokens:
-                return
+                return None
             self._clear(pod)
             pod.space = self._space(pod.model, event.block_tokens)
             pod.blocks = pod.space.enter(pod)
         tip = pod.blocks.store(event)
         if event.session is None:
-            return
+            return None
         pod.has_sessions = True
         if tip is None:
-            return
+            return None
         request = self._sessions.get((pod.pod_id, event.session))
         if request is None:
-            return
+            return None
         request.block_tokens = event.block_tokens
         is_prompt = request.tip is None or request.tip.depth < request.prompt_blocks
         request.tip = tip
-        if is_prompt:
-            assert pod.space is not None
-            pod.space.map.place(request)
+        return request if is_prompt else None
 
     def _space(self, model: str, block_tokens: int) -> _Space:
         space = self._spaces.get((model, block_tokens))

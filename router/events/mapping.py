@@ -222,14 +222,13 @@ class KeyMap:
 
     def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
         """Make the line meet the box of a stride from `size` on and a block from `tokens` on."""
-        for corner, is_missed in (
-            ((size, tokens + block_tokens - 1.0), lambda line, box: line > box),
-            ((size + self._stride, tokens), lambda line, box: line < box),
-        ):
+        for corner, sign in (((size, tokens + block_tokens - 1.0), 1), ((size + self._stride, tokens), -1)):
             at = bisect_left(points, (corner[0], -1.0))
-            if 0 < at < len(points) and is_missed(_at(corner[0], points[at - 1], points[at]), corner[1]):
-                if _is_between(points[at - 1], corner, points[at]):
-                    points.insert(at, corner)
+            if not 0 < at < len(points):
+                continue
+            is_missed = sign * (_at(corner[0], points[at - 1], points[at]) - corner[1]) > 0
+            if is_missed and _is_between(points[at - 1], corner, points[at]):
+                points.insert(at, corner)
                 return
 
 

@@ -6,6 +6,7 @@ with the session of its request. Written for the tests alone, from tokens, not f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,10 +72,12 @@ class ModelEngine:
             oldest = next(iter(self.used))
             del self.used[oldest]
             events.append({"type": "BlockRemoved", "block_hashes": [oldest], "medium": "GPU", "group_idx": 0})
-        for at, name in enumerate(names):
-            if name in new:
-                parent = names[at - 1] if at else None
-                events.append(stored([name], parent, everything[at * size : (at + 1) * size], size, session))
+        for is_new, run in itertools.groupby(enumerate(names), key=lambda one: one[1] in new):
+            if is_new:
+                run_names = [name for _, name in run]
+                at = names.index(run_names[0])
+                text = everything[at * size : (at + len(run_names)) * size]
+                events.append(stored(run_names, names[at - 1] if at else None, text, size, session))
         for name in reversed(names):
             self.used[name] = None
         self.publish(events)

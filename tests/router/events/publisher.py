@@ -91,7 +91,7 @@ async def bound(socket: zmq.Socket[bytes], port: int) -> int:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for it, at most WAIT_S."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
