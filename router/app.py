@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
 import ssl
 import uuid
@@ -24,18 +23,19 @@ from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
 from router.events.follow import Streams
-from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
-from router.fleet.dns import DnsDiscovery, SystemResolver
+from router.fleet.discovery import Discovery, OverTls
+from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
-from router.fleet.kubernetes import KubernetesDiscovery
-from router.fleet.kubernetes_login import connect, login
 from router.fleet.lack import Lacks
+from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
+from router.fleet.scrape import Scraper
 from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
 from router.gateway.admission import MIB, Admission
 from router.gateway.body import BodyLimits, no_go_ahead
 from router.gateway.chooser import Chooser
+from router.gateway.discoveries import make_discovery
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
@@ -88,6 +88,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
+SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 EVENTS = web.AppKey("events", EventFeed)
 STREAMS = web.AppKey("streams", Streams)
@@ -120,7 +121,8 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
-    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or settings.engine_api_key_file))
+    has_engine_keys = bool(settings.engine_api_key_file or settings.engine_key_files)
+    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or has_engine_keys))
     app[INDEX] = PrefixIndex()
     app[LACKS] = Lacks()
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -167,25 +169,6 @@ def _to(
         return await method(request.app[key], request)
 
     return handle
-
-
-def make_discovery(settings: GatewaySettings) -> Discovery:
-    """The source of engines that the settings name."""
-    match settings.discovery:
-        case "kubernetes":
-            assert settings.kube_selector is not None
-            credentials = partial(login, settings.kube_config, settings.kube_namespace, environ=os.environ)
-            port = settings.kube_port
-            return KubernetesDiscovery(
-                partial(connect, credentials, settings.kube_selector), port=int(port) if port.isdecimal() else port
-            )
-        case "dns":
-            assert settings.dns_name is not None
-            return DnsDiscovery(
-                SystemResolver(), settings.dns_name, settings.dns_port, max_ttl_s=settings.dns_max_ttl_s
-            )
-        case "static":
-            return StaticDiscovery(settings.engines)
 
 
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
@@ -240,6 +223,10 @@ async def _keys(app: web.Application) -> AsyncIterator[None]:
     wanted: Sequence[tuple[str, str | None, Callable[[Path, bytes], Any], Callable[[Any], None]]] = (
         ("API keys", settings.api_keys_file, parse_keys, keys.use),
         ("the engines' API key", settings.engine_api_key_file, parse_keys, app[UPSTREAM].use_key),
+        *(
+            (f"the API key of engines, {path},", path, parse_keys, partial(app[UPSTREAM].use_key, name=path))
+            for path in settings.engine_key_files
+        ),
         ("the secret of tenants' salts", settings.tenant_secret_file, parse_secret, app[ISOLATION].use),
         ("tenants", settings.tenants_file, parse, use_tenants),
     )
@@ -288,14 +275,31 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         HttpProbe(
             app[SESSION],
             settings.probe_timeout_s,
-            lambda: app[UPSTREAM].credentials,
+            lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)),
             app[LACKS],
             pods=lambda: app[FLEET].size,
         ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
         expected=settings.models,
+        ranks=settings.engine_ranks,
     )
+    app[SCRAPER] = None
+    if settings.engine_metrics:
+        app[SCRAPER] = Scraper(
+            HttpFetch(app[SESSION], lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)), app[LACKS]),
+            app[FLEET],
+            path=settings.engine_metrics_path,
+            port=settings.engine_metrics_port,
+        )
+
+    def give_up(pod: Pod) -> None:
+        """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
+        if any(app[FLEET].pods(model.name) for model in pod.identity.models):
+            for target in pod.targets.values():
+                app[ENGINES].give_up(target)
+
+    app[FLEET].listen_for_sleep(give_up)
     yield
 
 
@@ -406,6 +410,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         app[USAGE_LOG],
         app[STREAMS],
+        app[SCRAPER],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
@@ -414,12 +419,12 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
     index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
-    events, streams = app[EVENTS], app[STREAMS]
+    streams = app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
-            events.leave(pod)
+            streams.leave(pod)
             if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
                 index.drop(pod)
 
@@ -443,6 +448,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
+        if (scraper := app[SCRAPER]) is not None:
+            await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))

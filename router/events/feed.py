@@ -202,6 +202,8 @@ class EventFeed:
         bytes behind the last whole stride are taken to be half of one."""
         if pod_id not in self._pods or not keys:
             return
+        if (pod_id, session_id) in self._sessions:  # it was sent from here, and is told to every gateway
+            return
         size = (len(keys) + 0.5) * self._stride if prompt_bytes is None else float(prompt_bytes)
         self._sessions[pod_id, session_id] = Request(keys, size, float(prompt_tokens))
         if len(self._sessions) > MAX_SESSIONS:

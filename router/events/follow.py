@@ -68,6 +68,12 @@ class Streams:
         if self._is_running:
             self._update()
 
+    def leave(self, pod_id: PodId) -> None:
+        """The pod's life has ended. If it is still among the sources, that is another one, followed from the next
+        `set_sources` on."""
+        if pod_id in self._streams:
+            self._end(pod_id)
+
     async def run(self) -> None:
         """Follow the streams of the pods. Raises ZMQError where `bind` cannot be had."""
         self._is_running = True

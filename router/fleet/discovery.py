@@ -26,8 +26,14 @@ class EngineAddress:
     """TCP port at which it publishes KV events, as far as discovery knows."""
     kv_replay_port: int | None = None
     """TCP port at which it replays them."""
+    ranks: int | None = None
+    """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
     name: str | None = field(default=None, compare=False)
     """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
+    key: str = field(default="", compare=False)
+    """Which of the gateway's keys for engines it is shown; empty: the one for all."""
+    born: str = field(default="", compare=False)
+    """When it came to be: of two engines at one URL the one for which this sorts later is there."""
 
 
 @dataclass(frozen=True, slots=True)

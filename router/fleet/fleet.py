@@ -15,6 +15,7 @@ from engine.contract.periods import SMALL_FLEET
 from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
+from router.fleet.member import Member, Ranks
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.fleet.roster import Roster
@@ -42,56 +43,6 @@ class FleetChange:
     ended: frozenset[PodId] = frozenset()
 
 
-class Member:
-    """One engine of discovery, with what is known of it."""
-
-    __slots__ = (
-        "address",
-        "admitted",
-        "asked",
-        "failures",
-        "last_error",
-        "pod",
-        "probed_at_s",
-        "task",
-        "wake",
-    )
-
-    def __init__(self, address: EngineAddress) -> None:
-        self.address = address
-        self.pod: Pod | None = None
-        self.admitted = False
-        """The probe says that it answers. Requests need discovery's word too: `answers`."""
-        self.failures = 0
-        self.last_error: str | None = None
-        self.probed_at_s = 0.0
-        """When the last probe had its answer, or got none."""
-        self.asked = False
-        """Whether a probe is wanted at once."""
-        self.wake = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Have it probed at once."""
-        self.asked = True
-        self.wake.set()
-
-    @property
-    def url(self) -> str:
-        """The engine's base URL."""
-        return self.address.url
-
-    @property
-    def answers(self) -> bool:
-        """Whether both the probe and discovery say so."""
-        return self.admitted and self.address.is_ready
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether it answers, and is not ejected for failing requests."""
-        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
-
-
 class Fleet:
     """The pods behind the gateway. Looking at it never waits; `run` keeps it current until cancelled."""
 
@@ -103,9 +54,12 @@ class Fleet:
         interval_s: float,
         eject_after: int,
         expected: Iterable[str] = (),
+        ranks: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`expected`: models that exist even while no engine serves them."""
+        """`expected`: models that exist even while no engine serves them. `ranks`: data-parallel ranks of every engine
+        of which discovery tells none; None: as they are found."""
+        self._ranks = ranks
         self._discovery = discovery
         self._probe = probe
         self._interval_s = interval_s
@@ -121,6 +75,7 @@ class Fleet:
         self._ended: set[PodId] = set()
         self._is_telling = False
         self._listeners: list[Callable[[FleetChange], None]] = []
+        self._sleep_listeners: list[Callable[[Pod], None]] = []
         self._probed = asyncio.Event()
         self._unprobed: set[Member] = set()
         self._numbers = itertools.count()
@@ -161,6 +116,11 @@ class Fleet:
         """Every URL of discovery, in order."""
         return tuple(self._members[url] for url in sorted(self._members))
 
+    def key_of(self, url: str) -> str:
+        """Which key the engine at that URL is shown, as `EngineAddress.key`."""
+        member = self._members.get(url)
+        return "" if member is None else member.address.key
+
     def admitted(self) -> tuple[Pod, ...]:
         """Every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
@@ -168,6 +128,11 @@ class Fleet:
     def answering(self) -> tuple[Pod, ...]:
         """Every pod that answers, in order of URL; those that are ejected for failing requests too."""
         return tuple(member.pod for member in self.members() if member.pod and member.answers)
+
+    def ranks_of(self, pod: Pod) -> tuple[Pod, ...]:
+        """Every pod of the same engine: `pod` itself, or all of its data-parallel ranks."""
+        member = self._members.get(pod.url)
+        return member.pods if member is not None and pod in member.pods else (pod,)
 
     def doubtful(self, model: str) -> frozenset[PodId]:
         """Pods for `model` that have failed a request since they last answered one."""
@@ -195,6 +160,10 @@ class Fleet:
         """Call `listener` after changes of the set of identified pods, in the loop's next turn."""
         self._listeners.append(listener)
 
+    def listen_for_sleep(self, listener: Callable[[Pod], None]) -> None:
+        """Call `listener` when a pod has gone to sleep: what it was sent hangs, and nothing more is sent there."""
+        self._sleep_listeners.append(listener)
+
     def report(self, pod_id: PodId, load: LoadReport) -> None:
         """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
         pod = self._roster.get(pod_id)
@@ -214,11 +183,32 @@ class Fleet:
             if self._roster.get(pod.pod_id) is pod:
                 self._tell()
 
+    def has_ranks(self, pod: Pod, ranks: Ranks) -> None:
+        """The engine of `pod` was found to have these data-parallel ranks, unless it was told which it has."""
+        member = self._members.get(pod.url)
+        if member is not None and pod in member.pods:
+            member.found_ranks = ranks
+            self._use_ranks(member, member.wanted_ranks(self._ranks))
+
     def failed(self, pod: Pod, reason: str) -> None:
         """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""
+        if pod.rank is not None:
+            pod.faults.doubt()  # nor do its other ranks answer
         member = self._members.get(pod.url)
-        if member is not None and member.pod is pod:
+        if member is not None and pod in member.pods:
             self._failure(member, ProbeFailed(reason))
+            member.ask()
+
+    def leaves(self, pod: Pod, why: str) -> None:
+        """`pod` said that it takes no more requests: it gets none, what it has goes on, and no failure is counted."""
+        if self._roster.get(pod.pod_id) is pod and pod.faults.leave(asyncio.get_running_loop().time()):
+            log.info("fleet: pod %s at %s leaves, as it says: %s", pod.pod_id, pod.url, why)
+            self._refresh(pod)
+
+    def look_at(self, pod: Pod) -> None:
+        """Something suggests that `pod` has changed: have it probed at once."""
+        member = self._owners.get(pod.identity.pod_id)
+        if member is not None and pod in member.pods:
             member.ask()
 
     def served(self, pod: Pod, *, sent_s: float) -> None:
@@ -230,6 +220,8 @@ class Fleet:
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
         faults = pod.faults
+        if faults.is_leaving and faults.is_out:
+            return  # it goes anyway
         faults.failed(fault, is_begun=is_begun)
         if self._roster.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
@@ -251,8 +243,9 @@ class Fleet:
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
-            others = [other for other in self._roster.answering(model.name) if other is not pod]
-            lost = sum(other.faults.is_ejected or (is_begun and other.faults.has_broken(now_s)) for other in others)
+            others = {other.faults for other in self._roster.answering(model.name)} - {pod.faults}
+            others = {other for other in others if not other.is_leaving}
+            lost = sum(other.is_ejected or (is_begun and other.has_broken(now_s)) for other in others)
             if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
         return True
@@ -285,14 +278,14 @@ class Fleet:
                 if became_ready or address.model != member.address.model:
                     member.ask()  # what its last probe said is not true any more
                 member.address = address
-                if member.pod is not None:
-                    member.pod.weight = address.weight
-                    self._roster.put(member.pod, answers=member.answers)
+                for pod in member.pods:
+                    pod.weight = address.weight
+                    self._roster.put(pod, answers=member.answers)
+                self._use_ranks(member, member.wanted_ranks(self._ranks))
                 continue
             del self._members[url]
             self._unprobed.discard(member)
-            if member.pod is not None:
-                gone.append(member.pod)
+            gone += member.pods
             self._disown(member)
             if member.task is not None:
                 member.task.cancel()
@@ -376,10 +369,10 @@ class Fleet:
             self._failure(member, ProbeFailed(f"pod id {identity.pod_id} is already in use at {owner.url}"))
             return
         member.failures, member.last_error = 0, None
-        ended = set()
+        ended: set[PodId] = set()
         if owner is not None and owner is not member:  # the pod came back at another address
+            ended.update(pod.pod_id for pod in owner.pods)
             self._disown(owner)
-            ended.add(identity.pod_id)
         pod = member.pod
         if pod is not None and self._goes_on(member, pod, identity):
             may_be_tried = pod.faults.try_again(asyncio.get_running_loop().time())
@@ -387,25 +380,40 @@ class Fleet:
                 if may_be_tried:
                     self._refresh(pod)
                 return
-            pod.identity = identity
+            member.use_identity(identity)
         else:
-            if pod is not None:
-                ended.add(pod.pod_id)
-                self._disown(member)
-            pod = member.pod = Pod(member.url, identity, member.address.weight)
+            ended.update(each.pod_id for each in member.pods)
+            self._disown(member)
+            pod = member.begin_life(identity, member.wanted_ranks(self._ranks))
             self._owners[identity.pod_id] = member
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
-        self._roster.put(pod, answers=member.answers)
+        self._put(member)
         self._tell(frozenset(ended))
 
     def _disown(self, member: Member) -> None:
         """Its pod is gone."""
-        pod, member.pod = member.pod, None
-        if pod is not None:
-            del self._owners[pod.pod_id]
+        pods = member.end_life()
+        if pods:
+            del self._owners[pods[0].identity.pod_id]
+        for pod in pods:
             self._roster.drop(pod.pod_id)
+
+    def _put(self, member: Member) -> None:
+        for pod in member.pods:
+            self._roster.put(pod, answers=member.answers)
+
+    def _use_ranks(self, member: Member, ranks: Ranks) -> None:
+        """The engine's requests go to these ranks of it from now on; those under way end where they are."""
+        ended = member.use_ranks(ranks)
+        if ended is not None:
+            for pod in ended:
+                self._roster.drop(pod.pod_id)
+            self._put(member)
+            names = ", ".join(str(pod.pod_id) for pod in member.pods)
+            log.info("fleet: %s has the data-parallel ranks %s", member.url, names)
+            self._tell(frozenset(pod.pod_id for pod in ended))
 
     @staticmethod
     def _goes_on(member: Member, pod: Pod, identity: PodIdentity) -> bool:
@@ -426,17 +434,24 @@ class Fleet:
             member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
             return
         member.failures += 1
-        if member.admitted and (error.refused or member.failures >= self._eject_after):
-            log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
+        has_left = member.pod is not None and member.pod.faults.is_leaving and not error.silent
+        if member.admitted and (error.refused or has_left or member.failures >= self._eject_after):
+            if has_left:
+                log.info("fleet: %s has left: %s", member.url, error)
+            else:
+                log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
             member.admitted = False
             if member.pod is not None:
                 self._refresh(member.pod)
+                if error.asleep:
+                    for listener in self._sleep_listeners:
+                        listener(member.pod)
 
     def _refresh(self, pod: Pod) -> None:
-        """Whether the pod is to be chosen may have changed, but not who it is."""
-        member = self._owners.get(pod.pod_id)
-        if member is not None and member.pod is pod:
-            self._roster.put(pod, answers=member.answers)
+        """Whether the pod, all of its ranks, is to be chosen may have changed, but not who it is."""
+        member = self._owners.get(pod.identity.pod_id)
+        if member is not None and pod in member.pods:
+            self._put(member)
 
     def _tell(self, ended: frozenset[PodId] = frozenset()) -> None:
         """Which pods there are, or what they serve, has changed."""

@@ -8,11 +8,8 @@ from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.gateway.chooser import Choice
 from router.gateway.errors import UpstreamError
-from router.gateway.inbound import Inbound
 from router.gateway.outcome import Outcome
-
-TELLING_BYTES = 4096
-"""At the end of a body, which tell requests apart."""
+from router.gateway.telling import Told
 
 
 @dataclass(slots=True)
@@ -22,6 +19,10 @@ class Attempt:
     choice: Choice
     lease: Lease
     sent_s: float
+    told: Told | None = None
+    """For the other gateways; None where they hear nothing of it."""
+    session_id: str | None = None
+    """Under which the pod's KV events tell of its blocks; None: the client's own, if any, goes on."""
     outcome: Outcome | None = None
     """None while it is under way, and where it was cancelled."""
     reason: str = ""
@@ -33,8 +34,6 @@ class Attempt:
     has_run: bool = False
     """Whether the pod began to do what was asked; else it holds nothing of the prompt for it."""
 
-    session_id: str | None = None
-    """Under which the pod's KV events tell of its blocks; None: the client's own, if any, goes on."""
     is_on_budget: bool = False
     """Whether it counts as a further attempt under way, which there is a budget for."""
 
@@ -43,9 +42,23 @@ class Attempt:
         """Where it went."""
         return self.choice.pod
 
-    def fault_of(self, inbound: Inbound, now_s: float) -> Fault:
-        """The attempt as a failure of its pod."""
-        return Fault(hash(inbound.body[-TELLING_BYTES:]), self.sent_s, now_s)
+    def __enter__(self) -> Attempt:
+        """From here on it counts on its pod, here and for the other gateways."""
+        self.lease.__enter__()
+        if self.told is not None:
+            self.told.sent()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.lease.__exit__()
+        if self.told is not None:
+            self.told.ended(has_run=self.has_run)
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
+        self.lease.first_token(cached_tokens)
+        if self.told is not None:
+            self.told.began(cached_tokens)
 
     def failed(self, outcome: Outcome, now_s: float) -> None:
         """Without a first byte for the client. A pod that turns one request away while it answers others is full."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
@@ -16,13 +17,15 @@ from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
 from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
+from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
+from router.registry.speculation import Run
 from router.routing.affinity_groups import AffinityGroups
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
-from router.routing.wide import WidePolicy
+from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
+MOST_WITH_ADAPTERS = 256
+"""Pods up to which it counts for a decision which have the adapter loaded: each is looked at by itself then."""
 
 
 @dataclass(slots=True)
@@ -77,9 +82,11 @@ class Chooser:
         foreign_ttl_s: float,
         shadows: Shadows | None = None,
         wide_from: int = WIDE_FROM,
+        telling: Telling | None = None,
     ) -> None:
         """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
-        `wide_from`: pods from which all are looked at at once, by policies that can."""
+        `wide_from`: pods from which all are looked at at once, by policies that can. `telling`: of what answers refute.
+        """
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -94,6 +101,7 @@ class Chooser:
         self._shadows = shadows
         self._tables = Tables()
         self._wide_from = wide_from
+        self._telling = telling
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -104,7 +112,9 @@ class Chooser:
         choice, _, views = self._decide(inbound, excluded, now_s)
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
-        self._remember(choice.pod.pod_id, inbound, now_s)
+        self.remember(choice.pod.pod_id, inbound.keys, now_s)
+        if inbound.model in choice.pod.facts.adapters:
+            choice.pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
@@ -119,9 +129,11 @@ class Chooser:
         Unavailable."""
         now_s = self._clock()
         pods = self._pods(inbound, ())
-        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
+        if len(pods) >= self._wide_from:
+            return predictor.least_ttft_s(_info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         return min(predictor.ttfts_s(_info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
@@ -130,14 +142,25 @@ class Chooser:
 
         Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
         """
-        matches = self._index.match(inbound.keys, self._clock())
+        now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
-        longest = {pod.pod_id: matches[pod.pod_id].strides for pod in pods if pod.pod_id in matches}
-        there = max((strides for pod, strides in longest.items() if pod in without_room), default=0)
-        elsewhere = max((strides for pod, strides in longest.items() if pod not in without_room), default=0)
+        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
+        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        sets, _ = self._index.match_sets(inbound.keys, now_s)
+        there = elsewhere = 0
+        for holders, strides in reversed(sets):  # each within the one after, with more strides
+            if not there and any(pod in without_room and pod in serving for pod in holders):
+                there = strides
+            if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
+                elsewhere = strides
+            if elsewhere:
+                break
         if there <= elsewhere:
             return 0.0
-        token_s = min(pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room)
+        if table is None:
+            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
+        else:
+            token_s = table.at(now_s).least_token_s(without_room)
         return (there - elsewhere) * inbound.tokens_per_stride * token_s
 
     def _decide(
@@ -145,7 +168,7 @@ class Chooser:
     ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        if len(pods) >= self._wide_from:
+        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
             if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
                 return self._decide_wide(inbound, policy, pods, now_s), pods, ()
         elif inbound.model in self._tables and not excluded:
@@ -158,6 +181,16 @@ class Chooser:
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
         """As `_decide`, without a view of each pod."""
+        seen, sets = self._seen(inbound, pods, now_s)
+        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        table = seen.table
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
+
+    def _seen(
+        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
+    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
+        """The pods at the moment, and which of them hold how many strides of the request."""
         table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
@@ -167,13 +200,24 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
-        decision = policy.choose_wide(_info(inbound, now_s), seen)
-        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
-        return Choice(pods[decision.pod], policy.name, decision, held)
+        return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> None:
         """The request did not run on the chosen pod."""
         self._index.retract(choice.pod.pod_id, inbound.keys)
+
+    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
+        """What tells others of the request on its pod; None where nobody is told."""
+        if self._telling is None:
+            return None
+        return self._telling.of(
+            choice.pod.pod_id,
+            request_id,
+            inbound.keys,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+        )
 
     def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
         """What the answer said of its tokens: ratios of the model, and whether the pod held what was believed.
@@ -181,7 +225,7 @@ class Chooser:
         `usage` gets the cached tokens that the engine left out because there were none.
         """
         estimate = self._estimates.of(inbound.model)
-        if usage.completion_tokens:
+        if usage.completion_tokens and not usage.is_broken:
             estimate.saw_output(usage.completion_tokens / inbound.prompts)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE
@@ -212,13 +256,39 @@ class Chooser:
             return
         if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
             return
-        now_s = self._clock()
-        self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
-        self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
+        self.refute(choice.pod.pod_id, inbound.keys, held, self._clock())
+        if self._telling is not None:
+            self._telling.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
 
-    def _remember(self, pod: PodId, inbound: Inbound, now_s: float) -> None:
-        ttl_s = self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
-        self._index.speculate(pod, inbound.keys, now_s, ttl_s)
+    # -- what is believed, by this gateway's requests and by what others tell ---------------------------------
+
+    def remember(self, pod: PodId, keys: Keys, now_s: float) -> None:
+        """The pod counts as holding `keys`: a request with them went there."""
+        self._index.speculate(pod, keys, now_s, self._ttl_s(pod))
+
+    def retract(self, pod: PodId, keys: Keys) -> None:
+        """The request did not run there."""
+        self._index.retract(pod, keys)
+
+    def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
+        """The pod had held only so many of `keys`. It holds them all now: the answer that told so has computed them."""
+        self._index.refute(pod, keys, held_strides, now_s)
+        self.remember(pod, keys, now_s)
+
+    def forget(self, pod: PodId) -> None:
+        """Nothing is believed of the pod."""
+        self._index.drop(pod)
+
+    def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
+        """What another gateway believed of the pod."""
+        self._index.believe(pod, runs, now_s, self._ttl_s(pod))
+
+    def believed(self, pod: PodId) -> Sequence[Run]:
+        """What is believed of the pod, for others."""
+        return self._index.believed(pod)
+
+    def _ttl_s(self, pod: PodId) -> float:
+        return self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
 
     def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
         pods: Sequence[Pod] = self._fleet.pods(inbound.model)
@@ -255,22 +325,27 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        views = []
+        views: list[PodView] = []
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                view = pod.state.view(pod.pod_id, now_s=now_s)
-                view.weight = pod.weight
-                views.append(view)
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
                 continue
             tokens = min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-            view.weight = pod.weight
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
+        if _is_adapter(inbound, pods):
+            for pod, view in zip(pods, views, strict=True):
+                view.adapter_s = pod.adapters.setup_s(inbound.model)
         return views
+
+
+def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
+    """Whether the model is an adapter that engines list: on all that do, or on none."""
+    return inbound.model in pods[0].facts.adapters
 
 
 def _info(inbound: Inbound, now_s: float) -> RequestInfo:

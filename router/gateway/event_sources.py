@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from router.config import GatewaySettings
 from router.events.follow import Source
-from router.fleet.fleet import Member
+from router.fleet.member import Member
 from router.routing.types import PodId
 
 

@@ -13,6 +13,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from engine.contract import headers
 from engine.contract.api_keys import KeyFileError
+from router.fleet.pod import Pod
 
 RawFields = Sequence[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
@@ -32,6 +33,7 @@ _REQUEST_ONLY = (
         "content-length",
         "content-encoding",
         "expect",
+        headers.DATA_PARALLEL_RANK,
         headers.POLICY,
         headers.PRIORITY,
         headers.REQUEST_ID,
@@ -61,19 +63,30 @@ class UpstreamHeaders:
         own = set() if passes_authorization else {"authorization"}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
         self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
-        self._shown = b""
-        self.credentials: dict[str, str] = {}
-        """What engines are shown of the gateway itself."""
+        self._shown: dict[str, bytes] = {}
+        """By the name of the key; the one for all engines has none."""
+        self._credentials: dict[str, dict[str, str]] = {}
 
-    def use_key(self, keys: Sequence[str]) -> None:
-        """From now on show engines this one key. Raises KeyFileError where there are several."""
+    def use_key(self, keys: Sequence[str], name: str = "") -> None:
+        """From now on show engines this one key: those that want the key `name`, or all that want no other.
+
+        Raises KeyFileError where there are several.
+        """
         if len(keys) != 1:
-            raise KeyFileError(f"--engine-api-key-file must hold one key, not {len(keys)}")
-        self.credentials = {"Authorization": f"Bearer {keys[0]}"}
-        self._shown = b"".join(f"{name}: {value}\r\n".encode() for name, value in self.credentials.items())
+            raise KeyFileError(f"{name or '--engine-api-key-file'} must hold one key, not {len(keys)}")
+        credentials = {"Authorization": f"Bearer {keys[0]}"}
+        self._credentials[name] = credentials
+        self._shown[name] = b"".join(f"{field}: {value}\r\n".encode() for field, value in credentials.items())
 
-    def of(self, incoming: RawFields, request_id: str, session_id: str | None = None) -> bytes:
-        """Those of a request that came with `incoming`, as they are sent. `session_id`: in place of the client's."""
+    def credentials_of(self, key: str) -> Mapping[str, str]:
+        """What engines that want the key of that name are shown of the gateway itself."""
+        return self._credentials.get(key) or self._credentials.get("", {})
+
+    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None, session_id: str | None = None) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank.
+
+        `session_id`: in place of the client's.
+        """
         dropped = self._dropped if session_id is None else self._dropped_with_session
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
@@ -87,7 +100,9 @@ class UpstreamHeaders:
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
         if session_id is not None:
             lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())
-        lines.append(self._shown)
+        if pod is not None:
+            lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
+            lines.append(pod.rank_field)
         return b"".join(lines)
 
 

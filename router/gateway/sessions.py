@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 
 from engine.contract import headers
 from router.events.feed import EventFeed
-from router.gateway.attempt import Attempt
+from router.fleet.pod import Pod
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import Inbound
 
@@ -27,18 +27,18 @@ class Sessions:
     def __init__(self, feed: EventFeed | None) -> None:
         self._feed = feed
 
-    def begin(self, attempt: Attempt, inbound: Inbound) -> None:
-        """The attempt is about to be sent."""
-        feed, pod = self._feed, attempt.pod
+    def begin(self, pod: Pod, inbound: Inbound, at_s: float) -> str | None:
+        """The session of an attempt that is about to be sent; None: the client's own, if any, goes on."""
+        feed = self._feed
         if feed is None or not feed.follows(pod.pod_id):
-            return
+            return None
         if inbound.prompts != 1:
-            attempt.session_id = MULTIPLE
-            return
-        attempt.session_id = session = f"{random.getrandbits(64):016x}"
+            return MULTIPLE
+        session = f"{random.getrandbits(64):016x}"
         feed.on_routed(
-            pod.pod_id, session, inbound.keys, inbound.prompt_tokens, attempt.sent_s, prompt_bytes=inbound.prompt_bytes
+            pod.pod_id, session, inbound.keys, inbound.prompt_tokens, at_s, prompt_bytes=inbound.prompt_bytes
         )
+        return session
 
     def ended(self, exchange: Exchange) -> None:
         """The request was answered."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from struct import Struct
 from typing import NewType
 
@@ -36,6 +37,10 @@ def _use(used_at_s: float, expires_at_s: float, settled_at_s: float = -math.inf,
 def _unpack(use: _Use) -> tuple[float, float, float, bool]:
     """Used at, expires at, settled at, is first."""
     return _USE.unpack(use)
+
+
+Run = tuple[float, Sequence[PrefixKey]]
+"""When keys were last used, and those keys, in the order in which they would be dropped."""
 
 
 class Speculation:
@@ -85,6 +90,39 @@ class Speculation:
             return new, ()
         room = len(uses) - self._limit + int(self._limit * _ROOM_SHARE)
         return new, self.discard(list(islice(uses, room)))
+
+    def runs(self) -> list[Run]:
+        """All entries, the first to be dropped first."""
+        return [
+            (_unpack(use)[0], [key for key, _ in entries])
+            for use, entries in groupby(self._uses.items(), key=itemgetter(1))
+        ]
+
+    def merge(self, runs: Iterable[Run], now_s: float, ttl_s: float) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
+        """Enter what somebody else knew: a use that is newer than the one known here counts. The new keys, and what had
+        to make room."""
+        uses = self._uses
+        found: dict[PrefixKey, _Use] = {}
+        for used_at_s, keys in runs:
+            expires_at_s = math.ceil((used_at_s + ttl_s) / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+            if expires_at_s <= now_s:
+                continue
+            use = _use(used_at_s, expires_at_s)
+            for key in keys:
+                old = found.get(key) or uses.get(key)
+                if old is None or _unpack(old)[0] < used_at_s:
+                    found[key] = use
+        if not found:
+            return (), ()
+        new = [key for key in found if key not in uses]
+        entries = sorted({**uses, **found}.items(), key=lambda entry: _unpack(entry[1])[0])
+        uses.clear()
+        uses.update(entries)
+        self.next_expiry_s = min(self.next_expiry_s, _unpack(entries[0][1])[1])
+        self._newest_expiry_s = max(self._newest_expiry_s, _unpack(entries[-1][1])[1])
+        if len(uses) <= self._limit:
+            return new, ()
+        return new, self.discard(list(islice(uses, len(uses) - self._limit)))
 
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
         """Drop those of `keys` that one use alone vouches for; the dropped."""

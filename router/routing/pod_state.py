@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import PodSpeed, decode_s, further_steps, prefill_s, step_left_s
+from router.routing.reported import FRESH_S, Counts, Reported
 from router.routing.row import EARLY_S, PodRow, fullness
 from router.routing.types import PodId, PodView
 
-FRESH_S = 3.0
-"""A report counts fully up to this age ..."""
-STALE_S = 10.0
-"""... and not at all from this one."""
+USUAL_TOKENS = 512.0
+"""Prompt tokens to be prefilled of a request of which nothing is known, on a pod that this gateway sent none yet."""
+_FOLLOW = 0.05
+"""Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
 """A report may lack what was sent this long before it came: publishing takes up to 50 ms, the way there the rest."""
 
@@ -40,6 +42,14 @@ class _Sent:
     requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
 
 
+class Mark(NamedTuple):
+    """How much was known of a pod at one moment."""
+
+    in_flight: int
+    sent: int
+    """Requests ever sent."""
+
+
 class PodState:
     """Load and speed of one pod. Every time is seconds of one monotonic clock, passed in and never going back.
 
@@ -53,16 +63,14 @@ class PodState:
         "_decoding",
         "_free_at_s",
         "_joins_until_s",
-        "_others",
-        "_others_until_s",
         "_pending",
         "_pending_tokens",
         "_prefilled",
-        "_report",
-        "_reported_s",
+        "_reported",
+        "_sent",
         "_speed",
         "_stepped_s",
-        "_waiting_since_s",
+        "_usual_tokens",
         "_watchers",
         "_weight",
     )
@@ -81,14 +89,11 @@ class PodState:
         self._joins_until_s = -math.inf
         """When the last step begins that is reckoned for what waits: what is sent before then shares it."""
         self._speed = PodSpeed()
-        self._report: LoadReport | None = None
-        self._reported_s = 0.0
-        self._others = LoadReport()
-        """Share of the last report that this gateway did not send."""
-        self._others_until_s = 0.0
-        """When the others' prefill should end."""
-        self._waiting_since_s = math.inf
-        """When the first of the reports came that, without a break, say that requests wait; infinite: none does."""
+        self._reported = Reported()
+        self._sent = 0
+        """Requests ever sent."""
+        self._usual_tokens = USUAL_TOKENS
+        """Uncached tokens of a request here: a moving mean."""
         self._watchers: tuple[set[PodState], ...] = ()
         self._weight = 1.0
 
@@ -145,6 +150,8 @@ class PodState:
             self._free_at_s = begins_s + step_s
         self._free_at_s = max(self._free_at_s, now_s) + work_s
         self._pending_tokens += uncached_tokens
+        self._sent += 1
+        self._usual_tokens += _FOLLOW * (uncached_tokens - self._usual_tokens)
         self._pending[request_id] = _Sent(
             prompt_tokens,
             uncached_tokens,
@@ -171,7 +178,7 @@ class PodState:
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
         uncached = request.uncached_tokens if cached_tokens is None else request.prompt_tokens - cached_tokens
-        if request.was_alone and self._others_until_s <= request.sent_s:  # else the time is partly others'
+        if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else the time is partly others'
             self._speed.observe(max(0, uncached), now_s - request.sent_s, now_s)
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
@@ -194,12 +201,45 @@ class PodState:
                 # Given up in vain. Else a pod that hangs would look idle again, and have the next one wait as long.
                 self._free_at_s = max(self._free_at_s, 2 * now_s - request.due_s)
 
+    def sent_elsewhere(
+        self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
+    ) -> None:
+        """Another gateway sent a request at `now_s`, which may be a little while ago. Of its first token nothing is
+        expected here: it counts as decoding when its prefill should have ended, and teaches no speed."""
+        for request in self._pending.values():
+            if request.sent_s >= now_s:
+                request.was_alone = False
+        self.sent(
+            request_id,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached_tokens,
+            output_tokens=output_tokens,
+            now_s=now_s,
+            streams=False,
+        )
+
+    def began_elsewhere(self, request_id: str, *, now_s: float) -> None:
+        """The first token of such a request came."""
+        request = self._pending.get(request_id)
+        if request is not None:
+            self._tell()
+            self._withdraw(request_id, request, now_s)
+            self._context_tokens += request.context_tokens
+            self._decoding[request_id] = request
+
+    def finished_elsewhere(self, request_id: str, *, now_s: float) -> None:
+        """Such a request has left the pod. Too long ago to tell when the pod's steps end."""
+        self._tell()
+        if (request := self._decoding.pop(request_id, None)) is not None:
+            self._context_tokens -= request.context_tokens
+        elif (request := self._pending.get(request_id)) is not None:
+            self._withdraw(request_id, request, now_s)
+
     def report(self, load: LoadReport, *, now_s: float) -> None:
         """A load report of the pod."""
         self._tell()
         self._settle(now_s)
-        self._report, self._reported_s = load, now_s
-        self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
+        self._reported.note(load, now_s)
         self._speed.report(load.cost)
         self._reprice(now_s)
         self._forget_prefilled(now_s)
@@ -211,16 +251,44 @@ class PodState:
             max(0, load.uncached_tokens - self._pending_tokens - recent_tokens),
             load.uncached_tokens * others // max(1, requests),
         )
-        self._others_until_s = now_s + self._queued_s(others_tokens)
+        self._reported.others_until_s = now_s + self._queued_s(others_tokens)
         unseen_s = sum(r.work_s for r in self._pending.values() if now_s - r.sent_s < REPORT_LAG_S)
         steps_s = (1 + (self._joins_until_s > now_s)) * self._step_s() if self._pending else 0.0
         self._free_at_s = min(self._free_at_s, now_s + self._queued_s(load.uncached_tokens) + unseen_s + steps_s)
-        self._others = LoadReport(
+        self._reported.others = LoadReport(
             running=others,
             uncached_tokens=others_tokens,
             decoding=max(0, load.decoding - len(self._decoding)),
             context_tokens=max(0, load.context_tokens - self._context_tokens),
         )
+
+    @property
+    def mark(self) -> Mark:
+        """How things stand, for `counted`."""
+        return Mark(len(self._pending) + len(self._decoding), self._sent)
+
+    def counted(self, counts: Counts, since: Mark, *, capacity_tokens: int | None, now_s: float) -> None:
+        """The pod's metrics, asked for at `since`: a correction of what others have there, and nothing else.
+
+        Whatever was there at any time since then counts as known, so what began or ended meanwhile is taken for
+        nobody's twice. What the pod does with requests of others is not told: those that wait have as many tokens to
+        prefill as requests sent from here, the others decode. `capacity_tokens`: of its KV cache, None: not known.
+        """
+        self._tell()
+        self._settle(now_s)
+        self._reported.note(counts.as_load(), now_s)
+        known = since.in_flight + self._sent - since.sent
+        others = max(0, counts.running + counts.waiting - known)
+        waiting = min(others, max(0, counts.waiting - len(self._pending)))
+        tokens = round(waiting * self._usual_tokens)
+        context = 0
+        if others > waiting and capacity_tokens is not None and counts.kv_used is not None:
+            own = self._context_tokens + sum(request.prompt_tokens for request in self._pending.values())
+            context = max(0, round(counts.kv_used * capacity_tokens) - own)
+        self._reported.others = LoadReport(
+            running=others, uncached_tokens=tokens, decoding=others - waiting, context_tokens=context
+        )
+        self._reported.others_until_s = now_s + self._queued_s(tokens)
 
     def view(
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
@@ -230,23 +298,25 @@ class PodState:
         if self._pending:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
-        pending, decoding, speed = len(self._pending), len(self._decoding), self._speed
-        view = PodView(
+        decoding, speed = len(self._decoding), self._speed
+        view = PodView(  # in the order of its fields: names would cost more
             pod_id,
             matched_tokens,
             host_tokens,
             disk_tokens,
-            pending + decoding,
+            len(self._pending) + decoding,
             self._pending_tokens,
             decoding,
             self._context_tokens,
             free_at_s,
-            cost=speed.cost,
-            cost_is_prior=not speed.is_known(now_s),
-            stepped_s=self._stepped_s,
+            self._stepped_s,
+            speed.cost,
+            not speed.is_known(now_s),
+            0.0,
+            self._weight,
         )
-        if self._report is not None:
-            self._add_reported(view, self._report, now_s)
+        if self._reported.load is not None:
+            self._reported.add_to(view, now_s)
         return view
 
     def row(self, now_s: float) -> PodRow[float]:
@@ -254,22 +324,26 @@ class PodState:
         self._settle(now_s)
         pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self._speed
         in_flight = pending + decoding
-        due_s = next((request.due_s for request in self._pending.values() if request.streams), math.inf)
-        until_s = self._pending_until_s()
+        due_s = until_s = math.inf
+        for request in self._pending.values():
+            if request.streams:
+                due_s = request.due_s
+                break
+            # When the first of them counts as decoding without its first token seen.
+            until_s = min(until_s, request.due_s)
         is_known = speed.is_known(now_s)
         if is_known:
             until_s = min(until_s, speed.known_until_s - EARLY_S)
         others_until_s, trust, span_s, others_uncached, full = -math.inf, 0.0, 1.0, 0.0, 0.0
-        report, others = self._report, self._others
-        if report is not None and (trust := self._trust(now_s)):
-            until_s = min(until_s, self._reported_s + FRESH_S - EARLY_S) if trust == 1 else -math.inf
-            if report.blocks_free < report.blocks_total:
-                full = fullness(trust * min(1.0, 1 - report.blocks_free / report.blocks_total))
+        reported, others = self._reported, self._reported.others
+        if trust := reported.trust(now_s):
+            until_s = min(until_s, reported.at_s + FRESH_S - EARLY_S) if trust == 1 else -math.inf
+            full = fullness(trust * reported.kv_used)
             in_flight += round(trust * others.running)
             decoding += round(trust * others.decoding)
             context += round(trust * others.context_tokens)
-            others_until_s = self._others_until_s
-            span_s = max(others_until_s - self._reported_s, 1e-9)
+            others_until_s = reported.others_until_s
+            span_s = max(others_until_s - reported.at_s, 1e-9)
             others_uncached = trust * others.uncached_tokens
         return PodRow(
             self._free_at_s,
@@ -291,12 +365,6 @@ class PodState:
             until_s,
         )
 
-    def _pending_until_s(self) -> float:
-        """When the next request counts as decoding without its first token seen."""
-        for request in self._pending.values():
-            return math.inf if request.streams else request.due_s
-        return math.inf
-
     def queue_s(self, now_s: float) -> float:
         """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""
         free_at_s = self._free_at_s
@@ -304,8 +372,8 @@ class PodState:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         wait_s = max(0.0, free_at_s - now_s)
-        if self._others_until_s > now_s:
-            wait_s += self._trust(now_s) * (self._others_until_s - now_s)
+        if self._reported.others_until_s > now_s:
+            wait_s += self._reported.trust(now_s) * (self._reported.others_until_s - now_s)
         return wait_s
 
     def knows_speed(self, now_s: float) -> bool:
@@ -323,26 +391,19 @@ class PodState:
 
     def waiting(self, now_s: float) -> int:
         """Requests that have no first token yet: this gateway's, or more where a report says so."""
-        if self._report is None or now_s - self._reported_s >= FRESH_S:
+        reported = self._reported
+        if reported.load is None or now_s - reported.at_s >= FRESH_S:
             return len(self._pending)
-        return max(len(self._pending), self._report.waiting)
+        return max(len(self._pending), reported.load.waiting)
 
     def backed_up_s(self, now_s: float) -> float:
         """Seconds for which every report has said that requests wait; 0 where the last says no, or is old."""
-        if now_s - self._reported_s >= FRESH_S:
-            return 0.0
-        return max(0.0, now_s - self._waiting_since_s)
+        return self._reported.backed_up_s(now_s)
 
     def requests(self, now_s: float) -> int:
         """Requests on the pod, those of other gateways included as far as it reports them."""
-        return len(self._pending) + len(self._decoding) + round(self._trust(now_s) * self._others.running)
-
-    def _trust(self, now_s: float) -> float:
-        """How much the last report counts: 1 while it is fresh, 0 once it is stale, and where there is none."""
-        age_s = now_s - self._reported_s
-        if self._report is None or age_s >= STALE_S:
-            return 0.0
-        return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
+        others = round(self._reported.trust(now_s) * self._reported.others.running)
+        return len(self._pending) + len(self._decoding) + others
 
     def _overdue_free_at_s(self, now_s: float) -> float:
         """A pod that keeps a request waiting past its time is taken to need as long again, and a step.
@@ -356,31 +417,10 @@ class PodState:
                 break
         return self._free_at_s
 
-    def _add_reported(self, view: PodView, report: LoadReport, now_s: float) -> None:
-        """Add to `view` what the last report says beyond this gateway's own requests; the older, the less it counts."""
-        trust = self._trust(now_s)
-        if not trust:
-            return
-        if report.blocks_free < report.blocks_total:
-            view.kv_used = trust * min(1.0, 1 - report.blocks_free / report.blocks_total)
-        others = self._others
-        if others.running:
-            view.in_flight += round(trust * others.running)
-        if others.decoding:
-            view.decoding += round(trust * others.decoding)
-        if others.context_tokens:
-            view.context_tokens += round(trust * others.context_tokens)
-        others_s = self._others_until_s - now_s
-        if others_s > 0:
-            drained = others_s / max(self._others_until_s - self._reported_s, 1e-9)
-            view.in_flight_uncached_tokens += round(trust * others.uncached_tokens * drained)
-            view.prefill_free_at_s = max(view.prefill_free_at_s, now_s) + trust * others_s
-
     def _step_s(self) -> float:
         """Seconds of a step of the pod, apart from its prefill."""
-        return decode_s(
-            self.cost, len(self._decoding) + self._others.decoding, self._context_tokens + self._others.context_tokens
-        )
+        others = self._reported.others
+        return decode_s(self.cost, len(self._decoding) + others.decoding, self._context_tokens + others.context_tokens)
 
     def _work_s(self, uncached_tokens: int, prompt_tokens: int) -> float:
         """See `_Sent.work_s`."""

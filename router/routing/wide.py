@@ -88,6 +88,12 @@ class WidePods:
             free_s[behind] = np.maximum(free_s[behind], now_s) + others_s
         return free_s
 
+    def least_token_s(self, without: Collection[PodId]) -> float:
+        """Seconds of prefill of a token on the fastest pod that is not among `without`."""
+        token_s = self.columns.token_s.copy()
+        token_s[self.table.rows(without)] = np.inf
+        return float(token_s.min())
+
     def load(self, now_s: float) -> Floats:
         """As `pick.load`."""
         columns = self.columns
@@ -188,19 +194,22 @@ class PodTable:
     def _renew(self, row: int, now_s: float) -> None:
         state = self._states[row]
         made = state.row(now_s)
-        self._cells[row] = made
+        self._cells[row] = made  # one at a time: several at once are slower, as each has to be taken apart first
         if made.valid_until_s < self._valid_until_s:
             self._valid_until_s = made.valid_until_s
         cost = state.cost
-        unit = None if made.is_prior else unit_s(cost)
-        if cost is not self.costs[row] or unit != self._units_s[row]:
-            before = self._units_s[row]
-            if before is not None:
-                del self._known[bisect_left(self._known, (before, row))]
-            if unit is not None:
-                insort(self._known, (unit, row))
-            self.costs[row], self._units_s[row] = cost, unit
-            self._speeds.clear()
+        if cost is not self.costs[row] or made.is_prior is not (self._units_s[row] is None):
+            self._place(row, cost, None if made.is_prior else unit_s(cost))
+
+    def _place(self, row: int, cost: StepCost, unit: float | None) -> None:
+        """The pod in `row` has those constants, and that speed if it is known."""
+        before = self._units_s[row]
+        if before is not None:
+            del self._known[bisect_left(self._known, (before, row))]
+        if unit is not None:
+            insort(self._known, (unit, row))
+        self.costs[row], self._units_s[row] = cost, unit
+        self._speeds.clear()
 
     def _reckon_speeds(self, same_speed: float) -> Speeds:
         known = self._known

@@ -9,7 +9,7 @@ from engine.contract.periods import SMALL_FLEET, Periods, periods
 from router.config import GatewaySettings
 from router.fleet.fleet import JITTER
 from router.registry.reader import REPLAY_S
-from router.routing.pod_state import FRESH_S
+from router.routing.reported import FRESH_S
 
 sizes = st.integers(0, 10**9)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import PRIOR
-from router.routing.pod_state import STALE_S, PodState
+from router.routing.pod_state import PodState
+from router.routing.reported import STALE_S
 from router.routing.types import PodId, PodView
 
 COST = StepCost(base_s=0.005, token_s=1e-4)

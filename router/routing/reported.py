@@ -1,0 +1,90 @@
+"""What a pod last said of its load, and the share of it that this gateway did not send. It counts less with age."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.contract.load import LoadReport
+from router.routing.types import PodView
+
+FRESH_S = 3.0
+"""A report counts fully up to this age ..."""
+STALE_S = 10.0
+"""... and not at all from this one."""
+PARTS = 1_000_000
+"""Of a KV cache of which only the used share is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What an engine's metrics say of its load at one moment."""
+
+    running: int
+    waiting: int
+    kv_used: float | None = None
+    """Share of the KV cache that running requests hold, 0 to 1; None: not told."""
+
+    def as_load(self) -> LoadReport:
+        """As far as a report can say it."""
+        total = 0 if self.kv_used is None else PARTS
+        free = round((1 - (self.kv_used or 0.0)) * total)
+        return LoadReport(self.running, self.waiting, blocks_free=free, blocks_total=total)
+
+
+class Reported:
+    """The last report of a pod. Every time is seconds of the clock of its `PodState`."""
+
+    __slots__ = ("_waiting_since_s", "at_s", "kv_used", "load", "others", "others_until_s")
+
+    def __init__(self) -> None:
+        self.load: LoadReport | None = None
+        self.at_s = 0.0
+        self.kv_used = 0.0
+        """Share of KV blocks that running requests hold."""
+        self.others = LoadReport()
+        """Share of the last report that this gateway did not send."""
+        self.others_until_s = 0.0
+        """When the others' prefill should end."""
+        self._waiting_since_s = math.inf
+        """When the first of the reports came that, without a break, say that requests wait; infinite: none does."""
+
+    def note(self, load: LoadReport, now_s: float) -> None:
+        """A report has come. What of it is the others' share is for the caller to say."""
+        self.load, self.at_s = load, now_s
+        is_used = load.blocks_free < load.blocks_total
+        self.kv_used = min(1.0, 1 - load.blocks_free / load.blocks_total) if is_used else 0.0
+        self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
+
+    def trust(self, now_s: float) -> float:
+        """How much the last report counts: 1 while it is fresh, 0 once it is stale, and where there is none."""
+        age_s = now_s - self.at_s
+        if self.load is None or age_s >= STALE_S:
+            return 0.0
+        return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
+
+    def backed_up_s(self, now_s: float) -> float:
+        """Seconds for which every report has said that requests wait; 0 where the last says no, or is old."""
+        if now_s - self.at_s >= FRESH_S:
+            return 0.0
+        return max(0.0, now_s - self._waiting_since_s)
+
+    def add_to(self, view: PodView, now_s: float) -> None:
+        """Add what the last report says beyond this gateway's own requests; the older, the less it counts."""
+        trust = self.trust(now_s)
+        if not trust:
+            return
+        if self.kv_used:
+            view.kv_used = trust * self.kv_used
+        others = self.others
+        if others.running:
+            view.in_flight += round(trust * others.running)
+        if others.decoding:
+            view.decoding += round(trust * others.decoding)
+        if others.context_tokens:
+            view.context_tokens += round(trust * others.context_tokens)
+        others_s = self.others_until_s - now_s
+        if others_s > 0:
+            drained = others_s / max(self.others_until_s - self.at_s, 1e-9)
+            view.in_flight_uncached_tokens += round(trust * others.uncached_tokens * drained)
+            view.prefill_free_at_s = max(view.prefill_free_at_s, now_s) + trust * others_s

@@ -1,0 +1,88 @@
+"""What an engine's metrics say corrects the share of others, and nothing that this gateway knows by itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.routing.pod_state import PodState
+from router.routing.reported import FRESH_S, STALE_S, Counts
+from router.routing.types import PodId, PodView
+
+
+def busy(requests: int, *, decoding: int = 0, now_s: float = 10.0) -> PodState:
+    """A pod with so many requests of this gateway, some of which have their first token."""
+    state = PodState()
+    for number in range(requests):
+        state.sent(str(number), prompt_tokens=1000, uncached_tokens=800, output_tokens=100, now_s=now_s)
+    for number in range(decoding):
+        state.first_token(str(number), now_s=now_s)
+    return state
+
+
+def view(state: PodState, now_s: float) -> PodView:
+    return state.view(PodId("a"), now_s=now_s)
+
+
+def count(state: PodState, counts: Counts, *, now_s: float = 10.0, capacity_tokens: int | None = None) -> None:
+    state.counted(counts, state.mark, capacity_tokens=capacity_tokens, now_s=now_s)
+
+
+def test_requests_beyond_those_known_here_are_others():
+    state = busy(3, decoding=1)
+    count(state, Counts(running=4, waiting=3))
+    seen = view(state, 10.0)
+    assert seen.in_flight == 7
+    assert seen.in_flight_uncached_tokens > 2 * 800, "one of those that wait is of others: two are ours"
+    assert seen.decoding == 1 + 3
+
+
+@given(own=st.integers(0, 6), decoding=st.integers(0, 6), running=st.integers(0, 6), waiting=st.integers(0, 6))
+def test_where_nothing_is_beyond_what_is_known_nothing_changes(own, decoding, running, waiting):
+    told = min(own, running + waiting)
+    counts = Counts(min(running, told), told - min(running, told))
+    state, untold = busy(own, decoding=min(own, decoding)), busy(own, decoding=min(own, decoding))
+    count(state, counts)
+    assert asdict(view(state, 10.5)) == asdict(view(untold, 10.5))
+
+
+@given(first=st.integers(0, 8), ended=st.integers(0, 8), begun=st.integers(0, 8), at_the_page=st.integers(0, 16))
+def test_what_begins_or_ends_while_the_page_is_on_its_way_is_nobodys_twice(first, ended, begun, at_the_page):
+    state = busy(first)
+    since = state.mark
+    for number in range(min(first, ended)):
+        state.finished(str(number), now_s=10.0)
+    for number in range(begun):
+        state.sent(f"new {number}", prompt_tokens=10, uncached_tokens=10, output_tokens=1, now_s=10.0)
+    told = min(at_the_page, first + begun)  # whatever the page's moment was: all of them are this gateway's
+    state.counted(Counts(told, 0), since, capacity_tokens=None, now_s=10.0)
+    assert view(state, 10.0).in_flight == max(0, first - ended) + begun
+
+
+def test_the_correction_fades_with_age_and_is_gone():
+    state = PodState()
+    count(state, Counts(running=8, waiting=0, kv_used=0.5))
+    loads = [(view(state, 10.0 + age_s).in_flight, view(state, 10.0 + age_s).kv_used) for age_s in (0, FRESH_S, 6)]
+    assert loads[0] == loads[1] == (8, 0.5)
+    assert 0 < loads[2][0] < 8
+    assert asdict(view(state, 10.0 + STALE_S)) == asdict(view(PodState(), 10.0 + STALE_S))
+
+
+def test_the_used_share_of_the_cache_tells_how_long_the_others_contexts_are():
+    state = busy(1, decoding=1)
+    count(state, Counts(running=3, waiting=0, kv_used=0.25), capacity_tokens=40_000)
+    assert view(state, 10.0).context_tokens == 10_000
+    count(state, Counts(running=1, waiting=0, kv_used=0.25), capacity_tokens=40_000)
+    assert view(state, 10.0).context_tokens == 1_050, "all requests are ours, and ours are known"
+
+
+def test_pods_whose_metrics_say_that_requests_wait_are_backed_up():
+    state = PodState()
+    for tick in range(3):
+        count(state, Counts(running=4, waiting=2), now_s=10.0 + tick)
+    assert state.backed_up_s(12.5) == 2.5
+    assert state.waiting(12.5) == 2
+    count(state, Counts(running=4, waiting=0), now_s=13.0)
+    assert state.backed_up_s(13.5) == 0.0
