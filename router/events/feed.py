@@ -219,7 +219,7 @@ class EventFeed:
             request.tokens = float(prompt_tokens)
             request.is_told = True
         elif request.tip is not None:  # the prompt's blocks are all here
-            request.tokens = min(request.tokens, (request.tip.depth + 1) * request.block_tokens - 1.0)
+            request.tokens = (request.prefilled + 0.5) * request.block_tokens
         if request.tip is not None and pod.space is not None:
             pod.space.map.place(request)
             pod.space.flush()
@@ -314,6 +314,8 @@ class EventFeed:
             return None
         request.block_tokens = event.block_tokens
         is_prompt = request.tip is None or request.tip.depth < request.prompt_blocks
+        if request.tip is None or len(event.hashes) > 1:
+            request.prefilled = tip.depth
         request.tip = tip
         return request if is_prompt else None
 

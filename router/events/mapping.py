@@ -29,7 +29,18 @@ _NO_BOUND = 2**31
 class Request:
     """A request at a pod, as far as its blocks are looked for. Never compared, only known by identity."""
 
-    __slots__ = ("block_tokens", "fork", "is_compared", "is_told", "keys", "parted", "size_bytes", "tip", "tokens")
+    __slots__ = (
+        "block_tokens",
+        "fork",
+        "is_compared",
+        "is_told",
+        "keys",
+        "parted",
+        "prefilled",
+        "size_bytes",
+        "tip",
+        "tokens",
+    )
 
     def __init__(self, keys: Sequence[PrefixKey], size_bytes: float, tokens: float) -> None:
         """`tokens`: of the prompt, estimated."""
@@ -41,6 +52,9 @@ class Request:
         self.tip: Node | None = None
         """The last block known of it; blocks of generated tokens follow those of the prompt."""
         self.block_tokens = 1
+        self.prefilled = 0
+        """Depth of the last block that was stored together with others, or was the first of it to be stored: generated
+        tokens' blocks are stored one by one, so the prompt ends in the block behind it."""
         self.fork: tuple[Request, int] | None = None
         """Another request, and how many keys it shares with this one, until it is known how many blocks they share."""
         self.parted: tuple[int, int] | None = None
@@ -207,7 +221,7 @@ class KeyMap:
     def _points(self, request: Request, known: Sequence[_Entry | None]) -> list[tuple[float, float]]:
         """Bytes and tokens of this request's prefixes, as far as known; both increase.
 
-        A crossing is a box that the line through the points has to meet. One that it misses bends it, just enough.
+        A crossing is a box that the line through the points has to meet. One that it misses bends it.
         """
         end = (request.size_bytes, request.tokens)
         points = [(0.0, 0.0)]
@@ -221,15 +235,16 @@ class KeyMap:
         return points
 
     def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
-        """Make the line meet the box of a stride from `size` on and a block from `tokens` on."""
-        for corner, sign in (((size, tokens + block_tokens - 1.0), 1), ((size + self._stride, tokens), -1)):
-            at = bisect_left(points, (corner[0], -1.0))
-            if not 0 < at < len(points):
-                continue
-            is_missed = sign * (_at(corner[0], points[at - 1], points[at]) - corner[1]) > 0
-            if is_missed and _is_between(points[at - 1], corner, points[at]):
-                points.insert(at, corner)
-                return
+        """Have the line go through the middle of the box of a stride from `size` on and a block from `tokens` on, if it
+        misses that."""
+        at = bisect_left(points, (size, -1.0))
+        if not 0 < at < len(points) or points[at][0] <= size + self._stride:
+            return
+        before, after = points[at - 1], points[at]
+        enters, leaves = _at(size, before, after), _at(size + self._stride, before, after)
+        middle = (size + self._stride / 2, tokens + block_tokens / 2)
+        if (enters >= tokens + block_tokens or leaves <= tokens) and _is_between(before, middle, after):
+            points.insert(at, middle)
 
 
 def _is_between(before: tuple[float, float], point: tuple[float, float], after: tuple[float, float]) -> bool:
