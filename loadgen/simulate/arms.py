@@ -43,4 +43,6 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         return TRIALS[name](simulation, stride)
     if name not in POLICY_NAMES:
         raise ValueError(f"unknown router {name!r}; known are {', '.join(ARM_NAMES)}")
-    return Gateway(name, simulation.timeline, stride=stride)
+    return Gateway(
+        name, simulation.timeline, stride=stride, publishes=simulation.spec.publishes, facts=simulation.facts
+    )

@@ -14,12 +14,13 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.digests import SharedDigests
 from loadgen.simulate.faults import Fault, FaultKind
-from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
+from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway, Said
 from loadgen.simulate.pod import PodSpec, Report, SimPod
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
+from router.fleet.facts import EngineFacts
 
 SHARES_EVERY_S = 1.0
 SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
@@ -40,6 +41,12 @@ class FleetSpec:
     """From a pod's death or birth to the gateways' knowing."""
     refuse_s: float = 0.05
     """For a gateway to find a dead pod unreachable."""
+    publishes: bool = True
+    """Whether the pods publish what they hold and their load; foreign engines do not."""
+    tells_capacity: bool = True
+    """Whether a pod that publishes nothing says how many tokens its cache holds."""
+    share_s: float | None = None
+    """Time after which gateways hear of each other's requests; None: never."""
     scrape_delay_s: float = 0.01
     """From a pod's answering a scrape to its use."""
 
@@ -91,7 +98,7 @@ class Simulation:
     ) -> None:
         self.timeline = Timeline()
         self.pods: dict[str, SimPod] = {}
-        self._spec = spec
+        self.spec = self._spec = spec
         self._workload = workload
         self._arrivals = arrivals
         self._sessions = sessions
@@ -117,6 +124,14 @@ class Simulation:
         """Whether a request is on its way or still to come."""
         return not self._started_all or bool(self._flights) or self._unstarted > 0
 
+    def facts(self, name: str) -> EngineFacts:
+        """What a pod tells a gateway of itself."""
+        pod = self.pods.get(name)
+        if pod is None or self.spec.publishes or not self.spec.tells_capacity:
+            return EngineFacts()
+        spec = pod.spec
+        return EngineFacts("vllm", None, spec.kv_tokens or spec.profile.kv_tokens, spec.block_size)
+
     def run(self, routers: Sequence[Router]) -> None:
         """Play everything, requests dealt to the routers in turn."""
         self._routers = routers
@@ -126,6 +141,11 @@ class Simulation:
                 self._again(_Periodic(router.scrape_s, partial(self._scrape, router)))
         for fault in self._spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
+        if self._spec.share_s is not None:
+            gateways = self._gateways()
+            for place, gateway in enumerate(gateways):
+                gateway.gateways(place, len(gateways))
+                gateway.tell = partial(self._said, gateway)
         if len(self._gateways()) > 1:
             self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
         self._begin_sessions()
@@ -374,6 +394,15 @@ class Simulation:
 
     def _gateways(self) -> list[Gateway]:
         return [router for router in self._routers if isinstance(router, Gateway)]
+
+    def _said(self, by: Gateway, said: Said) -> None:
+        assert self._spec.share_s is not None
+        for gateway in self._gateways():
+            if gateway is not by:
+                self.timeline.after(self._spec.share_s, partial(self._hear, gateway, said))
+
+    def _hear(self, gateway: Gateway, said: Said) -> None:
+        gateway.heard(said, self.timeline.now_s)
 
     def _exchange_shares(self) -> None:
         """What `router.registry.share_sync` does through Redis."""

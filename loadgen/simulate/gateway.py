@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.errors import Unavailable
+from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
 from loadgen.simulate.pod import Report
 from loadgen.simulate.routing import Offered, Scrape
 from loadgen.simulate.timeline import Timeline
 from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
+from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity
 from router.gateway.chooser import Choice, Chooser
@@ -22,11 +25,15 @@ from router.gateway.usage import Usage
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.affinity_groups import AffinityGroups
+from router.routing.latency import prefill_s
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.policies import make_policy
 from router.routing.shares import TrafficShares
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
+SHARE_LOAD = True
+DELAY = 0.07
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + RETRIES
 """Pods that a request is tried on."""
@@ -38,6 +45,21 @@ class _Open:
     choice: Choice
     lease: Lease
     cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a gateway tells the others of one of its requests."""
+
+    number: int
+    pod: str
+    keys: tuple[PrefixKey, ...]
+    prompt_tokens: int
+    output_tokens: int
+    uncached_tokens: int
+    strides: int
+    cached_tokens: int | None = None
+    stage: str = "sent"
 
 
 @dataclass(slots=True)
@@ -77,13 +99,17 @@ class Gateway:
         publishes: bool = True,
         made: Policy | None = None,
         speculation_ttl_s: float = SPECULATION_TTL_S,
+        facts: Callable[[str], EngineFacts] = lambda name: EngineFacts(),
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
         `made`: the policy, where it is not the one called `policy`.
         """
         self.name = policy
         self.takes_reports = publishes
+        self.tell: Callable[[Said], None] | None = None
+        """Where other gateways hear of what this one does; None: they do not."""
         self._clock = timeline.clock
+        self._facts = facts
         self._stride = stride
         self._serving = _Serving()
         self._index = PrefixIndex()
@@ -113,7 +139,8 @@ class Gateway:
             del serving.by_name[name]
         for name in pods:
             if name not in serving.by_name:
-                serving.by_name[name] = Pod(f"http://{name}", PodIdentity(PodId(name), None, ()))
+                pod = serving.by_name[name] = Pod(f"http://{name}", PodIdentity(PodId(name), None, ()))
+                pod.facts = self._facts(name)
         serving.listed = [serving.by_name[name] for name in sorted(pods)]
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
@@ -134,18 +161,73 @@ class Gateway:
         )
         lease.__enter__()
         self._open[request.number] = _Open(inbound, choice, lease)
+        self._say(self._open[request.number], request, "sent")
         return choice.pod.pod_id
+
+    def _say(self, opened: _Open, request: Offered, stage: str) -> None:
+        if self.tell is not None:
+            i = opened.inbound
+            self.tell(
+                Said(
+                    request.number,
+                    opened.choice.pod.pod_id,
+                    i.keys,
+                    i.prompt_tokens,
+                    i.output_tokens,
+                    max(0, i.prompt_tokens - opened.choice.cached_tokens),
+                    opened.choice.strides,
+                    opened.cached_tokens,
+                    stage,
+                )
+            )
+
+    def gateways(self, place: int, of: int) -> None:
+        if isinstance(self._policy, PredictedTtft):
+            self._policy.unseen.share(place, of)
+
+    def heard(self, said: Said, now_s: float) -> None:
+        pod = self._serving.by_name.get(said.pod)
+        if pod is None:
+            return
+        if said.stage == "sent":
+            if not self.takes_reports:
+                self._chooser.believe(
+                    pod, said.keys, now_s, tokens=said.prompt_tokens + said.output_tokens, key_tokens=self._stride / 4
+                )
+            if isinstance(self._policy, PredictedTtft):
+                self._policy.unseen.heard(prefill_s(pod.state.cost, said.uncached_tokens, said.prompt_tokens), DELAY, now_s)
+            if SHARE_LOAD:
+                pod.state.sent(
+                    f"o{said.number}",
+                    prompt_tokens=said.prompt_tokens,
+                    uncached_tokens=said.uncached_tokens,
+                    output_tokens=said.output_tokens,
+                    now_s=now_s,
+                )
+        elif said.stage == "first":
+            if SHARE_LOAD:
+                pod.state.first_token(f"o{said.number}", now_s=now_s, cached_tokens=said.cached_tokens)
+        else:
+            if SHARE_LOAD:
+                pod.state.finished(f"o{said.number}", now_s=now_s)
+            if said.cached_tokens is not None and not self.takes_reports:
+                held = math.ceil(said.cached_tokens * 4 / self._stride)
+                if held + 2 + said.strides // 8 < said.strides:
+                    self._index.refute(pod.pod_id, said.keys, held, now_s)
+                    self._chooser.believe(pod, said.keys, now_s, tokens=0, key_tokens=self._stride / 4)
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
         """See `Router`."""
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
         opened.lease.first_token(cached_tokens)
+        self._say(opened, request, "first")
 
     def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
         """See `Router`."""
         opened = self._open.pop(request.number)
         opened.lease.__exit__()
+        self._say(opened, request, "ended")
         if completed:
             usage = Usage(len(request.tokens), request.output_tokens, opened.cached_tokens)
             self._chooser.learn(opened.inbound, opened.choice, usage)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.contract.keys import PrefixKey
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
@@ -18,6 +19,7 @@ from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
+from router.registry.room import Taken
 from router.routing.affinity_groups import AffinityGroups
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
@@ -104,10 +106,10 @@ class Chooser:
         choice, _, views = self._decide(inbound, excluded, now_s)
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
-        self._remember(choice.pod.pod_id, inbound, now_s)
+        self._remember(choice.pod, inbound, now_s)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
-            self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
+            self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
@@ -122,7 +124,7 @@ class Chooser:
         views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
-        return min(predictor.ttfts_s(_info(inbound, now_s), views))
+        return min(predictor.ttfts_s(self._info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Seconds that the request had better wait for one of the pods `without_room` than go to another: what the
@@ -152,7 +154,7 @@ class Chooser:
             self._tables.drop(inbound.model)
         matches = self._index.match(inbound.keys, now_s)
         views = self._views(inbound, pods, matches, now_s)
-        decision = policy.choose(_info(inbound, now_s), views, explain=explain)
+        decision = policy.choose(self._info(inbound, now_s), views, explain=explain)
         pod = pods[decision.pod]
         return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
 
@@ -167,7 +169,7 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
-        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        decision = policy.choose_wide(self._info(inbound, now_s), seen)
         held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
         return Choice(pods[decision.pod], policy.name, decision, held)
 
@@ -208,17 +210,40 @@ class Chooser:
         """
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
-        if held + slack >= choice.strides:
+        pod = choice.pod
+        if abs(held - choice.strides) <= slack:
             return
-        if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+        if pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+            return
+        if held > choice.strides:
+            tokens = cached_tokens - choice.strides * inbound.tokens_per_stride
+            self._index.was_held(pod.pod_id, inbound.keys, choice.strides, tokens)
             return
         now_s = self._clock()
-        self._index.refute(choice.pod.pod_id, inbound.keys, held, now_s)
-        self._remember(choice.pod.pod_id, inbound, now_s)  # the prompt has been computed there by this answer
+        self._index.refute(pod.pod_id, inbound.keys, held, now_s)
+        self._remember(pod, inbound, now_s, is_first=False)  # the prompt has been computed there by this answer
 
-    def _remember(self, pod: PodId, inbound: Inbound, now_s: float) -> None:
-        ttl_s = self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
-        self._index.speculate(pod, inbound.keys, now_s, ttl_s)
+    def _remember(self, pod: Pod, inbound: Inbound, now_s: float, *, is_first: bool = True) -> None:
+        """Believe that the pod holds the request's keys. `is_first`: the request is new to it, and takes room."""
+        if self._registry.reports(pod.pod_id):
+            self._index.speculate(pod.pod_id, inbound.keys, now_s, self._speculation_ttl_s)
+        else:
+            tokens = inbound.prompt_tokens + inbound.output_tokens if is_first else 0
+            self.believe(pod, inbound.keys, now_s, tokens=tokens, key_tokens=inbound.tokens_per_stride)
+
+    def believe(
+        self, pod: Pod, keys: Sequence[PrefixKey], now_s: float, *, tokens: int, key_tokens: float
+    ) -> None:
+        """A request with these keys went to a pod that publishes nothing, from this gateway or another one.
+
+        `tokens`: of its prompt and expected answer, 0 where they were counted before. `key_tokens`: that a key stands
+        for, on average.
+        """
+        facts = pod.facts
+        capacity = facts.kv_capacity_tokens
+        ttl_s = self._foreign_ttl_s if capacity is None else math.inf
+        taken = Taken(tokens, key_tokens, capacity, facts.block_tokens)
+        self._index.speculate(pod.pod_id, keys, now_s, ttl_s, taken)
 
     def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
         pods: Sequence[Pod] = self._fleet.pods(inbound.model)
@@ -255,23 +280,23 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        views = []
+        index, views = self._index, []
+        regrets = index.regret > 0
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
                 view = pod.state.view(pod.pod_id, now_s=now_s)
-                view.weight = pod.weight
-                views.append(view)
-                continue
-            tokens = min(int(match.strides * per_stride), prompt_tokens)
-            view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+            else:
+                tokens = min(int(match.strides * per_stride), prompt_tokens)
+                view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+                if match.host_strides or match.disk_strides:
+                    view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                    view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             view.weight = pod.weight
-            if match.host_strides or match.disk_strides:
-                view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
-                view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+            if regrets:
+                view.room_tokens = index.room_tokens(pod.pod_id)
             views.append(view)
         return views
 
-
-def _info(inbound: Inbound, now_s: float) -> RequestInfo:
-    return RequestInfo(inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens)
+    def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
+        return RequestInfo(inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, self._index.regret)

@@ -16,6 +16,7 @@ from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
+from router.routing.unseen import Unseen
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
 from router.routing.wide_ttft import Weights, WideCosts, wide_costs, wide_owed_after
 
@@ -30,6 +31,9 @@ _FOLLOW = 0.02
 """Weight of a request in that mean, and in a usual prompt's prefill."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
+import os
+U=float(os.environ.get('U','1'))
+W=float(os.environ.get("W","1"))
 _WARM = 0.5
 """Part of a prompt from which a pod that holds it counts as warm."""
 
@@ -49,6 +53,8 @@ class PodCost:
     """For what its prefill adds to the step that it shares with a request that waits already."""
     stall_s: float
     """For what its prefill keeps the decoding requests waiting."""
+    evict_s: float
+    """For computing again what the pod evicts to make room."""
     duplicate_s: float
     """Part of `own_s` and `stall_s` that a pod with the longest match would be spared."""
     switch_s: float
@@ -82,6 +88,7 @@ class PredictedTtft(WidePolicy):
         same_speed: float,
     ) -> None:
         self._weights = Weights(host_share, disk_share, pressure_weight, stall_weight, switch_margin, same_speed)
+        self.unseen = Unseen()
         self._debts = Debts()
         self._turns = Turns()
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
@@ -156,10 +163,13 @@ class PredictedTtft(WidePolicy):
         least = min([waiting[i] for i in equals])
         is_warm = least_match >= _WARM * request.prompt_tokens
         ranks = [math.inf] * len(pods)
+        equals = [i for i in equals if waiting[i] == least]
+        if self.unseen.per_pod_s(len(pods), request.now_s):
+            parts = [self.unseen.own_part(i, len(pods)) for i in equals]
+            equals = [i for i, part in zip(equals, parts, strict=True) if part == max(parts)]
         for i in equals:
-            if waiting[i] == least:
-                pod_id = pods[i].pod_id
-                ranks[i] = self._turns.last(pod_id) if is_warm else self._recent.rank(pod_id)
+            pod_id = pods[i].pod_id
+            ranks[i] = self._turns.last(pod_id) if is_warm else self._recent.rank(pod_id)
         return lowest(request, pods, ranks)
 
     def _choose_equal_wide(self, request: RequestInfo, pods: WidePods, costs: WideCosts) -> int:
@@ -214,7 +224,7 @@ class PredictedTtft(WidePolicy):
         self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
     ) -> tuple[list[PodCost], list[float]]:
         """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
-        now_s, prompt, weights = request.now_s, request.prompt_tokens, self._weights
+        now_s, prompt, weights, regret = request.now_s, request.prompt_tokens, self._weights, request.regret
         speeds = self._speeds(pods)
         # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
         waits_s = [
@@ -227,7 +237,10 @@ class PredictedTtft(WidePolicy):
         least_tokens = max(1, prompt - longest_match)
         costs, scores = [], []
         last_cost, last_match = None, -1
-        for pod, cost, wait_s in zip(pods, speeds, waits_s, strict=True):
+        unseen_s = self.unseen.per_pod_s(len(pods), now_s)
+        for row, (pod, cost, wait_s) in enumerate(zip(pods, speeds, waits_s, strict=True)):
+            if unseen_s:
+                wait_s += U * unseen_s * (1 - self.unseen.own_part(row, len(pods)))
             if cost is not last_cost or pod.matched_tokens != last_match:
                 last_cost, last_match = cost, pod.matched_tokens  # most pods are equally fast and hold equally much
                 uncached = max(1, prompt - last_match)
@@ -250,6 +263,10 @@ class PredictedTtft(WidePolicy):
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
+            evict_s = 0.0
+            if regret and pod.room_tokens < uncached + request.output_tokens:
+                evicted = uncached + request.output_tokens - pod.room_tokens
+                evict_s = W * regret * cost.token_s * evicted
             if uncached > least_tokens:
                 duplicate_s = own_s - least_s + stall_s - stall * least_stalled_s
                 switch_s = weights.switch_margin * duplicate_s
@@ -264,6 +281,7 @@ class PredictedTtft(WidePolicy):
                     pressure_s,
                     sharing_s,
                     stall_s,
+                    evict_s,
                     duplicate_s,
                     switch_s,
                     credit_s,
@@ -278,6 +296,7 @@ class PredictedTtft(WidePolicy):
                 + pressure_s
                 + sharing_s
                 + stall_s
+                + evict_s
                 + switch_s
                 - credit_s
             )

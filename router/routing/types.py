@@ -29,6 +29,8 @@ class RequestInfo:
     now_s: float
     output_tokens: int = 128
     """Expected length of the answer: learnt mean, or less where the request says so."""
+    regret: float = 0.0
+    """Probability that what a full pod evicts for the request is asked for again, 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class PodView:
     """Whether nothing was heard of the pod's speed lately: it is to be taken for as fast as its peers."""
     kv_used: float = 0.0
     """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
+    room_tokens: float = math.inf
+    """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
     weight: float = 1.0
     """Traffic it is meant to take beside others, for policies that do not learn what a pod can do; above 0."""
 
