@@ -10,7 +10,7 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart manifests images cluster-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,10 @@ images: $(STAMP) ## build the images without Docker, as OCI archives in build/im
 
 cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kubernetes cluster; see tests/cluster/run.sh
 	@tests/cluster/run.sh $(PYTEST_ARGS)
+
+vllm-test: $(STAMP) ## the gateway before real vLLM servers on this machine's CPU; installs them into build/vllm (2.3 GB)
+	$(BIN)/python -m tests.vllm.environment
+	$(BIN)/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
 gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python with torch, Triton and pytest
 	@"$(GPU_PYTHON)" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'

@@ -78,6 +78,12 @@ class EngineSettings(Settings):
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
     prefix_cache: bool = Field(True, description="Reuse the KV of equal prefixes")
+    eviction: Literal["lru", "lfu", "cost"] = Field(
+        "lfu",
+        description="Which unused KV block goes first. lru: the longest unused; lfu: the one common to the fewest "
+        "requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the seconds "
+        "that computing it again takes",
+    )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
     max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")

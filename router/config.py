@@ -28,6 +28,7 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
 
@@ -182,6 +183,37 @@ class GatewaySettings(Settings):
     )
     foreign_ttl_s: float = Field(
         FOREIGN_TTL_S, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
+    )
+
+    kv_events: bool = Field(
+        True,
+        description="follow the KV events of engines whose ports are known: from the engine's /kv_event_sources, from "
+        "a pod's annotations warmroute.io/kv-events-port and warmroute.io/kv-events-replay-port, or from "
+        "--kv-events-port; false: go by beliefs alone",
+    )
+    kv_events_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port at which every engine publishes KV events over ZMQ, as vLLM's and SGLang's "
+        "--kv-events-config has it; rank r of an engine is at this port + r. 0: where the engine or its pod says so",
+    )
+    kv_events_replay_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port at which every engine replays KV events that were missed (replay_endpoint of "
+        "--kv-events-config); rank r is at this port + r. 0: where the engine or its pod says so. Without it a gateway "
+        "that misses an event forgets what the engine holds",
+    )
+    kv_events_topic: str = Field(
+        "", description="topic, or its beginning, of the KV events that are followed; empty: all that engines publish"
+    )
+    kv_events_bind: str | None = Field(
+        None,
+        description="ZMQ address, such as tcp://*:5557, at which the gateway waits for engines that connect to publish "
+        "their KV events; an engine is known by its IP address, or by HOST:PORT between @ in its topic. "
+        "none: the gateway connects to engines. For one gateway only: an engine connects to one",
     )
 
     connect_timeout_s: float = Field(2.0, gt=0, description="seconds to connect to an engine")
@@ -393,6 +425,22 @@ class GatewaySettings(Settings):
     def _check_admin(self) -> Self:
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
+        return self
+
+    @field_validator("kv_events_bind")
+    @classmethod
+    def _check_kv_events_bind(cls, address: str | None) -> str | None:
+        if address is not None and not BIND_ADDRESS.fullmatch(address):
+            raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
+        return address
+
+    @model_validator(mode="after")
+    def _check_kv_events(self) -> Self:
+        given = sorted(name for name in self.model_fields_set if name.startswith("kv_events_") and getattr(self, name))
+        if given and not self.kv_events:
+            raise ValueError(f"{_flag(given[0])} needs --kv-events, which is false")
+        if self.kv_events_replay_port and not self.kv_events_port and self.kv_events_bind is None:
+            raise ValueError("--kv-events-replay-port needs --kv-events-port")
         return self
 
     @field_validator("redis_url")

@@ -2,71 +2,94 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+from engine.cache.eviction import EvictionOrder, LeastRecentlyUsed
+
+_MOST_USES = 255
 
 
 class BlockPool:
-    """Block ids 0 .. total-1, each in exactly one state, every operation O(1).
+    """Block ids 0 .. total-1, each in exactly one state; every operation is O(1), but for what `order` takes.
 
     free: no reference, nothing worth keeping; used before any idle block is evicted.
-    idle: no reference, kept for reuse; evicted oldest first.
+    idle: no reference, kept for reuse; evicted in the order of `order`.
     used: one or more references.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, order: EvictionOrder | None = None) -> None:
+        """`order`: None evicts the longest unused first."""
         self.total = total
         self._references = [0] * total
+        self._uses = bytearray(total)
+        """Uses of what the block holds, by `count_use`; 255 stands for more."""
         self._free = list(range(total - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self.order: EvictionOrder = LeastRecentlyUsed() if order is None else order
+        """The idle blocks."""
 
     @property
     def available(self) -> int:
         """Blocks that can be taken now, idle ones included."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self.order)
 
     def references(self, block: int) -> int:
         """References to the block."""
         return self._references[block]
 
-    def take(self) -> tuple[int, bool]:
-        """A block with one reference, and whether it was idle (the caller forgets what it held).
+    def take(self, count: int) -> tuple[list[int], list[int]]:
+        """`count` blocks with one reference each, and which of them were idle (the caller forgets what those held).
 
-        Raises IndexError where nothing is available: callers ask first.
+        Raises IndexError where there are fewer: callers ask first.
         """
-        if self._free:
-            block, was_idle = self._free.pop(), False
-        elif self._idle:
-            (block, _), was_idle = self._idle.popitem(last=False), True
-        else:
-            raise IndexError("no KV block is available")
-        self._references[block] = 1
-        return block, was_idle
+        free, pop = self._free, self.order.pop
+        from_free = min(count, len(free))
+        blocks = free[len(free) - from_free :]
+        blocks.reverse()
+        evicted = [pop() for _ in range(count - from_free)]
+        del free[len(free) - from_free :]
+        blocks += evicted
+        references, uses = self._references, self._uses
+        for block in blocks:
+            references[block] = uses[block] = 1
+        return blocks, evicted
 
     def add_references(self, blocks: Iterable[int]) -> None:
         """One more user of each of these idle or used blocks."""
-        references, idle = self._references, self._idle
+        references = self._references
+        woken = []
         for block in blocks:
             if references[block] == 0:
-                del idle[block]
+                woken.append(block)
             references[block] += 1
+        if woken:
+            self.order.remove(woken)
+
+    def count_use(self, blocks: Iterable[int]) -> None:
+        """What each of these used blocks holds has turned out to be common to one more request."""
+        uses = self._uses
+        for block in blocks:
+            if uses[block] < _MOST_USES:
+                uses[block] += 1
 
     def drop_references(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
         """One user less of each, in this order; the last one leaves a block idle (`keep`) or free."""
-        references, idle, free = self._references, self._idle, self._free
+        references, free = self._references, self._free
+        kept = []
         for block, is_kept in zip(blocks, keep, strict=True):
             left = references[block] = references[block] - 1
             if left == 0:
                 if is_kept:
-                    idle[block] = None
+                    kept.append(block)
                 else:
                     free.append(block)
+        if kept:
+            self.order.add(kept, self._uses)
 
     def free_idle(self) -> int:
         """Make every idle block free; returns how many."""
-        count = len(self._idle)
-        self._free.extend(self._idle)
-        self._idle.clear()
+        count = len(self.order)
+        self._free.extend(self.order)
+        self.order.clear()
         return count
 
     def free_blocks(self) -> Sequence[int]:
@@ -75,4 +98,4 @@ class BlockPool:
 
     def idle_blocks(self) -> Sequence[int]:
         """Idle blocks, next to be evicted first."""
-        return tuple(self._idle)
+        return tuple(self.order)

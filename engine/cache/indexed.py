@@ -7,6 +7,8 @@ of them, and 0.7 s where each has a list. Columns are a handful of objects, made
 
 from __future__ import annotations
 
+from array import array
+
 from engine.contract.prefix_key import PrefixKey
 
 NO_BLOCK = -1
@@ -23,6 +25,10 @@ class IndexedBlocks:
         """None: the block is not indexed, and the other columns say nothing of it."""
         self.parents = [NO_BLOCK] * total
         """The block before it, which is indexed for as long as this one is: so its number names it."""
+        self.depths = array("i", bytes(4 * total))
+        """Blocks before it in its chain."""
+        self.is_followed = bytearray(total)
+        """Whether a block behind it was ever indexed while it was."""
         self.contents = [b""] * total
         """`token_bytes` of the block; a first block's are preceded by the salt."""
         self.keys: list[tuple[PrefixKey, ...]] = [()] * total
@@ -32,6 +38,12 @@ class IndexedBlocks:
         """Index the block."""
         self.of[digest] = block
         self.digests[block], self.parents[block], self.contents[block] = digest, parent, content
+        self.is_followed[block] = False
+        if parent == NO_BLOCK:
+            self.depths[block] = 0
+        else:
+            self.depths[block] = self.depths[parent] + 1
+            self.is_followed[parent] = True
 
     def remove(self, block: int) -> tuple[PrefixKey, ...]:
         """The block is to hold something else; the keys that were anchored there."""

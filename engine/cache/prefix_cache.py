@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
+from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
 from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 from engine.cache.integrity import check
@@ -28,19 +29,33 @@ class PrefixCache:
     released comes free when every step begun before that has ended.
     """
 
-    def __init__(self, blocks_total: int, block_size: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self, blocks_total: int, block_size: int, *, enabled: bool = True, eviction: Eviction = Eviction.LRU
+    ) -> None:
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
-        self.pool = BlockPool(blocks_total)
         self.block_size = block_size
         self.enabled = enabled
         self._indexed = IndexedBlocks(blocks_total)
+        self._worth: GreedyDual | None = None
+        if eviction is not Eviction.LRU:
+            self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
+        self._weighs_depth = eviction is Eviction.COST
+        self.pool = BlockPool(blocks_total, self._worth)
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
         self._steps_begun = self._steps_ended = 0
         self._fenced: deque[tuple[int, CachedSequence]] = deque()
         """Released sequences, each with the number of the last step begun before."""
         self._generation = 0
+
+    def learn_cost(self, token_s: float, attention_s: float) -> None:
+        """What a token takes to compute: seconds, and seconds more for each token before it.
+
+        0, 0: not known yet. Only eviction by cost heeds it.
+        """
+        if self._worth is not None and self._weighs_depth and token_s > 0:
+            self._worth.depth_cost = min(attention_s / token_s * self.block_size, MOST_DEPTH_COST)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold the KV of `tokens` tokens."""
@@ -87,6 +102,8 @@ class PrefixCache:
         self._users.add(sequence)
         anchors = sequence.anchors
         self.pool.add_references(nodes)
+        if nodes and self._indexed.is_followed[nodes[-1]]:
+            self.pool.count_use(nodes)  # else it goes on where one request ended: a conversation, not a common prefix
         sequence.blocks += nodes
         sequence.nodes += nodes
         i = 0
@@ -104,12 +121,10 @@ class PrefixCache:
             return True
         if missing > self.pool.available:
             return False
-        take = self.pool.take
-        for _ in range(missing):
-            block, was_idle = take()
-            if was_idle:
-                self._forget(block)
-            blocks.append(block)
+        taken, evicted = self.pool.take(missing)
+        for block in evicted:
+            self._forget(block)
+        blocks += taken
         return True
 
     def commit(self, sequence: CachedSequence, computed_tokens: int) -> None:
@@ -218,6 +233,7 @@ class PrefixCache:
         if indexed.parents[node] != parent or indexed.contents[node] != content:
             return None
         self.pool.add_references((node,))
+        self.pool.count_use((node,))
         return node
 
     def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:

@@ -32,3 +32,6 @@ REQUEST_ID = "x-request-id"
 PODS = "x-warmroute-pods"
 """Request of a gateway's probe (`/v1/models`): how many engines it follows, a decimal number. An engine that publishes
 does so the less often, the larger that fleet is."""
+
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
+"""Request of the gateway to vLLM and SGLang: the data-parallel rank that is to compute it, a decimal number."""

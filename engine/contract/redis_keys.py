@@ -29,3 +29,12 @@ def shares_key(model: str) -> str:
 def quota_key(tenant: str) -> str:
     """Hash in which gateways keep account of what a tenant has used of its limits."""
     return f"warmroute:{{tenant:{tenant}}}:quota"
+
+
+BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
+"""Redis Stream of what gateways tell each other of pods that publish nothing: entries {d: encoded message}."""
+
+
+def belief_key(pod_id: str) -> str:
+    """String with all that gateways believe of such a pod."""
+    return f"warmroute:{{gateways}}:belief:{pod_id}"

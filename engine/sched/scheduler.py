@@ -168,7 +168,7 @@ class Scheduler:
         alive = [(entry, chunk) for chunk in plan.chunks if (entry := self._entry_of(chunk))]
         sampled = [(entry, result.sampled[entry.request.id]) for entry, chunk in alive if chunk.samples]
         self._end_oldest_step()
-        self._step_cost.observe(plan, result.elapsed_s)
+        self._observe(plan, result.elapsed_s)
         for entry, chunk in alive:
             self._commit(entry, len(chunk.tokens))
         outputs = [self._append(entry, token) for entry, token in sampled]
@@ -190,7 +190,7 @@ class Scheduler:
             if not 0 < len(new) == steps <= plan.steps or (stops and not stops.isdisjoint(new[:-1])):
                 raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {plan.steps} steps")
         self._end_oldest_step()
-        self._step_cost.observe(plan, elapsed_s / steps, steps)
+        self._observe(plan, elapsed_s / steps, steps)
         outputs = []
         block_size = self._cache.block_size
         for entry, new in alive:
@@ -419,6 +419,12 @@ class Scheduler:
     def _end_oldest_step(self) -> None:
         self._steps.popleft()
         self._cache.end_step()
+
+    def _observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
+        """Learn what a step costs, and with it what a block would cost to compute again."""
+        self._step_cost.observe(plan, elapsed_s, steps)
+        cost = self._step_cost.cost()
+        self._cache.learn_cost(cost.token_s, cost.attention_s)
 
     def _entry_of(self, chunk: SequenceChunk) -> Entry | None:
         """The chunk's entry, unless it has ended (its id may belong to a newer request by now)."""

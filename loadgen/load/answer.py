@@ -13,6 +13,8 @@ from engine.contract.http.connection import Fields
 from engine.contract.sse import SseDecoder
 
 DETAIL_CHARS = 300
+_OF_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""What a token adds to: a delta with none of it adds nothing."""
 MAX_BODY_BYTES = 64 * 2**20
 _POD, _POLICY = headers.POD.encode(), headers.POLICY.encode()
 
@@ -21,7 +23,8 @@ class StreamedAnswer:
     """Sink of a streamed completion. `done` is set when it ended, well or badly; `failure` says which."""
 
     __slots__ = (
-        *("done", "text", "chunk_times_s", "prompt_tokens", "cached_tokens", "output_tokens", "has_usage"),
+        *("done", "text", "chunk_times_s", "first_token_s"),
+        *("prompt_tokens", "cached_tokens", "output_tokens", "has_usage"),
         *("pod", "policy", "failure", "detail", "lost_connection", "finished_s"),
         *("_decoder", "_between", "_status", "_kind", "_error_body", "_stopped", "_complete", "_events"),
     )
@@ -30,6 +33,9 @@ class StreamedAnswer:
         self.done: asyncio.Future[None] = loop.create_future()
         self.text: list[str] = []
         self.chunk_times_s: list[float] = []
+        """Of every event with a choice, be its text empty: what `vllm bench serve` counts gaps between."""
+        self.first_token_s: float | None = None
+        """Of the first event that does more than open a chat with its role."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.has_usage = False
         self.pod = self.policy = ""
@@ -112,18 +118,20 @@ class StreamedAnswer:
             words = str(error.get("message", error) if isinstance(error, dict) else error)
             self.fail("error event", words, now_s)
             return
-        for choice in event.get("choices") or ():
+        choices = event.get("choices") or ()
+        if choices:
+            self.chunk_times_s.append(now_s)
+        for choice in choices:
             delta = choice.get("delta")
             text = delta.get("content") if delta else choice.get("text")
             if text:
                 self.text.append(text)
-                self.chunk_times_s.append(now_s)
-            elif delta and (delta.get("reasoning_content") or delta.get("reasoning")):
-                self.chunk_times_s.append(now_s)  # tokens the user waits for, but no part of the next prompt
             if choice.get("finish_reason"):
                 self._stopped = True
-                if not self.chunk_times_s:  # an answer without text: its end is all the user sees
-                    self.chunk_times_s.append(now_s)
+            elif not text and delta and "role" in delta and not any(map(delta.get, _OF_TOKENS)):
+                continue  # it opens the chat: engines may send it ahead of the first token
+            if self.first_token_s is None:
+                self.first_token_s = now_s
         if usage := event.get("usage"):
             self.has_usage = True
             self.prompt_tokens = int(usage["prompt_tokens"])

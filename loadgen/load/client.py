@@ -7,6 +7,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from engine.contract import headers
 from engine.contract.http.connection import Connection
 from engine.contract.http.pool import Pool
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
+from engine.contract.resets import pauses_s, refusal
 from loadgen.load.answer import DETAIL_CHARS, PlainAnswer, StreamedAnswer
 from loadgen.load.clock import clock_of
 from loadgen.load.target import PATHS, Call, ServerUnusable, Target, prompt_text
@@ -26,6 +28,14 @@ RESETS = ("/reset_prefix_cache", "/flush_cache")
 """Of our gateway and vLLM; of SGLang."""
 STALE_S = 0.25
 """A request on a used connection that is lost this soon, unanswered, crossed the server's closing of the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A cache was not emptied. `is_in_use`: because requests hold blocks of it, so another attempt may do better."""
+
+    words: str
+    is_in_use: bool = False
 
 
 class Client:
@@ -152,7 +162,7 @@ class Client:
             intended_s=sent_s if math.isnan(call.intended_s) else call.intended_s,
             sent_s=sent_s,
             finished_s=answer.finished_s,
-            first_token_s=times[0] if times else None,
+            first_token_s=answer.first_token_s,
             gaps_s=tuple([after - before for before, after in itertools.pairwise(times)]),
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens,
@@ -199,19 +209,32 @@ class Client:
             raise ServerUnusable(f"{self.target.origin}: {type(error).__name__} {error}".strip()) from None
 
     async def reset_prefix_cache(self) -> str | None:
-        """Empty the cache of every pod. None when done, else why the server refused."""
+        """Empty the cache of every pod. None when done, else why the server refused.
+
+        Repeated for `resets.REPEATED_S` where the server says that blocks are in use.
+        """
+        refused = await self._reset()
+        for pause_s in pauses_s() if refused is not None and refused.is_in_use else ():
+            await asyncio.sleep(pause_s)
+            refused = await self._reset()
+            if refused is None or not refused.is_in_use:
+                break
+        return None if refused is None else refused.words
+
+    async def _reset(self) -> _Refused | None:
         refusals = []
         for path in RESETS:
             try:
                 status, body = await self._plain("POST", path)
             except ServerUnusable as error:
-                return str(error)
+                return _Refused(str(error))
             if status < 300:
-                return None
+                said = refusal(body)
+                return None if said is None else _Refused(f"POST {path}: {said}", is_in_use=True)
             refusals.append(f"POST {path}: HTTP {status} {_words(body)}".strip())
             if status not in (404, 405):
                 break
-        return "; ".join(refusals)
+        return _Refused("; ".join(refusals))
 
     async def _plain(self, method: str, path: str) -> tuple[int, bytes]:
         data = self.target.head(method, path) + b"content-length: 0\r\n\r\n"

@@ -6,11 +6,13 @@ from loadgen.measure.reuse import STRIDE_BYTES
 from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 
 DEFINITIONS = {
-    "ttft": "time to first token, from the intended send time to the first chunk with text: waiting in the client"
-    " counts. ttft_from_send, from the actual send time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
+    "ttft": "time to first token, from the intended send time to the first chunk of a token, be its text empty; a chunk"
+    " that only opens a chat with its role is none. Waiting in the client counts. ttft_from_send, from the actual send"
+    " time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
     "tpot": "time per output token after the first, of one request: (end - first token) / (output tokens - 1), as in"
     " vLLM and SGLang. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is this TPOT",
-    "itl": "inter-token latency: gaps between chunks with text, pooled over all requests, as in vLLM."
+    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over all requests, as in vLLM: those"
+    " whose text is empty count, and so do the one that opens a chat and the one that ends it."
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, less the wait that a cap on requests in"

@@ -62,7 +62,7 @@ class RequestRecord:
     finished_s: float
     first_token_s: float | None = None
     gaps_s: tuple[float, ...] = ()
-    """Times between consecutive chunks that carry text."""
+    """Times between consecutive chunks with a choice."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

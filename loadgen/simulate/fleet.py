@@ -14,13 +14,14 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.digests import SharedDigests
 from loadgen.simulate.faults import Fault, FaultKind
-from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway, Said
+from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
 from loadgen.simulate.pod import PodSpec, Report, SimPod
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
 from router.fleet.facts import EngineFacts
+from router.registry.beliefs_own import Notebook
 
 SHARES_EVERY_S = 1.0
 SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
@@ -46,7 +47,9 @@ class FleetSpec:
     tells_capacity: bool = True
     """Whether a pod that publishes nothing says how many tokens its cache holds."""
     share_s: float | None = None
-    """Time after which gateways hear of each other's requests; None: never."""
+    """Period in which gateways tell each other of pods that publish nothing; None: they do not."""
+    share_delay_s: float = 0.05
+    """From a gateway's telling to another's knowing."""
     scrape_delay_s: float = 0.01
     """From a pod's answering a scrape to its use."""
 
@@ -98,7 +101,7 @@ class Simulation:
     ) -> None:
         self.timeline = Timeline()
         self.pods: dict[str, SimPod] = {}
-        self.spec = self._spec = spec
+        self.spec = spec
         self._workload = workload
         self._arrivals = arrivals
         self._sessions = sessions
@@ -139,13 +142,11 @@ class Simulation:
             router.pods_changed(sorted(self._known), 0.0)
             if router.scrape_s:
                 self._again(_Periodic(router.scrape_s, partial(self._scrape, router)))
-        for fault in self._spec.faults:
+        for fault in self.spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
-        if self._spec.share_s is not None:
-            gateways = self._gateways()
-            for place, gateway in enumerate(gateways):
-                gateway.gateways(place, len(gateways))
-                gateway.tell = partial(self._said, gateway)
+        for gateway in self._gateways():
+            if gateway.notebook is not None and len(routers) > 1:
+                gateway.notebook.on_first = partial(self._tell_soon, gateway, gateway.notebook)
         if len(self._gateways()) > 1:
             self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
         self._begin_sessions()
@@ -230,12 +231,12 @@ class Simulation:
         flight.pod = pod
         flight.request = None
         flight.tried.append(pod)
-        self.timeline.after(self._spec.network_s, partial(self._reach, flight))
+        self.timeline.after(self.spec.network_s, partial(self._reach, flight))
 
     def _reach(self, flight: _Flight) -> None:
         pod = self.pods.get(flight.pod)
         if pod is None:
-            self.timeline.after(self._spec.refuse_s, partial(self._lost, flight, len(flight.tried)))
+            self.timeline.after(self.spec.refuse_s, partial(self._lost, flight, len(flight.tried)))
             return
         offered = flight.offered
         flight.request = Request(
@@ -267,7 +268,7 @@ class Simulation:
     def _output(self, output: TokenOutput) -> None:
         flight = self._flights.get(output.request_id)
         if flight is not None:
-            self.timeline.after(self._spec.network_s, partial(self._heard, flight, output))
+            self.timeline.after(self.spec.network_s, partial(self._heard, flight, output))
 
     def _heard(self, flight: _Flight, output: TokenOutput) -> None:
         now_s = self.timeline.now_s
@@ -330,10 +331,10 @@ class Simulation:
                 if fault.pod in self._known:  # the registry tells a new life from the one whose death is not known yet
                     self._discover(fault.pod, alive=False)
                 self._start_pod(fault.spec)
-                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=True))
+                self.timeline.after(self.spec.discovery_s, partial(self._discover, fault.pod, alive=True))
             case FaultKind.DIE:
                 self._kill(fault.pod)
-                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=False))
+                self.timeline.after(self.spec.discovery_s, partial(self._discover, fault.pod, alive=False))
 
     def _kill(self, name: str) -> None:
         pod = self.pods.pop(name, None)
@@ -341,7 +342,7 @@ class Simulation:
             return
         pod.die()
         for flight in [flight for flight in self._flights.values() if flight.pod == name and flight.request]:
-            self.timeline.after(self._spec.network_s, partial(self._lost, flight, len(flight.tried)))
+            self.timeline.after(self.spec.network_s, partial(self._lost, flight, len(flight.tried)))
 
     def _discover(self, pod: str, *, alive: bool) -> None:
         if alive == (pod in self._known):
@@ -355,7 +356,7 @@ class Simulation:
     def _published(self, pod: str, report: Report) -> None:
         for router in self._routers:
             if router.takes_reports:
-                self.timeline.after(self._spec.event_delay_s, partial(self._deliver, router, pod, report))
+                self.timeline.after(self.spec.event_delay_s, partial(self._deliver, router, pod, report))
 
     def _deliver(self, router: Router, pod: str, report: Report) -> None:
         if pod in self.pods:
@@ -387,7 +388,7 @@ class Simulation:
             load = pod.scheduler.load()
             used = 1 - load.blocks_free / load.blocks_total
             scrape = Scrape(load.running, load.waiting, used)
-            self.timeline.after(self._spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
+            self.timeline.after(self.spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
 
     def _scraped(self, router: Router, pod: str, scrape: Scrape) -> None:
         router.scraped(pod, scrape, self.timeline.now_s)
@@ -395,14 +396,18 @@ class Simulation:
     def _gateways(self) -> list[Gateway]:
         return [router for router in self._routers if isinstance(router, Gateway)]
 
-    def _said(self, by: Gateway, said: Said) -> None:
-        assert self._spec.share_s is not None
-        for gateway in self._gateways():
-            if gateway is not by:
-                self.timeline.after(self._spec.share_s, partial(self._hear, gateway, said))
+    def _tell_soon(self, by: Gateway, notebook: Notebook) -> None:
+        """What `router.registry.beliefs_publisher` does through Redis."""
+        assert self.spec.share_s is not None
+        self.timeline.after(self.spec.share_s, partial(self._share, by, notebook))
 
-    def _hear(self, gateway: Gateway, said: Said) -> None:
-        gateway.heard(said, self.timeline.now_s)
+    def _share(self, by: Gateway, notebook: Notebook) -> None:
+        sent_at_s = self.timeline.now_s
+        while len(notebook):
+            message = notebook.take(sent_at_s)
+            for gateway in self._gateways():
+                if gateway is not by:
+                    self.timeline.after(self.spec.share_delay_s, partial(gateway.heard, message, sent_at_s))
 
     def _exchange_shares(self) -> None:
         """What `router.registry.share_sync` does through Redis."""

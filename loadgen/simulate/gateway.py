@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.errors import Unavailable
-from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
 from loadgen.simulate.pod import Report
 from loadgen.simulate.routing import Offered, Scrape
@@ -16,24 +14,25 @@ from loadgen.simulate.timeline import Timeline
 from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
-from router.fleet.probe import PodIdentity
+from router.fleet.probe import PodIdentity, ServedModel
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.estimates import Estimates
+from router.gateway.hearsay import Hearsay
 from router.gateway.inbound import Inbound
 from router.gateway.tables import WIDE_FROM
+from router.gateway.telling import Told, Telling
 from router.gateway.usage import Usage
+from router.registry.beliefs import BeliefMessage, Life
+from router.registry.beliefs_others import Others
+from router.registry.beliefs_own import Notebook
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.affinity_groups import AffinityGroups
-from router.routing.latency import prefill_s
-from router.routing.predicted_ttft import PredictedTtft
 from router.routing.policies import make_policy
 from router.routing.shares import TrafficShares
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
-SHARE_LOAD = True
-DELAY = 0.07
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + RETRIES
 """Pods that a request is tried on."""
@@ -44,22 +43,8 @@ class _Open:
     inbound: Inbound
     choice: Choice
     lease: Lease
+    told: Told | None
     cached_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a gateway tells the others of one of its requests."""
-
-    number: int
-    pod: str
-    keys: tuple[PrefixKey, ...]
-    prompt_tokens: int
-    output_tokens: int
-    uncached_tokens: int
-    strides: int
-    cached_tokens: int | None = None
-    stage: str = "sent"
 
 
 @dataclass(slots=True)
@@ -78,7 +63,7 @@ class _Registry:
 
 @dataclass(slots=True)
 class _Serving:
-    by_name: dict[str, Pod] = field(default_factory=dict)
+    by_name: dict[PodId, Pod] = field(default_factory=dict)
     listed: list[Pod] = field(default_factory=list)
 
     def pods(self, model: str) -> Sequence[Pod]:
@@ -100,14 +85,15 @@ class Gateway:
         made: Policy | None = None,
         speculation_ttl_s: float = SPECULATION_TTL_S,
         facts: Callable[[str], EngineFacts] = lambda name: EngineFacts(),
+        life: int = 0,
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
-        `made`: the policy, where it is not the one called `policy`.
+        `made`: the policy, where it is not the one called `policy`. `facts`: of a pod by its name. `life`: above 0, it
+        keeps a `notebook` for other gateways of what it sends to pods that publish nothing.
         """
         self.name = policy
         self.takes_reports = publishes
-        self.tell: Callable[[Said], None] | None = None
-        """Where other gateways hear of what this one does; None: they do not."""
+        self.notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
         self._clock = timeline.clock
         self._facts = facts
         self._stride = stride
@@ -116,6 +102,7 @@ class Gateway:
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
         self._policy: Policy = make_policy(policy) if made is None else made
+        self._telling = Telling(lambda pod: publishes, self.notebook, self._clock)
         self._chooser = Chooser(
             self._serving,
             self._index,
@@ -129,19 +116,25 @@ class Gateway:
             foreign_ttl_s=FOREIGN_TTL_S,
             # A policy that was made for a trial may override how single pods are looked at.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
+            telling=self._telling,
         )
+        pod_of = self._serving.by_name.get
+        self._others = Others(Hearsay(pod_of, self._chooser, self._telling, clock=self._clock), Life(life))
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
         serving = self._serving
-        for name in serving.by_name.keys() - set(pods):
-            self._index.drop(PodId(name))
+        gone = serving.by_name.keys() - set(pods)
+        for name in gone:
+            self._index.drop(name)
             del serving.by_name[name]
+        self._others.drop(gone)
         for name in pods:
-            if name not in serving.by_name:
-                pod = serving.by_name[name] = Pod(f"http://{name}", PodIdentity(PodId(name), None, ()))
+            if PodId(name) not in serving.by_name:
+                pod = Pod(f"http://{name}", PodIdentity(PodId(name), None, (ServedModel(MODEL, b"{}"),)))
                 pod.facts = self._facts(name)
-        serving.listed = [serving.by_name[name] for name in sorted(pods)]
+                serving.by_name[PodId(name)] = pod
+        serving.listed = [serving.by_name[PodId(name)] for name in sorted(pods)]
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
         """See `Router`."""
@@ -160,74 +153,33 @@ class Gateway:
             clock=self._clock,
         )
         lease.__enter__()
-        self._open[request.number] = _Open(inbound, choice, lease)
-        self._say(self._open[request.number], request, "sent")
+        told = self._telling.of(
+            choice.pod.pod_id,
+            str(request.number),
+            inbound.keys,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+        )
+        if told is not None:
+            told.sent()
+        self._open[request.number] = _Open(inbound, choice, lease, told)
         return choice.pod.pod_id
-
-    def _say(self, opened: _Open, request: Offered, stage: str) -> None:
-        if self.tell is not None:
-            i = opened.inbound
-            self.tell(
-                Said(
-                    request.number,
-                    opened.choice.pod.pod_id,
-                    i.keys,
-                    i.prompt_tokens,
-                    i.output_tokens,
-                    max(0, i.prompt_tokens - opened.choice.cached_tokens),
-                    opened.choice.strides,
-                    opened.cached_tokens,
-                    stage,
-                )
-            )
-
-    def gateways(self, place: int, of: int) -> None:
-        if isinstance(self._policy, PredictedTtft):
-            self._policy.unseen.share(place, of)
-
-    def heard(self, said: Said, now_s: float) -> None:
-        pod = self._serving.by_name.get(said.pod)
-        if pod is None:
-            return
-        if said.stage == "sent":
-            if not self.takes_reports:
-                self._chooser.believe(
-                    pod, said.keys, now_s, tokens=said.prompt_tokens + said.output_tokens, key_tokens=self._stride / 4
-                )
-            if isinstance(self._policy, PredictedTtft):
-                self._policy.unseen.heard(prefill_s(pod.state.cost, said.uncached_tokens, said.prompt_tokens), DELAY, now_s)
-            if SHARE_LOAD:
-                pod.state.sent(
-                    f"o{said.number}",
-                    prompt_tokens=said.prompt_tokens,
-                    uncached_tokens=said.uncached_tokens,
-                    output_tokens=said.output_tokens,
-                    now_s=now_s,
-                )
-        elif said.stage == "first":
-            if SHARE_LOAD:
-                pod.state.first_token(f"o{said.number}", now_s=now_s, cached_tokens=said.cached_tokens)
-        else:
-            if SHARE_LOAD:
-                pod.state.finished(f"o{said.number}", now_s=now_s)
-            if said.cached_tokens is not None and not self.takes_reports:
-                held = math.ceil(said.cached_tokens * 4 / self._stride)
-                if held + 2 + said.strides // 8 < said.strides:
-                    self._index.refute(pod.pod_id, said.keys, held, now_s)
-                    self._chooser.believe(pod, said.keys, now_s, tokens=0, key_tokens=self._stride / 4)
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
         """See `Router`."""
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
         opened.lease.first_token(cached_tokens)
-        self._say(opened, request, "first")
+        if opened.told is not None:
+            opened.told.began(cached_tokens)
 
     def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
         """See `Router`."""
         opened = self._open.pop(request.number)
         opened.lease.__exit__()
-        self._say(opened, request, "ended")
+        if opened.told is not None:
+            opened.told.ended(has_run=completed or opened.cached_tokens is not None)
         if completed:
             usage = Usage(len(request.tokens), request.output_tokens, opened.cached_tokens)
             self._chooser.learn(opened.inbound, opened.choice, usage)
@@ -236,10 +188,14 @@ class Gateway:
 
     def reported(self, pod: str, report: Report, now_s: float) -> None:
         """See `Router`."""
-        known = self._serving.by_name.get(pod)
+        known = self._serving.by_name.get(PodId(pod))
         if known is not None:
             self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
             known.report(report.load, now_s=now_s)
+
+    def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
+        """What another gateway told of pods that publish nothing."""
+        self._others.apply(message, sent_at_s, self._clock())
 
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
         """See `Router`; it reads no metrics."""

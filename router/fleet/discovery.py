@@ -22,6 +22,8 @@ class EngineAddress:
     """The one model requests are sent for; None: every model the engine lists."""
     weight: float = 1.0
     """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+    ranks: int | None = None
+    """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
     name: str | None = field(default=None, compare=False)
     """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
 

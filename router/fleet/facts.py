@@ -40,8 +40,6 @@ class EngineFacts:
     """TCP ports at which past events are asked for, by rank."""
     adapters: frozenset[str] = frozenset()
     """LoRA adapters that it lists as models of their own."""
-    loaded_adapters: frozenset[str] | None = None
-    """Those that requests run or wait with. None: it does not tell."""
 
 
 def engine_kind(cards: Iterable[bytes], *, has_epoch: bool) -> EngineKind:

@@ -15,6 +15,7 @@ from engine.contract.periods import SMALL_FLEET
 from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
+from router.fleet.member import Member, Ranks
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.fleet.roster import Roster
@@ -42,56 +43,6 @@ class FleetChange:
     ended: frozenset[PodId] = frozenset()
 
 
-class Member:
-    """One engine of discovery, with what is known of it."""
-
-    __slots__ = (
-        "address",
-        "admitted",
-        "asked",
-        "failures",
-        "last_error",
-        "pod",
-        "probed_at_s",
-        "task",
-        "wake",
-    )
-
-    def __init__(self, address: EngineAddress) -> None:
-        self.address = address
-        self.pod: Pod | None = None
-        self.admitted = False
-        """The probe says that it answers. Requests need discovery's word too: `answers`."""
-        self.failures = 0
-        self.last_error: str | None = None
-        self.probed_at_s = 0.0
-        """When the last probe had its answer, or got none."""
-        self.asked = False
-        """Whether a probe is wanted at once."""
-        self.wake = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Have it probed at once."""
-        self.asked = True
-        self.wake.set()
-
-    @property
-    def url(self) -> str:
-        """The engine's base URL."""
-        return self.address.url
-
-    @property
-    def answers(self) -> bool:
-        """Whether both the probe and discovery say so."""
-        return self.admitted and self.address.is_ready
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether it answers, and is not ejected for failing requests."""
-        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
-
-
 class Fleet:
     """The pods behind the gateway. Looking at it never waits; `run` keeps it current until cancelled."""
 
@@ -103,9 +54,12 @@ class Fleet:
         interval_s: float,
         eject_after: int,
         expected: Iterable[str] = (),
+        ranks: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`expected`: models that exist even while no engine serves them."""
+        """`expected`: models that exist even while no engine serves them. `ranks`: data-parallel ranks of every engine
+        of which discovery tells none; None: as they are found."""
+        self._ranks = ranks
         self._discovery = discovery
         self._probe = probe
         self._interval_s = interval_s
@@ -214,10 +168,19 @@ class Fleet:
             if self._roster.get(pod.pod_id) is pod:
                 self._tell()
 
+    def has_ranks(self, pod: Pod, ranks: Ranks) -> None:
+        """The engine of `pod` was found to have these data-parallel ranks, unless it was told which it has."""
+        member = self._members.get(pod.url)
+        if member is not None and pod in member.pods:
+            member.found_ranks = ranks
+            self._use_ranks(member, member.wanted_ranks(self._ranks))
+
     def failed(self, pod: Pod, reason: str) -> None:
         """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""
+        if pod.rank is not None:
+            pod.faults.doubt()  # nor do its other ranks answer
         member = self._members.get(pod.url)
-        if member is not None and member.pod is pod:
+        if member is not None and pod in member.pods:
             self._failure(member, ProbeFailed(reason))
             member.ask()
 
@@ -251,8 +214,8 @@ class Fleet:
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
-            others = [other for other in self._roster.answering(model.name) if other is not pod]
-            lost = sum(other.faults.is_ejected or (is_begun and other.faults.has_broken(now_s)) for other in others)
+            others = {other.faults for other in self._roster.answering(model.name)} - {pod.faults}
+            lost = sum(other.is_ejected or (is_begun and other.has_broken(now_s)) for other in others)
             if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
         return True
@@ -285,14 +248,14 @@ class Fleet:
                 if became_ready or address.model != member.address.model:
                     member.ask()  # what its last probe said is not true any more
                 member.address = address
-                if member.pod is not None:
-                    member.pod.weight = address.weight
-                    self._roster.put(member.pod, answers=member.answers)
+                for pod in member.pods:
+                    pod.weight = address.weight
+                    self._roster.put(pod, answers=member.answers)
+                self._use_ranks(member, member.wanted_ranks(self._ranks))
                 continue
             del self._members[url]
             self._unprobed.discard(member)
-            if member.pod is not None:
-                gone.append(member.pod)
+            gone += member.pods
             self._disown(member)
             if member.task is not None:
                 member.task.cancel()
@@ -376,10 +339,10 @@ class Fleet:
             self._failure(member, ProbeFailed(f"pod id {identity.pod_id} is already in use at {owner.url}"))
             return
         member.failures, member.last_error = 0, None
-        ended = set()
+        ended: set[PodId] = set()
         if owner is not None and owner is not member:  # the pod came back at another address
+            ended.update(pod.pod_id for pod in owner.pods)
             self._disown(owner)
-            ended.add(identity.pod_id)
         pod = member.pod
         if pod is not None and self._goes_on(member, pod, identity):
             may_be_tried = pod.faults.try_again(asyncio.get_running_loop().time())
@@ -387,25 +350,40 @@ class Fleet:
                 if may_be_tried:
                     self._refresh(pod)
                 return
-            pod.identity = identity
+            member.use_identity(identity)
         else:
-            if pod is not None:
-                ended.add(pod.pod_id)
-                self._disown(member)
-            pod = member.pod = Pod(member.url, identity, member.address.weight)
+            ended.update(each.pod_id for each in member.pods)
+            self._disown(member)
+            pod = member.begin_life(identity, member.wanted_ranks(self._ranks))
             self._owners[identity.pod_id] = member
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)
         member.admitted = True
-        self._roster.put(pod, answers=member.answers)
+        self._put(member)
         self._tell(frozenset(ended))
 
     def _disown(self, member: Member) -> None:
         """Its pod is gone."""
-        pod, member.pod = member.pod, None
-        if pod is not None:
-            del self._owners[pod.pod_id]
+        pods = member.end_life()
+        if pods:
+            del self._owners[pods[0].identity.pod_id]
+        for pod in pods:
             self._roster.drop(pod.pod_id)
+
+    def _put(self, member: Member) -> None:
+        for pod in member.pods:
+            self._roster.put(pod, answers=member.answers)
+
+    def _use_ranks(self, member: Member, ranks: Ranks) -> None:
+        """The engine's requests go to these ranks of it from now on; those under way end where they are."""
+        ended = member.use_ranks(ranks)
+        if ended:
+            for pod in ended:
+                self._roster.drop(pod.pod_id)
+            self._put(member)
+            names = ", ".join(str(pod.pod_id) for pod in member.pods)
+            log.info("fleet: %s has the data-parallel ranks %s", member.url, names)
+            self._tell(frozenset(pod.pod_id for pod in ended))
 
     @staticmethod
     def _goes_on(member: Member, pod: Pod, identity: PodIdentity) -> bool:
@@ -433,10 +411,10 @@ class Fleet:
                 self._refresh(member.pod)
 
     def _refresh(self, pod: Pod) -> None:
-        """Whether the pod is to be chosen may have changed, but not who it is."""
-        member = self._owners.get(pod.pod_id)
-        if member is not None and member.pod is pod:
-            self._roster.put(pod, answers=member.answers)
+        """Whether the pod, all of its ranks, is to be chosen may have changed, but not who it is."""
+        member = self._owners.get(pod.identity.pod_id)
+        if member is not None and pod in member.pods:
+            self._put(member)
 
     def _tell(self, ended: frozenset[PodId] = frozenset()) -> None:
         """Which pods there are, or what they serve, has changed."""

@@ -15,11 +15,14 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, TypeAdapter
 
 from router.fleet.discovery import EngineAddress
+from router.fleet.facts import MAX_RANKS
 
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"
 WEIGHT_ANNOTATION = "warmroute.io/weight"
+RANKS_ANNOTATION = "warmroute.io/ranks"
 _PORT = re.compile(r"[0-9]{1,5}")
+_RANKS = re.compile(r"[0-9]{1,3}")
 _WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 LOWEST_WEIGHT, HIGHEST_WEIGHT = 0.01, 100.0
 """A pod has points on hash rings by its weight: far apart, they would cost memory and say nothing."""
@@ -209,6 +212,7 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         is_ready=is_ready,
         model=_annotations(pod).get(MODEL_ANNOTATION) or None,
         weight=_weight_of(pod) or 1.0,
+        ranks=_ranks_of(pod),
         name=pod.metadata.name,
     )
 
@@ -235,6 +239,11 @@ def _weight_of(pod: Pod) -> float | None:
     given = _annotations(pod).get(WEIGHT_ANNOTATION, "1")
     weight = float(given) if _WEIGHT.fullmatch(given) else 0.0
     return weight if LOWEST_WEIGHT <= weight <= HIGHEST_WEIGHT else None
+
+
+def _ranks_of(pod: Pod) -> int | None:
+    given = _annotations(pod).get(RANKS_ANNOTATION, "")
+    return int(given) if _RANKS.fullmatch(given) and 0 < int(given) <= MAX_RANKS else None
 
 
 def _annotations(pod: Pod) -> Mapping[str, str]:

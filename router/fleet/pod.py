@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from engine.contract import headers
 from engine.contract.http.target import Target
 from engine.contract.load import LoadReport
 from engine.contract.requests import Endpoint
@@ -12,7 +13,8 @@ from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
-from router.routing.pod_state import PodState
+from router.routing.pod_state import Mark, PodState
+from router.routing.reported import Counts
 from router.routing.types import PodId
 
 Clock = Callable[[], float]
@@ -20,7 +22,10 @@ Clock = Callable[[], float]
 
 
 class Pod:
-    """A pod between two restarts. `in_flight` counts this gateway's open requests on it."""
+    """A pod between two restarts, or one data-parallel rank of it. `in_flight`: this gateway's open requests on it.
+
+    Ranks have loads and caches of their own, and one record of faults: they are one process group, which fails as one.
+    """
 
     __slots__ = (
         "cap",
@@ -31,21 +36,35 @@ class Pod:
         "identity",
         "in_flight",
         "pod_id",
+        "rank",
+        "rank_field",
         "state",
         "targets",
         "tells_cached_tokens",
         "url",
     )
 
-    def __init__(self, url: str, identity: PodIdentity, weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        identity: PodIdentity,
+        weight: float = 1.0,
+        *,
+        rank: int | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod."""
         self.url = url
         self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
-        self.pod_id: PodId = identity.pod_id
+        self.rank = rank
+        self.rank_field = b"" if rank is None else f"{headers.DATA_PARALLEL_RANK}: {rank}\r\n".encode()
+        """The header field that requests for it have."""
+        self.pod_id: PodId = identity.pod_id if rank is None else rank_id(identity.pod_id, rank)
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
         self.state = PodState()
-        self.faults = Faults()
+        self.faults = Faults() if faults is None else faults
         self.cap = Cap()
         self.in_flight = 0
         self.heard_at_s = -math.inf
@@ -76,9 +95,20 @@ class Pod:
         self.cap.reported(load, self.state.lateness_s(now_s))
         self.state.report(load, now_s=now_s)
 
+    def counted(self, counts: Counts, since: Mark, *, now_s: float) -> None:
+        """The engine's own count of its requests came, which was asked for at `since`."""
+        late_s = self.state.lateness_s(now_s)
+        self.cap.reported(counts.as_load(), late_s)
+        self.state.counted(counts, since, capacity_tokens=self.facts.kv_capacity_tokens, now_s=now_s)
+
     def is_same_life(self, identity: PodIdentity) -> bool:
         """Whether `identity` is this pod, not restarted."""
-        return identity.pod_id == self.pod_id and identity.epoch == self.epoch
+        return identity.pod_id == self.identity.pod_id and identity.epoch == self.epoch
+
+
+def rank_id(pod: PodId, rank: int) -> PodId:
+    """What a data-parallel rank of the pod is called."""
+    return PodId(f"{pod}/{rank}")
 
 
 def facts_of(identity: PodIdentity) -> EngineFacts:

@@ -132,8 +132,11 @@ class HttpProbe:
                 raise ProbeFailed(f"the gateway lacks what a connection needs ({lack})", untried=True) from None
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
         epoch = names.get(headers.EPOCH, "")
+        pod_id = _named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")
+        if "/" in pod_id:
+            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which stands before a data-parallel rank")
         return PodIdentity(
-            pod_id=PodId(_named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")),
+            pod_id=PodId(pod_id),
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
             models=served_models(body),
         )

@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from engine.contract.errors import escaped
+from engine.contract.resets import REPEATED_S, pauses_s, refusal
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.gateway.admission import Admission
@@ -20,7 +21,10 @@ from router.gateway.inbound import Reader
 from router.gateway.status import json_response
 from router.registry.index import PrefixIndex
 
-RESET_TIMEOUT_S = 10.0
+RESET_TIMEOUT_S = REPEATED_S + 5.0
+"""For all attempts at one engine."""
+MAX_RESET_ANSWER_BYTES = 2**14
+"""What is read of an engine's answer to a reset."""
 BODY_TIMEOUT_S = 60.0
 MAX_FAILED_NOTED = 16
 """Engines that an audit line names."""
@@ -84,18 +88,33 @@ class Admin:
         return json_response(body, status=502 if failed else 200)
 
     async def _reset(self, pod: Pod) -> str:
+        """Repeated while the engine says that blocks are in use. What is believed of it goes only with its cache."""
+        said = ""
         try:
-            async with (
-                asyncio.timeout(RESET_TIMEOUT_S),
-                self._session.post(
-                    f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
-                ) as response,
-            ):
-                if response.status >= 300:
-                    return f"answered {response.status}"
+            async with asyncio.timeout(RESET_TIMEOUT_S):
+                said = await self._ask_reset(pod)
+                for pause_s in pauses_s() if said else ():
+                    await asyncio.sleep(pause_s)
+                    said = await self._ask_reset(pod)
+                    if not said:
+                        break
         except TimeoutError:
-            return f"no answer within {RESET_TIMEOUT_S:g} s"
+            return said or f"no answer within {RESET_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return str(error) or type(error).__name__
+        if said:
+            return said
         self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
         return "ok"
+
+    async def _ask_reset(self, pod: Pod) -> str:
+        """Why the engine did not empty its cache, where another attempt may do better; empty: it did.
+
+        Raises aiohttp.ClientError, also for a status that is no 2xx.
+        """
+        async with self._session.post(
+            f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
+        ) as response:
+            if response.status >= 300:
+                raise aiohttp.ClientError(f"answered {response.status}")
+            return refusal(await response.content.read(MAX_RESET_ANSWER_BYTES)) or ""

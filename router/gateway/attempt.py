@@ -9,6 +9,7 @@ from router.fleet.pod import Lease, Pod
 from router.gateway.chooser import Choice
 from router.gateway.errors import UpstreamError
 from router.gateway.outcome import Outcome
+from router.gateway.telling import Told
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class Attempt:
     choice: Choice
     lease: Lease
     sent_s: float
+    told: Told | None = None
+    """For the other gateways; None where they hear nothing of it."""
     outcome: Outcome | None = None
     """None while it is under way, and where it was cancelled."""
     reason: str = ""
@@ -36,6 +39,24 @@ class Attempt:
     def pod(self) -> Pod:
         """Where it went."""
         return self.choice.pod
+
+    def __enter__(self) -> Attempt:
+        """From here on it counts on its pod, here and for the other gateways."""
+        self.lease.__enter__()
+        if self.told is not None:
+            self.told.sent()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.lease.__exit__()
+        if self.told is not None:
+            self.told.ended(has_run=self.has_run)
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
+        self.lease.first_token(cached_tokens)
+        if self.told is not None:
+            self.told.began(cached_tokens)
 
     def failed(self, outcome: Outcome, now_s: float) -> None:
         """Without a first byte for the client. A pod that turns one request away while it answers others is full."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.contract.keys import PrefixKey
+from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
@@ -17,14 +17,18 @@ from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.gateway.registry import RegistryView
 from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
+from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
 from router.registry.room import Taken
+from router.registry.speculation import Run
 from router.routing.affinity_groups import AffinityGroups
+from router.routing.latency import prefill_s
+from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
-from router.routing.wide import WidePolicy
+from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -79,9 +83,11 @@ class Chooser:
         foreign_ttl_s: float,
         shadows: Shadows | None = None,
         wide_from: int = WIDE_FROM,
+        telling: Telling | None = None,
     ) -> None:
         """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
-        `wide_from`: pods from which all are looked at at once, by policies that can."""
+        `wide_from`: pods from which all are looked at at once, by policies that can. `telling`: of what answers refute.
+        """
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -96,6 +102,9 @@ class Chooser:
         self._shadows = shadows
         self._tables = Tables()
         self._wide_from = wide_from
+        self._telling = telling
+        notebook = None if telling is None else telling.notebook
+        self._gateways = Gateways("" if notebook is None else f"{notebook.life:x}")
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -106,7 +115,14 @@ class Chooser:
         choice, _, views = self._decide(inbound, excluded, now_s)
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
-        self._remember(choice.pod, inbound, now_s)
+        pod = choice.pod
+        taken = None
+        if not self._registry.reports(pod.pod_id):
+            tokens = inbound.prompt_tokens + inbound.output_tokens
+            taken = Taken(tokens, inbound.tokens_per_stride, pod.facts.kv_capacity_tokens, pod.facts.block_tokens)
+            uncached = max(0, inbound.prompt_tokens - choice.cached_tokens)
+            self._gateways.sent(prefill_s(pod.state.cost, uncached, inbound.prompt_tokens), now_s)
+        self.remember(pod.pod_id, inbound.keys, now_s, taken)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
@@ -121,9 +137,11 @@ class Chooser:
         Unavailable."""
         now_s = self._clock()
         pods = self._pods(inbound, ())
-        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
+        if len(pods) >= self._wide_from:
+            return predictor.least_ttft_s(self._info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
         return min(predictor.ttfts_s(self._info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
@@ -132,14 +150,25 @@ class Chooser:
 
         Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
         """
-        matches = self._index.match(inbound.keys, self._clock())
+        now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
-        longest = {pod.pod_id: matches[pod.pod_id].strides for pod in pods if pod.pod_id in matches}
-        there = max((strides for pod, strides in longest.items() if pod in without_room), default=0)
-        elsewhere = max((strides for pod, strides in longest.items() if pod not in without_room), default=0)
+        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
+        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        sets, _ = self._index.match_sets(inbound.keys, now_s)
+        there = elsewhere = 0
+        for holders, strides in reversed(sets):  # each within the one after, with more strides
+            if not there and any(pod in without_room and pod in serving for pod in holders):
+                there = strides
+            if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
+                elsewhere = strides
+            if elsewhere:
+                break
         if there <= elsewhere:
             return 0.0
-        token_s = min(pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room)
+        if table is None:
+            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
+        else:
+            token_s = table.at(now_s).least_token_s(without_room)
         return (there - elsewhere) * inbound.tokens_per_stride * token_s
 
     def _decide(
@@ -160,6 +189,16 @@ class Chooser:
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
         """As `_decide`, without a view of each pod."""
+        seen, sets = self._seen(inbound, pods, now_s)
+        decision = policy.choose_wide(self._info(inbound, now_s), seen)
+        table = seen.table
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
+
+    def _seen(
+        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
+    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
+        """The pods at the moment, and which of them hold how many strides of the request."""
         table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
@@ -169,13 +208,24 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
-        decision = policy.choose_wide(self._info(inbound, now_s), seen)
-        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
-        return Choice(pods[decision.pod], policy.name, decision, held)
+        return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> None:
         """The request did not run on the chosen pod."""
         self._index.retract(choice.pod.pod_id, inbound.keys)
+
+    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
+        """What tells others of the request on its pod; None where nobody is told."""
+        if self._telling is None:
+            return None
+        return self._telling.of(
+            choice.pod.pod_id,
+            request_id,
+            inbound.keys,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+        )
 
     def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
         """What the answer said of its tokens: ratios of the model, and whether the pod held what was believed.
@@ -204,46 +254,69 @@ class Chooser:
             )
 
     def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
-        """Refute what the pod turned out not to hold.
+        """Refute what the pod turned out not to hold, and learn of a cache that holds more than was thought.
 
         The slack covers that cached tokens come in blocks and that bytes do not map to tokens evenly.
         """
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
-        pod = choice.pod
         if abs(held - choice.strides) <= slack:
             return
-        if pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+        if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
             return
         if held > choice.strides:
             tokens = cached_tokens - choice.strides * inbound.tokens_per_stride
-            self._index.was_held(pod.pod_id, inbound.keys, choice.strides, tokens)
+            self._index.was_held(choice.pod.pod_id, inbound.keys, choice.strides, tokens)
             return
+        self.refute(choice.pod.pod_id, inbound.keys, held, self._clock())
+        if self._telling is not None:
+            self._telling.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
+
+    # -- what is believed, by this gateway's requests and by what others tell ---------------------------------
+
+    def remember(self, pod: PodId, keys: Keys, now_s: float, taken: Taken | None = None) -> None:
+        """The pod counts as holding `keys`: a request with them went there. `taken`: what it takes of the cache of a pod
+        that publishes nothing, where that was not counted before."""
+        self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
+
+    def heard(self, pod: Pod, request: str, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
+        """Another gateway sent a request. `request` is its name: what is before the last dot is the gateway's."""
         now_s = self._clock()
-        self._index.refute(pod.pod_id, inbound.keys, held, now_s)
-        self._remember(pod, inbound, now_s, is_first=False)  # the prompt has been computed there by this answer
+        work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
+        self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
-    def _remember(self, pod: Pod, inbound: Inbound, now_s: float, *, is_first: bool = True) -> None:
-        """Believe that the pod holds the request's keys. `is_first`: the request is new to it, and takes room."""
-        if self._registry.reports(pod.pod_id):
-            self._index.speculate(pod.pod_id, inbound.keys, now_s, self._speculation_ttl_s)
-        else:
-            tokens = inbound.prompt_tokens + inbound.output_tokens if is_first else 0
-            self.believe(pod, inbound.keys, now_s, tokens=tokens, key_tokens=inbound.tokens_per_stride)
+    def taken(self, pod: Pod, prompt_tokens: int) -> Taken:
+        """What a request of another gateway takes there, whose answer is as long as the model's usually are."""
+        estimate, facts = self._estimates.of(pod.model), pod.facts
+        key_tokens = estimate.tokens_per_byte * self._stride
+        tokens = prompt_tokens + round(estimate.output_tokens)
+        return Taken(tokens, key_tokens, facts.kv_capacity_tokens, facts.block_tokens)
 
-    def believe(
-        self, pod: Pod, keys: Sequence[PrefixKey], now_s: float, *, tokens: int, key_tokens: float
-    ) -> None:
-        """A request with these keys went to a pod that publishes nothing, from this gateway or another one.
+    def retract(self, pod: PodId, keys: Keys) -> None:
+        """The request did not run there."""
+        self._index.retract(pod, keys)
 
-        `tokens`: of its prompt and expected answer, 0 where they were counted before. `key_tokens`: that a key stands
-        for, on average.
-        """
-        facts = pod.facts
-        capacity = facts.kv_capacity_tokens
-        ttl_s = self._foreign_ttl_s if capacity is None else math.inf
-        taken = Taken(tokens, key_tokens, capacity, facts.block_tokens)
-        self._index.speculate(pod.pod_id, keys, now_s, ttl_s, taken)
+    def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
+        """The pod had held only so many of `keys`. It holds them all now: the answer that told so has computed them."""
+        self._index.refute(pod, keys, held_strides, now_s)
+        self.remember(pod, keys, now_s)
+
+    def forget(self, pod: PodId) -> None:
+        """Nothing is believed of the pod."""
+        self._index.drop(pod)
+
+    def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
+        """What another gateway believed of the pod."""
+        self._index.believe(pod, runs, now_s, self._ttl_s(pod))
+
+    def believed(self, pod: PodId) -> Sequence[Run]:
+        """What is believed of the pod, for others."""
+        return self._index.believed(pod)
+
+    def _ttl_s(self, pod: PodId) -> float:
+        if self._registry.reports(pod):
+            return self._speculation_ttl_s
+        return math.inf if self._index.capacity_is_told(pod) else self._foreign_ttl_s
 
     def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
         pods: Sequence[Pod] = self._fleet.pods(inbound.model)
@@ -299,4 +372,7 @@ class Chooser:
         return views
 
     def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
-        return RequestInfo(inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, self._index.regret)
+        parting = self._gateways.parting(now_s)
+        return RequestInfo(
+            inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
+        )

@@ -32,6 +32,7 @@ _REQUEST_ONLY = (
         "content-length",
         "content-encoding",
         "expect",
+        headers.DATA_PARALLEL_RANK,
         headers.POLICY,
         headers.PRIORITY,
         headers.REQUEST_ID,

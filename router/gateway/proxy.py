@@ -152,7 +152,7 @@ class Proxy:
             output_tokens=inbound.output_tokens,
             streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
         )
-        attempt = Attempt(choice, lease, self._clock())
+        attempt = Attempt(choice, lease, self._clock(), self._chooser.told(inbound, choice, exchange.request_id))
         exchange.attempts.append(attempt)
         return attempt
 
@@ -224,12 +224,12 @@ class Proxy:
         opened: Opened | None = None
         deadline_s = self._attempt_deadline_s(exchange, inbound)
         try:
-            with attempt.lease:
+            with attempt:
                 opened = await open_answer(
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id),
+                    self._upstream.of(request.raw_headers, exchange.request_id) + attempt.pod.rank_field,
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),
@@ -259,7 +259,7 @@ class Proxy:
                 self._settle(exchange, is_made_good=True)
                 if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
                     exchange.usage = header_usage(opened.response.headers)
-                    attempt.lease.first_token(exchange.usage.cached_tokens)
+                    attempt.first_token(exchange.usage.cached_tokens)
                 if not opened.is_whole:
                     return await self._pass_on(request, exchange, inbound, admitted, attempt, opened, body)
                 self._fleet.served(attempt.pod, sent_s=attempt.sent_s)

@@ -12,8 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.contract.errors import BadRequest, quoted
 from router.fleet.discovery import Discovery, DiscoveryStatus
-from router.fleet.fleet import Fleet, Member
+from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
+from router.fleet.member import Member
 from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model

@@ -17,7 +17,8 @@ from router.gateway.door import leave_gate
 from router.gateway.errors import NoEngine
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import SCALING_RETRY_AFTER_S, Inbound
-from router.overload.line import NO_PODS, TICK_S, Line, LineLimits
+from router.overload.full import NO_PODS
+from router.overload.line import TICK_S, Line, LineLimits
 from router.overload.queue import Waiting
 from router.overload.saturation import ROOM_S
 from router.routing.types import PodId

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.overload.full import FullPods
 from router.overload.queue import FairQueue, Waiting
 from router.overload.saturation import (
     CONTENDED_S,
@@ -18,7 +19,6 @@ from router.overload.saturation import (
     SPARING_ROOM_S,
     Place,
     has_room,
-    is_full,
     is_saturated,
 )
 from router.overload.shares import Shares
@@ -38,8 +38,6 @@ CONTENDED_FOR_S = 10.0
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
 """How often those who own a line look whether a request may go: pods come to have room by the clock alone."""
-
-NO_PODS: frozenset[PodId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +103,9 @@ class Line:
         """Flow and priority of the last request."""
         self._contended_until_s = -math.inf
         """Until then requests of several flows or priorities count as coming together."""
+        self._full = FullPods(limits.pod_requests)
+        self._had_room = 0
+        """Place among the pods of the one that was last found to have room: the next request begins to look there."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -115,22 +116,28 @@ class Line:
         return self._queue.size
 
     def passes(self, flow: str, priority: int, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
-        """Whether a request may go at once: the pods it must not go to; None: it has to wait."""
+        """Whether a request may go at once: the pods it must not go to; None: it has to wait.
+
+        `pods`, here and below: the model's, never changed once they were given. Where few have changed since the last
+        request this costs the same for any number of them.
+        """
         if flow != self._last[0] or priority != self._last[1]:
             self._last = flow, priority
             self._contended_until_s = now_s + CONTENDED_FOR_S
         if self._queue or now_s < self._tight_until_s:
             return None
         limit_s = CONTENDED_S if now_s < self._contended_until_s else SATURATED_S
-        full = self._full(pods, now_s)
-        for pod in pods:
-            if not is_saturated(pod, limit_s, now_s) and pod.pod_id not in full:
+        full, count = self._full.at(pods, now_s), len(pods)
+        for step in range(count):
+            place = (self._had_room + step) % count
+            if not is_saturated(pods[place], limit_s, now_s) and pods[place].pod_id not in full:
+                self._had_room = place
                 return full
         return None
 
     def without_room(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
         """Pods that take no further request, for a second attempt, which does not queue; None: all of them."""
-        full = self._full(pods, now_s)
+        full = self._full.at(pods, now_s)
         return None if len(full) == len(pods) else full
 
     def busy(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
@@ -138,12 +145,7 @@ class Line:
         if self._queue or now_s < self._tight_until_s:
             return None
         contended = [pod.pod_id for pod in pods if is_saturated(pod, CONTENDED_S, now_s)]
-        return self._full(pods, now_s).union(contended)
-
-    def _full(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId]:
-        most = self._limits.pod_requests
-        full = [pod.pod_id for pod in pods if (most or pod.cap.is_known) and is_full(pod, most, now_s)]
-        return frozenset(full) if full else NO_PODS
+        return self._full.at(pods, now_s).union(contended)
 
     def enter(self, request: Waiting, now_s: float) -> list[Waiting]:
         """It waits from here on. Returns those that had to go for it; `request` alone, where there is no place for

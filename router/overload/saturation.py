@@ -46,12 +46,25 @@ class Cap:
     decrease need not be multiplicative, as the pod tells the number.)
     """
 
-    __slots__ = ("_at", "_batch", "_refused_s")
+    __slots__ = ("_at", "_batch", "_refused_s", "_watchers")
 
     def __init__(self) -> None:
         self._at: int | None = None
         self._refused_s = 0.0
         self._batch: int | None = None
+        self._watchers: tuple[set[Cap], ...] = ()
+
+    def watch(self, changed: set[Cap]) -> None:
+        """Have this cap added to `changed` whenever it is learnt anew; that it grows or is forgotten is no change."""
+        self._watchers = (*self._watchers, changed)
+
+    def unwatch(self, changed: set[Cap]) -> None:
+        """End that."""
+        self._watchers = tuple(watcher for watcher in self._watchers if watcher is not changed)
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed.add(self)
 
     @property
     def is_known(self) -> bool:
@@ -67,6 +80,7 @@ class Cap:
         """The pod refused a request beside so many others of this gateway."""
         self._at = max(1, others)
         self._refused_s = now_s
+        self._tell()
 
     def limit(self, now_s: float) -> int | None:
         """Requests of this gateway that the pod is believed to take at once; None: not known."""
@@ -83,8 +97,10 @@ class Cap:
         if load.waiting:
             if late_s >= LATE_S and load.running:
                 self._batch = load.running
+                self._tell()
         elif self._batch is not None and load.running >= self._batch:
             self._batch = load.running + 1
+            self._tell()
 
 
 class Place(Protocol):

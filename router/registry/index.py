@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey
 from router.registry.room import Regret, Taken
-from router.registry.speculation import Speculation
+from router.registry.speculation import Run, Speculation
 from router.routing.types import PodId
 
 _SHARD_SHIFT = 58
@@ -32,6 +33,8 @@ _SWEEP_KEYS = 256
 _SETS_REMEMBERED = 4096
 _REQUEST_SHARE = 8
 _REQUEST_KEYS = 64
+_Ends: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int], dict[int, int]]"
+"""See `PrefixIndex._ends`. Never changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class PrefixIndex:
         """Pods that may have reported keys; of the others nothing but speculation is known."""
         self._next_expiry_s = float("inf")
         """No speculative entry expires before this."""
+        self._changes = 0
+        """Counts what may change what `_ends` finds."""
+        self._last: tuple[Sequence[PrefixKey], int, _Ends] = ((), -1, ([], {}, {}))
+        """The keys that were matched last, at which count of changes, and what was found. A request that may have to
+        wait is matched before it is decided, and mostly nothing happens in between."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -134,26 +142,32 @@ class PrefixIndex:
         self._add_tiers(matches, host, disk)
         return sets, {pod: match for pod, match in matches.items() if match.host_strides or match.disk_strides}
 
-    def _ends(
-        self, keys: Sequence[PrefixKey], now_s: float
-    ) -> tuple[list[tuple[int, int]], Counter[int], Counter[int]]:
+    def _ends(self, keys: Sequence[PrefixKey], now_s: float) -> _Ends:
         """Slots with the strides they hold, all of some; and strides in host memory and on disk, by slots."""
         if now_s >= self._next_expiry_s:
             self._expire(now_s)
+        last, changes, found = self._last
+        if last is keys and changes == self._changes and isinstance(keys, tuple):
+            return found
+        found = self._find(keys)
+        self._last = keys, self._changes, found
+        return found
+
+    def _find(self, keys: Sequence[PrefixKey]) -> _Ends:
         shards, alive = self._shards, self._live
         previous = -1
         start = in_host = on_disk = 0
         ends: list[tuple[int, int]] = []
-        host: Counter[int] = Counter()
-        disk: Counter[int] = Counter()
+        host: dict[int, int] = {}
+        disk: dict[int, int] = {}
         for strides, key in enumerate(keys):
             mask = shards[key >> _SHARD_SHIFT].get(key, 0)
             if mask is previous:
                 continue
             if in_host:
-                host[in_host] += strides - start
+                host[in_host] = host.get(in_host, 0) + strides - start
             if on_disk:
-                disk[on_disk] += strides - start
+                disk[on_disk] = disk.get(on_disk, 0) + strides - start
             previous, start = mask, strides
             still = (mask | mask >> _SPECULATIVE_SHIFT) & alive
             if still != alive:
@@ -167,12 +181,12 @@ class PrefixIndex:
             if alive and keys:
                 ends.append((alive, len(keys)))
                 if in_host:
-                    host[in_host] += len(keys) - start
+                    host[in_host] = host.get(in_host, 0) + len(keys) - start
                 if on_disk:
-                    disk[on_disk] += len(keys) - start
+                    disk[on_disk] = disk.get(on_disk, 0) + len(keys) - start
         return ends, host, disk
 
-    def _add_tiers(self, matches: dict[PodId, Match], host: Counter[int], disk: Counter[int]) -> None:
+    def _add_tiers(self, matches: dict[PodId, Match], host: Mapping[int, int], disk: Mapping[int, int]) -> None:
         in_host: Counter[PodId] = Counter()
         on_disk: Counter[PodId] = Counter()
         for masks, per_pod in ((host, in_host), (disk, on_disk)):
@@ -218,6 +232,7 @@ class PrefixIndex:
         self._speculations.pop(pod, None)
         self._reporters.discard(pod)
         if slot is not None:
+            self._changes += 1
             bit = 1 << slot
             del self._pods[bit]
             self._live ^= bit
@@ -268,11 +283,41 @@ class PrefixIndex:
             speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
             self._change(speculated, self._slots[pod], 0)
 
+    def believed(self, pod: PodId) -> list[Run]:
+        """What is speculated of the pod, the first to be dropped first. Takes time in all of it."""
+        speculation = self._speculations.get(pod)
+        return [] if speculation is None else speculation.runs()
+
+    def believe(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
+        """Speculate what somebody else has, for `ttl_s` from each use. Takes time in all that is speculated of the pod.
+
+        A key stays as it is if it was used later than `runs` say, or if the pod reported it.
+        """
+        slot = self._slot(pod)
+        speculation = self._speculations.get(pod)
+        if speculation is None:
+            speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+        if pod in self._reporters:
+            shards, reported = self._shards, 1 << slot
+            runs = [
+                (at_s, [key for key in keys if not shards[key >> _SHARD_SHIFT].get(key, 0) & reported])
+                for at_s, keys in runs
+            ]
+        new, dropped = speculation.merge(runs, now_s, ttl_s)
+        self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
+        self._change(dropped, slot, 0)
+        self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+
     def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
         """The answer reused `tokens` more than the first `strides` of `keys`, which were believed: so the pod's cache
         holds more than was thought, or they were part of an earlier answer."""
         if strides < len(keys) and (speculation := self._speculations.get(pod)):
             speculation.was_held(keys[strides], tokens)
+
+    def capacity_is_told(self, pod: PodId) -> bool:
+        """Whether the pod has told what its cache holds, so that what is speculated of it ends without a time."""
+        speculation = self._speculations.get(pod)
+        return speculation is not None and speculation.capacity_is_told
 
     def room_tokens(self, pod: PodId) -> float:
         """Tokens that the pod can take before it evicts something; infinite where that is not known."""
@@ -338,6 +383,7 @@ class PrefixIndex:
         """The shift of the pod's bits, taken up on first mention of the pod."""
         slot = self._slots.get(pod)
         if slot is None:
+            self._changes += 1
             in_use = len(self._slots) * _SLOT_BITS + self._retired.bit_count()
             slot = self._slots[pod] = self._free.pop() if self._free else in_use
             self._pods[1 << slot] = pod
@@ -346,6 +392,7 @@ class PrefixIndex:
 
     def _change(self, keys: Iterable[PrefixKey], slot: int, bits: int) -> None:
         """Make `bits` the pod's bits for each of the keys."""
+        self._changes += 1
         shards, mine, bits = self._shards, _ALL << slot, bits << slot
         flip = mine ^ bits
         old = new = -1

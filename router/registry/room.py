@@ -81,6 +81,11 @@ class Room:
         """What the pod is believed to hold at a time; infinite while nothing is known of it."""
         return self._capacity
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the pod has told what its cache holds."""
+        return self._told is not None
+
     def take(self, taken: Taken, keys: int, now_s: float) -> None:
         """A request of so many keys goes to the pod."""
         told = taken.capacity_tokens

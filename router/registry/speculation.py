@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from struct import Struct
 from typing import NewType
 
@@ -40,6 +41,14 @@ def _unpack(use: _Use) -> tuple[float, float, float, bool]:
     return _USE.unpack(use)
 
 
+def _expiry_s(at_s: float) -> float:
+    return at_s if math.isinf(at_s) else math.ceil(at_s / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+
+
+Run = tuple[float, Sequence[PrefixKey]]
+"""When keys were last used, and those keys, in the order in which they would be dropped."""
+
+
 class Speculation:
     """The speculative entries of one pod, at most `limit` of them: the longest unused goes first.
 
@@ -72,9 +81,7 @@ class Speculation:
 
         An infinite `ttl_s`: until there is no room.
         """
-        expires_at_s = math.inf
-        if ttl_s < math.inf:
-            expires_at_s = math.ceil((now_s + ttl_s) / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+        expires_at_s = _expiry_s(now_s + ttl_s)
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
         self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
         uses = self._uses
@@ -128,6 +135,11 @@ class Speculation:
         room = self._room
         return math.inf if room is None else max(0.0, room.capacity_tokens - self._tokens(room))
 
+    @property
+    def capacity_is_told(self) -> bool:
+        """Whether the pod has told what its cache holds."""
+        return self._room is not None and self._room.is_told
+
     def was_held(self, key: PrefixKey, tokens: float) -> None:
         """An answer reused `tokens` more than was believed; `key` is the first of those not believed."""
         if self._room is not None and not self._room.was_held(key):
@@ -135,6 +147,39 @@ class Speculation:
 
     def _tokens(self, room: Room) -> float:
         return len(self._uses) * room.key_tokens + room.loose_tokens
+
+    def runs(self) -> list[Run]:
+        """All entries, the first to be dropped first."""
+        return [
+            (_unpack(use)[0], [key for key, _ in entries])
+            for use, entries in groupby(self._uses.items(), key=itemgetter(1))
+        ]
+
+    def merge(self, runs: Iterable[Run], now_s: float, ttl_s: float) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
+        """Enter what somebody else knew: a use that is newer than the one known here counts. The new keys, and what had
+        to make room."""
+        uses = self._uses
+        found: dict[PrefixKey, _Use] = {}
+        for used_at_s, keys in runs:
+            expires_at_s = _expiry_s(used_at_s + ttl_s)
+            if expires_at_s <= now_s:
+                continue
+            use = _use(used_at_s, expires_at_s)
+            for key in keys:
+                old = found.get(key) or uses.get(key)
+                if old is None or _unpack(old)[0] < used_at_s:
+                    found[key] = use
+        if not found:
+            return (), ()
+        new = [key for key in found if key not in uses]
+        entries = sorted({**uses, **found}.items(), key=lambda entry: _unpack(entry[1])[0])
+        uses.clear()
+        uses.update(entries)
+        self.next_expiry_s = min(self.next_expiry_s, _unpack(entries[0][1])[1])
+        self._newest_expiry_s = max(self._newest_expiry_s, _unpack(entries[-1][1])[1])
+        if len(uses) <= self._limit:
+            return new, ()
+        return new, self.discard(list(islice(uses, len(uses) - self._limit)))
 
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
         """Drop those of `keys` that one use alone vouches for; the dropped."""

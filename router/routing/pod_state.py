@@ -201,6 +201,40 @@ class PodState:
                 # Given up in vain. Else a pod that hangs would look idle again, and have the next one wait as long.
                 self._free_at_s = max(self._free_at_s, 2 * now_s - request.due_s)
 
+    def sent_elsewhere(
+        self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
+    ) -> None:
+        """Another gateway sent a request at `now_s`, which may be a little while ago. Of its first token nothing is
+        expected here: it counts as decoding when its prefill should have ended, and teaches no speed."""
+        for request in self._pending.values():
+            if request.sent_s >= now_s:
+                request.was_alone = False
+        self.sent(
+            request_id,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=uncached_tokens,
+            output_tokens=output_tokens,
+            now_s=now_s,
+            streams=False,
+        )
+
+    def began_elsewhere(self, request_id: str, *, now_s: float) -> None:
+        """The first token of such a request came."""
+        request = self._pending.get(request_id)
+        if request is not None:
+            self._tell()
+            self._withdraw(request_id, request, now_s)
+            self._context_tokens += request.context_tokens
+            self._decoding[request_id] = request
+
+    def finished_elsewhere(self, request_id: str, *, now_s: float) -> None:
+        """Such a request has left the pod. Too long ago to tell when the pod's steps end."""
+        self._tell()
+        if (request := self._decoding.pop(request_id, None)) is not None:
+            self._context_tokens -= request.context_tokens
+        elif (request := self._pending.get(request_id)) is not None:
+            self._withdraw(request_id, request, now_s)
+
     def report(self, load: LoadReport, *, now_s: float) -> None:
         """A load report of the pod."""
         self._tell()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.latency import STEP_TOKENS, decode_s, further_steps, prefill_s, step_left_s, unit_s
+from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, step_left_s, unit_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
-from router.routing.unseen import Unseen
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
 from router.routing.wide_ttft import Weights, WideCosts, wide_costs, wide_owed_after
 
@@ -31,39 +29,34 @@ _FOLLOW = 0.02
 """Weight of a request in that mean, and in a usual prompt's prefill."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
-import os
-U=float(os.environ.get('U','1'))
-W=float(os.environ.get("W","1"))
+_UNSEEN_COPY_SHARE = 0.5
+"""What other gateways may have sent to a pod that holds a prefix counts up to this part of what a copy would cost."""
 _WARM = 0.5
 """Part of a prompt from which a pod that holds it counts as warm."""
 
 
-@dataclass(slots=True)
-class PodCost:
-    """Seconds, as DESIGN.md 5 names them."""
+class Costs:
+    """What each pod would cost, in seconds: a list for each number, as an object for each pod takes most of the time.
 
-    wait_s: float
-    own_s: float
-    step_s: float
-    """Decoding in the steps of its prefill."""
-    fetch_s: float
-    externality_s: float
-    pressure_s: float
-    sharing_s: float
-    """For what its prefill adds to the step that it shares with a request that waits already."""
-    stall_s: float
-    """For what its prefill keeps the decoding requests waiting."""
-    evict_s: float
-    """For computing again what the pod evicts to make room."""
-    duplicate_s: float
-    """Part of `own_s` and `stall_s` that a pod with the longest match would be spared."""
-    switch_s: float
-    credit_s: float
-    """What is owed to the prefix, taken off for a pod that would be a further copy."""
+    A score is the sum of a pod's `parts`, which are filled in only where they are asked for, less its credit.
+    """
 
-    @property
-    def ttft_s(self) -> float:
-        return self.wait_s + self.own_s + self.step_s + self.fetch_s
+    __slots__ = ("credit_s", "duplicate_s", "own_s", "parts", "scores", "switch_s", "ttft_s")
+
+    def __init__(self, pods: int) -> None:
+        self.scores: list[float] = []
+        self.ttft_s: list[float] = []
+        self.own_s: list[float] = []
+        self.duplicate_s = [0.0] * pods
+        """Part of `own_s` and of what decoding waits for it that a pod with the longest match would be spared."""
+        self.switch_s = [0.0] * pods
+        self.credit_s = [0.0] * pods
+        """What is owed to the prefix, taken off for a pod that would be a further copy."""
+        self.parts: list[dict[str, float]] = []
+        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`;
+        `externality_s`; `pressure_s`; `sharing_s`: for what its prefill adds to the step that it shares with a request
+        that waits already; `stall_s`: for what its prefill keeps the decoding requests waiting; `evict_s`: for computing again what the pod
+        evicts to make room; `others_s`: for what other gateways may have just sent there; and those above."""
 
 
 class PredictedTtft(WidePolicy):
@@ -88,7 +81,6 @@ class PredictedTtft(WidePolicy):
         same_speed: float,
     ) -> None:
         self._weights = Weights(host_share, disk_share, pressure_weight, stall_weight, switch_margin, same_speed)
-        self.unseen = Unseen()
         self._debts = Debts()
         self._turns = Turns()
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
@@ -101,14 +93,13 @@ class PredictedTtft(WidePolicy):
         """See `Policy.choose`; scores are seconds."""
         longest = max([pod.matched_tokens for pod in pods])
         account, owed_s = self._owed(request, longest)
-        costs, scores = self._costs(request, pods, longest, owed_s)
-        chosen = self._choose_equal(request, pods, costs, scores)
-        pod, ttft_s = pods[chosen], costs[chosen].ttft_s
+        costs = self._costs(request, pods, longest, owed_s, explain=explain)
+        chosen = self._choose_equal(request, pods, costs)
+        pod, ttft_s = pods[chosen], costs.ttft_s[chosen]
         if explain:
-            parts = [{name: getattr(cost, name) for name in PodCost.__slots__} for cost in costs]
-            return decide(self.name, pods, chosen, scores, parts, ttft_s)
+            return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s)
         if account is not None:
-            self._debts.book(account, _owed_after(costs, scores, chosen, owed_s), request.now_s)
+            self._debts.book(account, _owed_after(costs, chosen, owed_s), request.now_s)
         self._remember(request, longest, pod.pod_id, pod.matched_tokens, pod.cost)
         return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s)
 
@@ -140,36 +131,40 @@ class PredictedTtft(WidePolicy):
     def ttfts_s(self, request: RequestInfo, pods: Sequence[PodView]) -> list[float]:
         """Seconds to the first token on each pod, as `choose` predicts them. The requests seen before play no part in
         them, and this one leaves no trace."""
-        return [cost.ttft_s for cost in self._costs(request, pods, 0, 0.0)[0]]
+        return self._costs(request, pods, 0, 0.0).ttft_s
 
-    def _choose_equal(
-        self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[PodCost], scores: Sequence[float]
-    ) -> int:
+    def least_ttft_s(self, request: RequestInfo, pods: WidePods) -> float:
+        """The least of them, of many pods."""
+        return float(wide_costs(request, pods, 0.0, self._usual_s, self._weights).ttft_s.min())
+
+    def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Of the pods hardly worse than the best, with no shorter match, one with the fewest requests that wait for
         their first token. Among warm ones of these the pod whose last turn is longest ago: so arrivals at each come
         evenly. Among others the one with least recent work: what is computed there brings its like."""
+        scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
-        own_s, least_match = costs[best].own_s, pods[best].matched_tokens
+        own_s, least_match = owns_s[best], pods[best].matched_tokens
         limit = scores[best] + self._tied_s(own_s)
         most_own_s = own_s + _TIE_SHARE * own_s  # no pod of half the speed
         equals = [
             i
             for i, score in enumerate(scores)
-            if score <= limit and pods[i].matched_tokens >= least_match and costs[i].own_s <= most_own_s
+            if score <= limit and pods[i].matched_tokens >= least_match and owns_s[i] <= most_own_s
         ]
         if len(equals) == 1:
             return best
-        waiting = [max(0, pod.in_flight - pod.decoding) for pod in pods]
-        least = min([waiting[i] for i in equals])
-        is_warm = least_match >= _WARM * request.prompt_tokens
+        waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
+        least = min(waiting)
+        if request.parting is not None:
+            # Of those with the fewest, the own ones: others do not choose them.
+            parts = [request.parting.part(i, len(pods)) if n == least else -1.0 for i, n in zip(equals, waiting, strict=True)]
+            most = max(parts)
+            waiting = [least if part == most else least + 1 for part in parts]
+        rank = self._turns.last if least_match >= _WARM * request.prompt_tokens else self._recent.rank
         ranks = [math.inf] * len(pods)
-        equals = [i for i in equals if waiting[i] == least]
-        if self.unseen.per_pod_s(len(pods), request.now_s):
-            parts = [self.unseen.own_part(i, len(pods)) for i in equals]
-            equals = [i for i, part in zip(equals, parts, strict=True) if part == max(parts)]
-        for i in equals:
-            pod_id = pods[i].pod_id
-            ranks[i] = self._turns.last(pod_id) if is_warm else self._recent.rank(pod_id)
+        for i, waits in zip(equals, waiting, strict=True):
+            if waits == least:
+                ranks[i] = rank(pods[i].pod_id)
         return lowest(request, pods, ranks)
 
     def _choose_equal_wide(self, request: RequestInfo, pods: WidePods, costs: WideCosts) -> int:
@@ -221,10 +216,16 @@ class PredictedTtft(WidePolicy):
         ]
 
     def _costs(
-        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[PodCost], list[float]]:
+        self,
+        request: RequestInfo,
+        pods: Sequence[PodView],
+        longest_match: int,
+        owed_s: float,
+        *,
+        explain: bool = False,
+    ) -> Costs:
         """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
-        now_s, prompt, weights, regret = request.now_s, request.prompt_tokens, self._weights, request.regret
+        now_s, prompt, weights, usual_s = request.now_s, request.prompt_tokens, self._weights, self._usual_s
         speeds = self._speeds(pods)
         # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
         waits_s = [
@@ -235,91 +236,96 @@ class PredictedTtft(WidePolicy):
         ]
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
-        costs, scores = [], []
+        costs = Costs(len(pods))
+        regret, parting = request.regret, request.parting
+        unseen_s = spared_s = 0.0
+        if parting is not None:
+            # A copy is no remedy: it costs more than is not seen.
+            unseen_s, shortest = parting.unseen_s, min([pod.matched_tokens for pod in pods])
+            spared_s = _UNSEEN_COPY_SHARE * speeds[0].token_s * (longest_match - shortest) or math.inf
+        add_score, add_ttft, add_own = costs.scores.append, costs.ttft_s.append, costs.own_s.append
         last_cost, last_match = None, -1
-        unseen_s = self.unseen.per_pod_s(len(pods), now_s)
-        for row, (pod, cost, wait_s) in enumerate(zip(pods, speeds, waits_s, strict=True)):
-            if unseen_s:
-                wait_s += U * unseen_s * (1 - self.unseen.own_part(row, len(pods)))
+        for i, (pod, cost, wait_s) in enumerate(zip(pods, speeds, waits_s, strict=True)):
             if cost is not last_cost or pod.matched_tokens != last_match:
                 last_cost, last_match = cost, pod.matched_tokens  # most pods are equally fast and hold equally much
                 uncached = max(1, prompt - last_match)
                 own_s = prefill_s(cost, uncached, prompt)
                 least_s = prefill_s(cost, least_tokens, prompt) if uncached > least_tokens else own_s
                 # What decodes now has ended before a prefill much longer than usual does.
-                stalled_s, least_stalled_s = min(own_s, self._usual_s), min(least_s, self._usual_s)
+                stalled_s, least_stalled_s = min(own_s, usual_s), min(least_s, usual_s)
                 externality_s = min(own_s, mean_wait_s)
                 steps = 1 + further_steps(uncached)
-            step_s = decode_s(cost, pod.decoding, pod.context_tokens)
-            if pod.in_flight:
-                wait_s = max(wait_s, step_left_s(step_s, now_s - pod.stepped_s))
+            decoding, in_flight = pod.decoding, pod.in_flight
+            step_s = cost.base_s + cost.sequence_s * decoding + cost.context_s * pod.context_tokens  # see `decode_s`
+            if in_flight:
+                left_s = step_left_s(step_s, now_s - pod.stepped_s)
+                if left_s > wait_s:
+                    wait_s = left_s
             step_s *= steps
-            sharing_s = min(stalled_s, STEP_TOKENS * cost.token_s) if pod.in_flight > pod.decoding else 0.0
-            stall = weights.stall_weight * pod.decoding
+            sharing_s = min(stalled_s, STEP_TOKENS * cost.token_s) if in_flight > decoding else 0.0
+            stall = weights.stall_weight * decoding
             stall_s = stall * stalled_s
+            evict_s = others_s = 0.0
+            if regret and (evicted := uncached + request.output_tokens - pod.room_tokens) > 0:
+                evict_s = regret * cost.token_s * evicted
+            if parting is not None:
+                others_s = min(unseen_s, spared_s) if last_match == longest_match else unseen_s
+                others_s *= 1 - parting.part(i, len(pods))
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
-            evict_s = 0.0
-            if regret and pod.room_tokens < uncached + request.output_tokens:
-                evicted = uncached + request.output_tokens - pod.room_tokens
-                evict_s = W * regret * cost.token_s * evicted
             if uncached > least_tokens:
-                duplicate_s = own_s - least_s + stall_s - stall * least_stalled_s
-                switch_s = weights.switch_margin * duplicate_s
-                credit_s = min(owed_s, duplicate_s + switch_s)
-            costs.append(
-                PodCost(
-                    wait_s,
-                    own_s,
-                    step_s,
-                    fetch_s,
-                    externality_s,
-                    pressure_s,
-                    sharing_s,
-                    stall_s,
-                    evict_s,
-                    duplicate_s,
-                    switch_s,
-                    credit_s,
+                duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s
+                switch_s = costs.switch_s[i] = weights.switch_margin * duplicate_s
+                credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
+            ttft_s = wait_s + own_s + step_s + fetch_s
+            add_ttft(ttft_s)
+            add_own(own_s)
+            add_score(
+                ttft_s + externality_s + pressure_s + sharing_s + stall_s + evict_s + others_s + switch_s - credit_s
+            )
+            if explain:
+                costs.parts.append(
+                    {
+                        "wait_s": wait_s,
+                        "own_s": own_s,
+                        "step_s": step_s,
+                        "fetch_s": fetch_s,
+                        "externality_s": externality_s,
+                        "pressure_s": pressure_s,
+                        "sharing_s": sharing_s,
+                        "stall_s": stall_s,
+                        "evict_s": evict_s,
+                        "others_s": others_s,
+                        "duplicate_s": duplicate_s,
+                        "switch_s": switch_s,
+                        "credit_s": credit_s,
+                    }
                 )
-            )
-            scores.append(
-                wait_s
-                + own_s
-                + step_s
-                + fetch_s
-                + externality_s
-                + pressure_s
-                + sharing_s
-                + stall_s
-                + evict_s
-                + switch_s
-                - credit_s
-            )
-        return costs, scores
+        return costs
 
 
 def _is_same(numbers: float | Floats, rows: Ints) -> bool:
     return isinstance(numbers, float) or bool((numbers[rows] == numbers[rows[0]]).all())
 
 
-def _owed_after(costs: Sequence[PodCost], scores: Sequence[float], chosen: int, owed_s: float) -> float:
+def _owed_after(costs: Costs, chosen: int, owed_s: float) -> float:
     """The debt after this request: paid down by a copy, and grown by what one more copy would have spared it, on an
     average one of the other pods. Where a copy would have been no better, the request would not have gone there.
     """
-    lacking = [(cost, score) for cost, score in zip(costs, scores, strict=True) if cost.duplicate_s > 0]
+    scores, duplicates_s = costs.scores, costs.duplicate_s
+    lacking = [i for i, duplicate_s in enumerate(duplicates_s) if duplicate_s > 0]
     if not lacking:
         return 0.0
-    best_s = scores[chosen]
-    if costs[chosen].duplicate_s > 0:
-        best_s = min([score for cost, score in zip(costs, scores, strict=True) if cost.duplicate_s <= 0])
+    best_s, credits_s, switches_s = scores[chosen], costs.credit_s, costs.switch_s
+    if duplicates_s[chosen] > 0:
+        best_s = min([score for score, duplicate_s in zip(scores, duplicates_s, strict=True) if duplicate_s <= 0])
         # What it saves by not waiting for a pod that has one, the request pays itself.
-        owed_s -= min(costs[chosen].credit_s, max(0.0, scores[chosen] + costs[chosen].credit_s - best_s))
-    with_copies_s = [s + cost.credit_s - cost.switch_s - cost.duplicate_s for cost, s in lacking]
+        owed_s -= min(credits_s[chosen], max(0.0, scores[chosen] + credits_s[chosen] - best_s))
+    with_copies_s = [scores[i] + credits_s[i] - switches_s[i] - duplicates_s[i] for i in lacking]
     spared_s = math.fsum([max(0.0, best_s - with_copy_s) for with_copy_s in with_copies_s]) / len(lacking)
-    price_s = max([cost.duplicate_s + cost.switch_s for cost, _ in lacking])
+    price_s = max([duplicates_s[i] + switches_s[i] for i in lacking])
     return min(owed_s + spared_s, price_s)

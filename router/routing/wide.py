@@ -88,6 +88,12 @@ class WidePods:
             free_s[behind] = np.maximum(free_s[behind], now_s) + others_s
         return free_s
 
+    def least_token_s(self, without: Collection[PodId]) -> float:
+        """Seconds of prefill of a token on the fastest pod that is not among `without`."""
+        token_s = self.columns.token_s.copy()
+        token_s[self.table.rows(without)] = np.inf
+        return float(token_s.min())
+
     def load(self, now_s: float) -> Floats:
         """As `pick.load`."""
         columns = self.columns

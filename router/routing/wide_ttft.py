@@ -16,7 +16,7 @@ from router.routing.wide import Floats, Speeds, WidePods
 
 @dataclass(slots=True)
 class WideCosts:
-    """As `PodCost`, for each pod or, where it is the same for all, once."""
+    """As `Costs`, for each pod or, where it is the same for all, once."""
 
     ttft_s: Floats
     own_s: float | Floats

@@ -11,7 +11,7 @@ from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.pod import SimPod
 from loadgen.simulate.routing import HELD, Offered
 from loadgen.simulate.trials.variants import DEFAULTS, predicted
-from router.routing.predicted_ttft import PodCost, PredictedTtft
+from router.routing.predicted_ttft import Costs, PredictedTtft
 from router.routing.types import PodView, RequestInfo
 
 KV_BYTES_PER_TOKEN = 128 * 1024
@@ -27,22 +27,29 @@ class MovingTtft(PredictedTtft):
     """Seconds to move a token's KV."""
 
     def _costs(
-        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[PodCost], list[float]]:
-        costs, scores = super()._costs(request, pods, longest_match, owed_s)
-        for i, (pod, cost) in enumerate(zip(pods, costs, strict=True)):
+        self,
+        request: RequestInfo,
+        pods: Sequence[PodView],
+        longest_match: int,
+        owed_s: float,
+        *,
+        explain: bool = False,
+    ) -> Costs:
+        costs = super()._costs(request, pods, longest_match, owed_s, explain=True)
+        for i, (pod, parts) in enumerate(zip(pods, costs.parts, strict=True)):
             missing = longest_match - pod.matched_tokens
             transfer_s = SETUP_S + missing * self.token_s
-            saved_s = cost.duplicate_s - transfer_s
+            saved_s = costs.duplicate_s[i] - transfer_s
             if missing > 0 and saved_s > 0:
                 # Neither those behind it nor a debt pay for a copy that costs no computing.
-                left = 1 - cost.duplicate_s / (cost.own_s + cost.stall_s)
-                shorter_s = max(0.0, cost.externality_s - left * cost.own_s)
-                scores[i] += cost.credit_s - cost.switch_s - saved_s - shorter_s
-                cost.own_s, cost.stall_s = left * cost.own_s + transfer_s, left * cost.stall_s
-                cost.externality_s -= shorter_s
-                cost.duplicate_s = cost.switch_s = cost.credit_s = 0.0
-        return costs, scores
+                own_s = costs.own_s[i]
+                left = 1 - costs.duplicate_s[i] / (own_s + parts["stall_s"])
+                shorter_s = max(0.0, parts["externality_s"] - left * own_s)
+                costs.scores[i] += costs.credit_s[i] - costs.switch_s[i] - saved_s - shorter_s
+                costs.own_s[i] = left * own_s + transfer_s
+                costs.ttft_s[i] += costs.own_s[i] - own_s
+                costs.duplicate_s[i] = costs.switch_s[i] = costs.credit_s[i] = 0.0
+        return costs
 
 
 class Moving(Gateway):

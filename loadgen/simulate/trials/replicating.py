@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from loadgen.simulate.trials.variants import predicted
-from router.routing.predicted_ttft import PodCost, PredictedTtft
+from router.routing.predicted_ttft import Costs, PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodView, RequestInfo
 
@@ -32,8 +32,14 @@ class ByShare(PredictedTtft):
         return decision
 
     def _costs(
-        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[PodCost], list[float]]:
+        self,
+        request: RequestInfo,
+        pods: Sequence[PodView],
+        longest_match: int,
+        owed_s: float,
+        *,
+        explain: bool = False,
+    ) -> Costs:
         if not self.pays_debts:
             owed_s = 0.0
         strides = math.ceil(longest_match * len(request.keys) / request.prompt_tokens)
@@ -43,7 +49,7 @@ class ByShare(PredictedTtft):
             copies = sum(pod.matched_tokens > 0 and pod.matched_tokens >= near for pod in pods)
             if copies < math.ceil(share * len(pods)):
                 owed_s = UNLIMITED_S
-        return super()._costs(request, pods, longest_match, owed_s)
+        return super()._costs(request, pods, longest_match, owed_s, explain=explain)
 
 
 def replicating(kind: type[ByShare]) -> ByShare:

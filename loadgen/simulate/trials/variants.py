@@ -12,7 +12,7 @@ from loadgen.simulate.omniscient import exact_cost
 from loadgen.simulate.pod import Report
 from router.routing.pick import lowest
 from router.routing.policies import PolicyOptions
-from router.routing.predicted_ttft import PodCost, PredictedTtft
+from router.routing.predicted_ttft import Costs, PredictedTtft
 from router.routing.types import PodView, RequestInfo
 
 DEFAULTS = PolicyOptions()
@@ -37,28 +37,39 @@ class WithoutExternality(PredictedTtft):
     """What a request does to those behind it does not count."""
 
     def _costs(
-        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[PodCost], list[float]]:
-        costs, scores = super()._costs(request, pods, longest_match, owed_s)
-        return costs, [score - cost.externality_s for score, cost in zip(scores, costs, strict=True)]
+        self,
+        request: RequestInfo,
+        pods: Sequence[PodView],
+        longest_match: int,
+        owed_s: float,
+        *,
+        explain: bool = False,
+    ) -> Costs:
+        costs = super()._costs(request, pods, longest_match, owed_s, explain=True)
+        costs.scores = [score - parts["externality_s"] for score, parts in zip(costs.scores, costs.parts, strict=True)]
+        return costs
 
 
 class WithoutDebt(PredictedTtft):
     """No copy of a prefix but where it suits the request at hand."""
 
     def _costs(
-        self, request: RequestInfo, pods: Sequence[PodView], longest_match: int, owed_s: float
-    ) -> tuple[list[PodCost], list[float]]:
-        return super()._costs(request, pods, longest_match, 0.0)
+        self,
+        request: RequestInfo,
+        pods: Sequence[PodView],
+        longest_match: int,
+        owed_s: float,
+        *,
+        explain: bool = False,
+    ) -> Costs:
+        return super()._costs(request, pods, longest_match, 0.0, explain=explain)
 
 
 class WithoutRecent(PredictedTtft):
     """Of pods equally good the one of the lowest score, however little lower."""
 
-    def _choose_equal(
-        self, request: RequestInfo, pods: Sequence[PodView], costs: Sequence[PodCost], scores: Sequence[float]
-    ) -> int:
-        return lowest(request, pods, scores)
+    def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
+        return lowest(request, pods, costs.scores)
 
 
 class ExactCost(Gateway):

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from engine.cache import integrity, prefix_cache, sequence
+from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey, prefix_keys
 from engine.sched.request import KeySpan
@@ -54,9 +55,10 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         enabled=st.sampled_from([True, True, True, True, False]),
         shortfall=st.integers(0, 2),
+        eviction=st.sampled_from(Eviction),
     )
-    def start(self, blocks, block_size, enabled, shortfall):
-        self.cache = PrefixCache(blocks, block_size, enabled=enabled)
+    def start(self, blocks, block_size, enabled, shortfall, eviction):
+        self.cache = PrefixCache(blocks, block_size, enabled=enabled, eviction=eviction)
         self.model = Model(self.cache)
         self.shortfall = shortfall
         self.parents: dict[PrefixKey, PrefixKey] = {}

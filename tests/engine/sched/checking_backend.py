@@ -67,10 +67,11 @@ class CheckingBackend:
     def _poison_with(self, cache: PrefixCache) -> None:
         pool, take, drop = cache.pool, cache.pool.take, cache.pool.drop_references
 
-        def poisoning_take() -> tuple[int, bool]:
-            block, was_idle = take()
-            self.poison(block)
-            return block, was_idle
+        def poisoning_take(count: int) -> tuple[list[int], list[int]]:
+            blocks, evicted = take(count)
+            for block in blocks:
+                self.poison(block)
+            return blocks, evicted
 
         def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool]) -> None:
             dropped = list(zip(blocks, keep, strict=True))

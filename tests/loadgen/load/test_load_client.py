@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from engine.contract import resets as resets_contract
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
 from loadgen.load.client import Client
 from loadgen.load.target import ServerUnusable, Target
@@ -65,9 +66,9 @@ async def test_a_complete_answer_is_timed_and_counted():
     assert record.sent_s - record.intended_s >= 1.5
     assert record.first_token_s is not None
     assert record.first_token_s - record.sent_s >= 0.025  # the empty role chunk is no token
-    assert len(record.gaps_s) == 2
-    assert min(record.gaps_s) > 0.01
-    assert record.first_token_s + sum(record.gaps_s) <= record.finished_s
+    assert len(record.gaps_s) == 4, "every chunk with a choice counts, as in vLLM"
+    assert min(record.gaps_s[:3]) > 0.01
+    assert record.first_token_s + sum(record.gaps_s[1:]) <= record.finished_s
 
 
 async def test_what_is_sent_to_a_chat_endpoint():
@@ -275,6 +276,34 @@ async def test_the_cache_is_reset_as_the_server_offers_it(script: Script, proble
     async with server.running() as url, Client(Target(url)) as client:
         assert await client.reset_prefix_cache() == problem
     assert [request.method for request in server.requests] == ["POST"] * tried
+
+
+def in_use(times: int) -> Script:
+    """As vLLM answers a reset while requests hold blocks: so many times, then it is done."""
+    left = iter(range(times))
+
+    async def script(request: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(plain(200, b'{"success": false}' if next(left, None) is not None else b'{"success": true}'))
+
+    return script
+
+
+async def test_a_reset_that_the_blocks_in_use_hold_up_is_repeated():
+    server = ScriptedServer(in_use(2))
+    async with server.running() as url, Client(Target(url)) as client:
+        assert await client.reset_prefix_cache() is None
+    assert [request.path for request in server.requests] == ["/reset_prefix_cache"] * 3
+
+
+async def test_an_answer_of_200_that_says_no_is_a_refusal_in_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resets_contract, "REPEATED_S", 0.25)
+    server = ScriptedServer(in_use(1000))
+    async with server.running() as url, Client(Target(url)) as client:
+        said = await client.reset_prefix_cache()
+    assert said is not None
+    assert said.startswith("POST /reset_prefix_cache: the engine emptied nothing")
+    assert "repeat it when no request runs" in said
+    assert 2 <= len(server.requests) <= 4, "repeated, and not for ever"
 
 
 async def test_get_text_and_a_path_before_v1():

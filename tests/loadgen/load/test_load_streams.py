@@ -96,7 +96,8 @@ def check_complete(answer: StreamedAnswer, connection: Connection, transport: Tr
     assert (answer.failure, answer.detail) == (None, "")
     assert "".join(answer.text) == "héllo \n\nwörld"
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 3, 4)
-    assert len(answer.chunk_times_s) == 3
+    assert len(answer.chunk_times_s) == 4
+    assert answer.first_token_s == answer.chunk_times_s[0]
     assert answer.chunk_times_s == sorted(answer.chunk_times_s)
     assert answer.chunk_times_s[-1] <= answer.finished_s
     assert not transport.aborted
@@ -134,21 +135,50 @@ def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read,
 def test_chunks_of_one_read_share_its_time(read: Read):
     first, rest = word("a") + word("b"), word("c") + stop() + DONE
     answer, *_ = read([STREAM_HEAD, chunk(first), chunk(rest) + LAST])
-    assert answer.chunk_times_s[0] == answer.chunk_times_s[1] < answer.chunk_times_s[2] == answer.finished_s
+    assert len({*answer.chunk_times_s[:2]}) == len({*answer.chunk_times_s[2:], answer.finished_s}) == 1
+    assert answer.chunk_times_s[1] < answer.chunk_times_s[2]
 
 
 def test_an_answer_without_text_has_its_first_token_at_its_end(read: Read):
     answer, *_ = read([STREAM_HEAD, chunk(stop()), chunk(usage(5, 0) + DONE) + LAST])
     assert answer.failure is None
-    assert len(answer.chunk_times_s) == 1
+    assert answer.chunk_times_s == [answer.first_token_s]
     assert answer.text == []
 
 
 def test_reasoning_counts_as_tokens_but_is_no_part_of_the_answer(read: Read):
     thought = event(choices=[{"index": 0, "delta": {"reasoning_content": "hm"}}])
     answer, *_ = read([STREAM_HEAD, chunk(thought), chunk(word("yes") + stop() + DONE) + LAST])
-    assert len(answer.chunk_times_s) == 2
+    assert len(answer.chunk_times_s) == 3
+    assert answer.first_token_s == answer.chunk_times_s[0]
     assert answer.text == ["yes"]
+
+
+ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+EVENTS = {
+    "role": ROLE,
+    "word": word("a"),
+    "no text": word(""),
+    "completion": event(choices=[{"index": 0, "text": "", "finish_reason": None}]),
+    "running usage": event(
+        choices=[{"index": 0, "text": "b", "finish_reason": None}], usage={"prompt_tokens": 9, "completion_tokens": 1}
+    ),
+    "comment": COMMENT,
+    "no choice": event(choices=[]),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
+def test_gaps_are_those_that_vllm_bench_serve_counts(read: Read, names: list[str]):
+    """Between all events with a choice, whatever their text; the time to the first token is that of the first token."""
+    names = [*names, "word"]
+    answer, *_ = read([STREAM_HEAD, *(chunk(EVENTS[name]) for name in names), chunk(stop() + DONE) + LAST])
+    assert answer.failure is None
+    times_s = [2.0 + i for i, name in enumerate(names) if name not in ("comment", "no choice")]
+    assert answer.chunk_times_s == [*times_s, 2.0 + len(names)]
+    assert answer.first_token_s == next(
+        2.0 + i for i, n in enumerate(names) if n not in ("comment", "no choice", "role")
+    )
 
 
 def test_more_than_was_asked_for_ends_the_connection(read: Read):

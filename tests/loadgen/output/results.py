@@ -261,7 +261,7 @@ def result(command: str = "compare", **changes: object) -> Result:
         "facts": {"machine": "16 cores", "servers": "4 pods"},
         "isolation": "caches reset before each block",
         "definitions": {
-            "ttft": "time to first token: from the intended send time to the first chunk with text",
+            "ttft": "time to first token: from the intended send time to the first chunk of a token",
             "jain_index": "(sum x)^2 / (n sum x^2) over the pods' mean requests in flight",
         },
     }  # fmt: skip

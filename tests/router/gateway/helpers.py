@@ -45,6 +45,7 @@ class ScriptedEngine:
         self.open = 0
         self.resets = 0
         self.reset_status = 200
+        self.reset_body = b""
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -71,7 +72,7 @@ class ScriptedEngine:
 
     async def _reset(self, request: web.Request) -> web.Response:
         self.resets += 1
-        return web.Response(status=self.reset_status)
+        return web.Response(status=self.reset_status, body=self.reset_body)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.received.append(Received(request.path, request.headers.copy(), await request.read()))

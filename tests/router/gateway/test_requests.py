@@ -14,7 +14,7 @@ from aiohttp import web
 from blockbuster import BlockBuster
 from yarl import URL
 
-from engine.contract import headers
+from engine.contract import headers, resets
 from engine.contract.settings import ConfigError
 from router.app import CHOOSER, FLEET, INDEX
 from router.config import GatewaySettings, PolicyName
@@ -259,6 +259,27 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
         engines[0].reset_status = 500
         assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 502
     assert [engine.resets for engine in engines] == [2, 2]
+
+
+async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM answers 200 while blocks are in use, and says in the body that it emptied nothing."""
+    monkeypatch.setattr(resets, "REPEATED_S", 0.25)
+    busy, idle = ScriptedEngine("busy", GOOD), ScriptedEngine("idle", GOOD)
+    busy.reset_body, idle.reset_body = b'{"success": false}', b'{"success": true}'
+    async with running(busy, idle) as gateway:
+        for _ in range(2):
+            await gateway.post(STREAM)
+        believed = gateway.app[INDEX].statistics().speculative
+        answer = await gateway.post(b"", path="/reset_prefix_cache")
+        assert answer.status == 502
+        assert answer.json["pods"]["idle"] == "ok"
+        assert "emptied nothing" in answer.json["pods"]["busy"]
+        assert 2 <= busy.resets <= 4
+        assert idle.resets == 1
+        assert gateway.app[INDEX].statistics().speculative == believed / 2 > 0, "busy is as warm as before"
+        busy.reset_body = b'{"success": true}'
+        assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
+        assert not gateway.app[INDEX].statistics().speculative
 
 
 async def test_health_ready_and_metrics() -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 
 from engine.contract.keys import PrefixKey
+from engine.contract.load import LoadReport, StepCost
 from engine.contract.requests import Endpoint
 from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity
@@ -21,6 +25,7 @@ from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
 PODS = 40
+POLICY = "predicted_ttft"
 
 
 class World:
@@ -29,9 +34,10 @@ class World:
     def __init__(self, wide_from: int) -> None:
         self.listed: list[Pod] = [new_pod(i) for i in range(PODS)]
         self.now_s = 0.0
+        self.index = PrefixIndex()
         self.chooser = Chooser(
             self,
-            PrefixIndex(),
+            self.index,
             NoRegistry(),
             lambda: {name: make_policy(name) for name in POLICY_NAMES},
             Estimates(),
@@ -48,17 +54,33 @@ class World:
 
     def ask(self, number: int, policy: str, excluded: Sequence[PodId] = ()) -> tuple[str, int, int]:
         self.now_s = 0.01 * number
-        keys = (*(PrefixKey(number % 3 * 100 + i + 1) for i in range(6)), PrefixKey(10_000 + number))
-        inbound = Inbound(
-            *(Endpoint.COMPLETIONS, "m", True, policy, keys, 2000, 500, 64.0, 100), teaches_tokens=True, body=b""
-        )
-        choice = self.chooser.choose(inbound, excluded)
+        choice = self.chooser.choose(replace(self.inbound(number), policy=policy), excluded)
         choice.pod.state.sent(str(number), prompt_tokens=500, uncached_tokens=500, output_tokens=100, now_s=self.now_s)
         if number >= 60:
             for pod in self.listed:
                 pod.state.first_token(str(number - 30), now_s=self.now_s)
                 pod.state.finished(str(number - 60), now_s=self.now_s)
         return choice.pod.pod_id, choice.strides, choice.cached_tokens
+
+    def inbound(self, number: int) -> Inbound:
+        keys = (*(PrefixKey(number % 3 * 100 + i + 1) for i in range(6)), PrefixKey(10_000 + number))
+        return Inbound(
+            *(Endpoint.COMPLETIONS, "m", True, POLICY, keys, 2000, 500, 64.0, 100),
+            teaches_tokens=True,
+            body=b"",
+        )
+
+    def patience_s(self, number: int, without_room: frozenset[PodId]) -> float:
+        """By looking at each pod."""
+        inbound = self.inbound(number)
+        held = {pod.pod_id: 0 for pod in self.listed}
+        for pod_id, match in self.index.match(inbound.keys, self.now_s).items():
+            if pod_id in held:
+                held[pod_id] = match.strides
+        there = max((strides for pod_id, strides in held.items() if pod_id in without_room), default=0)
+        elsewhere = max(strides for pod_id, strides in held.items() if pod_id not in without_room)
+        token_s = min(pod.state.cost.token_s for pod in self.listed if pod.pod_id not in without_room)
+        return max(0, there - elsewhere) * inbound.tokens_per_stride * token_s
 
 
 def new_pod(number: int) -> Pod:
@@ -78,6 +100,32 @@ def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
                 world.listed = [*(pod for i, pod in enumerate(world.listed) if i != gone), new_pod(come)]
         first, second = (world.ask(number, policy, excluded) for world in worlds)
         assert first == second, number
+
+
+def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
+    """The least time to the first token, and how long a request had better wait for the pods that have no room."""
+    worlds = [World(1), World(sys.maxsize)]
+    rng = random.Random(2)
+    seen = set()
+    for number in range(400):
+        if number % 50 == 25:
+            for world in worlds:
+                world.listed = [*world.listed[1:], new_pod(1000 + number)]
+        load = LoadReport(cost=StepCost(base_s=0.01, token_s=rng.choice((1e-4, 2e-4, 4e-4))))
+        place = rng.randrange(PODS)
+        without_room = frozenset(PodId(f"pod-{rng.randrange(PODS):03}") for _ in range(rng.choice((1, 20, 60))))
+        judged = []
+        for world in worlds:
+            world.now_s = 0.01 * number
+            world.listed[place].state.report(load, now_s=world.now_s)
+            patience_s = world.chooser.patience_s(world.inbound(number), without_room)
+            assert patience_s == world.patience_s(number, without_room)
+            judged.append((patience_s, world.chooser.least_ttft_s(world.inbound(number)), world.ask(number, POLICY)))
+        assert judged[0][0] == judged[1][0]
+        assert judged[0][1] == pytest.approx(judged[1][1], rel=1e-9)
+        assert judged[0][2] == judged[1][2]
+        seen.add(judged[0][0] > 0)
+    assert seen == {True, False}
 
 
 def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gone() -> None:

@@ -30,6 +30,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex(speculative_limit=LIMIT)
         self.now_s = 0.0
+        self.asked: Keys = ()
         self.reported: dict[PodId, dict[PrefixKey, Tier]] = {}
         self.speculated: dict[PodId, dict[PrefixKey, tuple[float, int]]] = {}
         """Pod -> key -> (expires at, requests that used it), oldest use first."""
@@ -100,6 +101,13 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(keys=CHAINS)
     def match(self, keys: Keys) -> None:
+        self.asked = keys
+        self.match_again()
+
+    @invariant()
+    def match_again(self) -> None:
+        """The keys that were matched last are matched once more, whatever happened in between."""
+        keys = self.asked
         expected = {}
         for pod in {*self.reported, *self.speculated}:
             held, guesses = self.reported.get(pod, {}), self.guesses(pod)

@@ -1,0 +1,115 @@
+"""One engine of discovery, and the pods that requests are sent to: one, or one for each data-parallel rank."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from router.fleet.discovery import EngineAddress
+from router.fleet.pod import Pod, facts_of
+from router.fleet.probe import PodIdentity
+
+Ranks = tuple[int, ...]
+"""Data-parallel ranks in order; fewer than two are not told apart."""
+
+
+class Member:
+    """One engine of discovery, with what is known of it."""
+
+    __slots__ = (
+        "address",
+        "admitted",
+        "asked",
+        "failures",
+        "found_ranks",
+        "last_error",
+        "pods",
+        "probed_at_s",
+        "task",
+        "wake",
+    )
+
+    def __init__(self, address: EngineAddress) -> None:
+        self.address = address
+        self.pods: tuple[Pod, ...] = ()
+        """Empty until it is identified; one for each data-parallel rank, where there are several."""
+        self.found_ranks: Ranks = ()
+        """As its metrics have them. They outlast a life: the next one most likely has as many."""
+        self.admitted = False
+        """The probe says that it answers. Requests need discovery's word too: `answers`."""
+        self.failures = 0
+        self.last_error: str | None = None
+        self.probed_at_s = 0.0
+        """When the last probe had its answer, or got none."""
+        self.asked = False
+        """Whether a probe is wanted at once."""
+        self.wake = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Have it probed at once."""
+        self.asked = True
+        self.wake.set()
+
+    @property
+    def pod(self) -> Pod | None:
+        """The pod; of several ranks the first, which has the identity and the record of faults of all."""
+        return self.pods[0] if self.pods else None
+
+    @property
+    def url(self) -> str:
+        """The engine's base URL."""
+        return self.address.url
+
+    @property
+    def answers(self) -> bool:
+        """Whether both the probe and discovery say so."""
+        return self.admitted and self.address.is_ready
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it answers, and is not ejected for failing requests."""
+        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
+
+    def wanted_ranks(self, default: int | None) -> Ranks:
+        """The ranks that it was told to have, by discovery or by the setting `default`; else those that were found."""
+        told = default if self.address.ranks is None else self.address.ranks
+        return self.found_ranks if told is None else tuple(range(told))
+
+    def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:
+        """New pods; the first of them. The old ones are for the caller to end."""
+        first = Pod(self.url, identity, self.address.weight)
+        self.pods = (first,)
+        self.use_ranks(ranks)
+        return self.pods[0]
+
+    def end_life(self) -> tuple[Pod, ...]:
+        """It has no pods any more; those it had."""
+        pods, self.pods = self.pods, ()
+        return pods
+
+    def use_identity(self, identity: PodIdentity) -> None:
+        """The same life says something else of itself, as which models it serves."""
+        adapters = facts_of(identity).adapters
+        for pod in self.pods:
+            pod.identity = identity
+            pod.facts = replace(pod.facts, adapters=adapters)
+
+    def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...]:
+        """Have a pod for each of `ranks`, or one for all; the pods that end by that. One whose rank stays, stays."""
+        wanted: tuple[int | None, ...] = ranks if len(ranks) > 1 else (None,)
+        old = {pod.rank: pod for pod in self.pods}
+        if not old or tuple(old) == wanted:
+            return ()
+        first = self.pods[0]
+        pods = []
+        for rank in wanted:
+            pod = old.pop(rank, None)
+            if pod is None:
+                pod = Pod(first.url, first.identity, first.weight, rank=rank, faults=first.faults)
+                pod.facts = replace(pod.facts, engine=first.facts.engine, version=first.facts.version)
+            ranked = None if rank is None else len(wanted)
+            pod.facts = replace(pod.facts, rank=rank, ranks=ranked)
+            pods.append(pod)
+        self.pods = tuple(pods)
+        return tuple(old.values())

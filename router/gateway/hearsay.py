@@ -1,0 +1,79 @@
+"""What the other gateways tell, where it belongs: the index, by the chooser, and the load of pods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.contract.events import Keys
+from router.fleet.pod import Clock, Pod
+from router.gateway.chooser import Chooser
+from router.gateway.telling import Telling
+from router.registry.speculation import Run
+from router.routing.types import PodId
+
+
+class Hearsay:
+    """A `BeliefSink`. `pod_of`: the pod of that id, if it is in the fleet."""
+
+    def __init__(
+        self, pod_of: Callable[[PodId], Pod | None], chooser: Chooser, telling: Telling, *, clock: Clock
+    ) -> None:
+        self._pod_of = pod_of
+        self._chooser = chooser
+        self._telling = telling
+        self._clock = clock
+
+    def knows(self, pod: PodId) -> bool:
+        """See BeliefSink; of pods that publish, nothing is told either."""
+        return self._pod_of(pod) is not None and self._telling.is_told(pod)
+
+    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
+        """See BeliefSink."""
+        found = self._pod_of(pod)
+        taken = None if found is None else self._chooser.taken(found, prompt_tokens)
+        self._chooser.remember(pod, keys, at_s, taken)
+        self._telling.heard(pod, session_id, keys, prompt_tokens, at_s)
+
+    def sent(
+        self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
+    ) -> None:
+        """See BeliefSink."""
+        if (found := self._pod_of(pod)) is not None:
+            self._chooser.heard(found, request, prompt_tokens, uncached_tokens, at_s)
+            found.state.sent_elsewhere(
+                request,
+                prompt_tokens=prompt_tokens,
+                uncached_tokens=uncached_tokens,
+                output_tokens=output_tokens,
+                now_s=at_s,
+            )
+
+    def began(self, pod: PodId, request: str, at_s: float) -> None:
+        """See BeliefSink."""
+        if (found := self._pod_of(pod)) is not None:
+            found.state.began_elsewhere(request, now_s=at_s)
+
+    def finished(self, pod: PodId, request: str, at_s: float) -> None:
+        """See BeliefSink."""
+        if (found := self._pod_of(pod)) is not None:
+            found.state.finished_elsewhere(request, now_s=at_s)
+
+    def undone(self, pod: PodId, keys: Keys) -> None:
+        """See BeliefSink."""
+        self._chooser.retract(pod, keys)
+
+    def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
+        """See BeliefSink."""
+        self._chooser.refute(pod, keys, held_strides, at_s)
+
+    def forgotten(self, pod: PodId) -> None:
+        """See BeliefSink."""
+        self._chooser.forget(pod)
+
+    def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
+        """See BeliefSink."""
+        self._chooser.believe(pod, runs, self._clock())
+
+    def believed(self, pod: PodId) -> Sequence[Run] | None:
+        """See BeliefSink."""
+        return self._chooser.believed(pod) if self.knows(pod) else None

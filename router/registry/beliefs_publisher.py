@@ -1,0 +1,198 @@
+"""Tells the other gateways what this one did, and keeps what is believed of each pod in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import suppress
+
+from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from router.registry.beliefs import BeliefMessage, BeliefSink
+from router.registry.beliefs_codec import encode
+from router.registry.beliefs_others import Others
+from router.registry.beliefs_own import Notebook
+from router.registry.beliefs_plan import WritePlan
+from router.registry.beliefs_snapshot import encode_snapshot
+from router.registry.beliefs_wire import BeliefWire, RedisClock
+from router.routing.types import PodId
+
+log = logging.getLogger(__name__)
+
+BATCH_S = 0.05
+"""Between two messages, among few gateways."""
+FEW_GATEWAYS = 10
+"""Beyond, the time between two messages widens with the square root of their number, as engines' does with theirs."""
+LINGER_S = 0.005
+"""What comes first after a quiet time waits for so long for what comes with it."""
+HEARTBEAT_S = 2.0
+"""Something is sent at least this often: who hears nothing of a gateway forgets what it has in flight."""
+LIST_S = 10.0
+"""Requests in flight are listed this often, for those who came later or missed something."""
+TICK_S = 0.1
+"""How often what else there is to do is looked for."""
+CLOCK_S = 30.0
+"""Redis's clock is looked at this often."""
+LONGEST_BACKOFF_S = 0.5
+LAST_WORD_S = 2.0
+"""To tell the rest, and write what has changed, when the gateway stops."""
+
+
+class BeliefPublisher:
+    """Sends `notebook`'s events, and writes the pods of `plan`. Every failure of Redis is survived."""
+
+    def __init__(
+        self, wire: BeliefWire, notebook: Notebook, others: Others, plan: WritePlan, sink: BeliefSink, *, stride: int
+    ) -> None:
+        self._wire = wire
+        self._notebook = notebook
+        self._others = others
+        self._plan = plan
+        self._sink = sink
+        self._stride = stride
+        self._clock = RedisClock()
+        self._wake = asyncio.Event()
+        self._unsent: tuple[BeliefMessage, float] | None = None
+        """A message that Redis has not confirmed, and when it was taken."""
+        self._sent_at_s = -math.inf
+        self._listed_at_s = -math.inf
+        self._tick_s = -math.inf
+        self._outage = Outage()
+        self.sent = 0
+        """Messages."""
+        self.sent_bytes = 0
+        self.written = 0
+        """Pods' beliefs."""
+        self.last_error: str | None = None
+        notebook.on_first = self._wake.set
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff_s = 0.1
+        while True:
+            raise_if_cancelled()
+            try:
+                await self._wait()
+                await self._step()
+            except REDIS_ERRORS as error:
+                self.last_error = f"Redis: {error or type(error).__name__}"
+                if self._outage.is_news(error):
+                    log.warning("gateways: %s; the others hear nothing of this one", self.last_error)
+                await self._wire.reset()
+                self._clock.synced_at_s = -math.inf
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            else:
+                backoff_s = 0.1
+                self.last_error = None
+                self._outage.end()
+
+    async def close(self) -> None:
+        """Say the rest and goodbye, once `run` has ended. Takes LAST_WORD_S at most."""
+        with suppress(*REDIS_ERRORS):
+            async with asyncio.timeout(LAST_WORD_S):
+                await self._wire.reset()
+                while len(self._notebook) or self._unsent is not None or self._notebook.has_lost:
+                    await self._send()
+                for pod in self._plan.unwritten():
+                    await self._write(pod)
+                self._take(is_last=True)
+                await self._send()
+        await self._wire.close()
+
+    # -- when -------------------------------------------------------------------------------------------------
+
+    def _due_s(self) -> float:
+        oldest_s = self._notebook.oldest_s
+        due_s = min(self._sent_at_s + HEARTBEAT_S, self._tick_s + TICK_S)
+        if self._unsent is not None:
+            return -math.inf
+        if oldest_s is not None:
+            width = math.sqrt(max(1.0, (1 + len(self._others)) / FEW_GATEWAYS))
+            due_s = min(due_s, max(oldest_s + LINGER_S, self._sent_at_s + BATCH_S * width))
+        return due_s
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        while (due_s := self._due_s()) > loop.time():
+            timer = loop.call_at(due_s, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+            self._wake.clear()
+
+    # -- what -------------------------------------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._clock.synced_at_s > CLOCK_S:
+            await self._clock.sync(self._wire)
+        if now_s >= self._tick_s + TICK_S:
+            self._tick_s = now_s
+            for pod in list(self._plan.due(now_s)):
+                await self._write(pod)
+        is_due = len(self._notebook) or now_s >= self._sent_at_s + HEARTBEAT_S
+        if is_due or self._notebook.has_lost or self._unsent is not None:
+            await self._send()
+
+    async def _send(self) -> None:
+        """One message; the same again, grown older, where Redis may not have got it."""
+        if self._notebook.has_lost:
+            await self._recover()
+        message, taken_s = self._unsent or self._take()
+        clock = asyncio.get_running_loop().time
+        waited_s = clock() - taken_s
+        if waited_s > 0:
+            older = tuple(event._replace(age_s=event.age_s + waited_s) for event in message.events)
+            message = message._replace(events=older)
+        data = encode(message)
+        await self._wire.append(data, self._clock.there(clock()))
+        self._unsent = None
+        self._sent_at_s = clock()
+        self.sent += 1
+        self.sent_bytes += len(data)
+
+    def _take(self, *, is_last: bool = False) -> tuple[BeliefMessage, float]:
+        now_s = asyncio.get_running_loop().time()
+        for pod in self._notebook.touched:
+            self._plan.changed(pod, now_s)
+        self._notebook.touched.clear()
+        if now_s - self._listed_at_s > LIST_S:
+            self._listed_at_s = now_s
+            self._notebook.list_aboard()
+        self._unsent = self._notebook.take(now_s, is_last=is_last), now_s
+        return self._unsent
+
+    async def _recover(self) -> None:
+        """Events were lost: all that is believed is written, and the others are told to look."""
+        log.warning("gateways: too much could not be told in time; what is believed is written whole")
+        now_s = asyncio.get_running_loop().time()
+        self._notebook.mend()
+        try:
+            for pod in self._notebook.touched:
+                self._plan.changed(pod, now_s)
+            pods = [pod for pod in self._plan.pods() if await self._write(pod, tells=False)]
+        except BaseException:
+            self._notebook.has_lost = True
+            raise
+        self._notebook.written(pods, now_s, is_recovery=True)
+
+    async def _write(self, pod: PodId, *, tells: bool = True) -> bool:
+        """All that is believed of a pod. False: it is not in the fleet any more."""
+        runs = self._sink.believed(pod)
+        if runs is None:
+            self._plan.drop((pod,))
+            return False
+        clock = asyncio.get_running_loop().time
+        if self._clock.synced_at_s == -math.inf:
+            await self._clock.sync(self._wire)
+        there = self._clock.there
+        data = encode_snapshot(self._stride, there(clock()), [(there(at_s), keys) for at_s, keys in runs])
+        await self._wire.put(pod, data)
+        self.written += 1
+        is_answer = self._plan.is_answer(pod)
+        self._plan.wrote(pod, clock())
+        if tells:
+            self._notebook.written((pod,), clock(), is_answer=is_answer)
+        return True

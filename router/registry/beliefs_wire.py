@@ -1,0 +1,157 @@
+"""Where gateways' messages and what they believe of pods lie: in Redis. One connection for each client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from redis.asyncio import Redis
+
+from engine.contract.redis_client import connect, drop_connections
+from engine.contract.redis_keys import BELIEFS_STREAM, STREAM_DATA_FIELD, belief_key
+
+RETAIN_S = 45.0
+"""Messages are kept for so long, a little more where that is cheaper: longer than a pod's beliefs go unwritten."""
+KEPT_S = 600.0
+"""What is believed of a pod is kept for so long after it was written, with no gateway left to write it again."""
+READ_ENTRIES = 256
+PAGE_ENTRIES = 512
+
+Entry = tuple[bytes, bytes]
+"""An entry's id, and the message."""
+
+
+class BeliefWire(Protocol):
+    """All calls raise REDIS_ERRORS, but for the last two."""
+
+    async def time(self) -> float:
+        """Seconds since 1970 by the clock that entries are stamped with."""
+
+    async def append(self, data: bytes, now_s: float) -> None:
+        """A message for all. `now_s`: by that clock, as far as known; what is older than RETAIN_S may go."""
+
+    async def newest(self) -> bytes:
+        """The id of the last entry."""
+
+    async def read(self, after: bytes, block_ms: int) -> list[Entry]:
+        """The entries after that one; waits for up to `block_ms` for the first."""
+
+    def range(self, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
+        """The entries from a time to an id, in pages."""
+
+    async def put(self, pod: str, data: bytes) -> None:
+        """All that is believed of a pod."""
+
+    async def get(self, pods: Sequence[str]) -> list[bytes | None]:
+        """What `put` had of each."""
+
+    async def reset(self) -> None:
+        """After an error: the next call connects anew."""
+
+    async def close(self) -> None:
+        """No call comes any more."""
+
+
+class RedisClock:
+    """Redis's clock in terms of this process's: `offset_s` is what the latter is ahead."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+        self.synced_at_s = -math.inf
+
+    async def sync(self, wire: BeliefWire) -> None:
+        """Ask Redis. Raises REDIS_ERRORS."""
+        clock = asyncio.get_running_loop().time
+        asked_s = clock()
+        redis_s = await wire.time()
+        self.synced_at_s = clock()
+        self.offset_s = (asked_s + self.synced_at_s) / 2 - redis_s
+
+    def here(self, redis_s: float) -> float:
+        """A time of Redis's, by this process's clock."""
+        return redis_s + self.offset_s
+
+    def there(self, here_s: float) -> float:
+        """The inverse."""
+        return here_s - self.offset_s
+
+
+def sent_at(entry_id: bytes) -> float:
+    """Seconds since 1970 at which Redis got the entry."""
+    return int(entry_id.partition(b"-")[0]) / 1000
+
+
+class RedisWire:
+    """One client. Connects at its first call."""
+
+    def __init__(self, url: str) -> None:
+        self.redis: Redis = connect(url)
+        for command in ("XREAD", "XRANGE"):
+            self.redis.set_response_callback(command, _as_it_is)
+
+    async def time(self) -> float:
+        """See BeliefWire."""
+        seconds, microseconds = await self.redis.time()
+        return float(seconds + microseconds / 1e6)
+
+    async def append(self, data: bytes, now_s: float) -> None:
+        """See BeliefWire. The stream itself goes when nobody has written for long."""
+        oldest = f"{max(0, int((now_s - RETAIN_S) * 1000))}-0"
+        fields: Any = {STREAM_DATA_FIELD: data}
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.xadd(BELIEFS_STREAM, fields, minid=oldest, approximate=True)
+            pipe.expire(BELIEFS_STREAM, int(KEPT_S))
+            await pipe.execute()
+
+    async def newest(self) -> bytes:
+        """See BeliefWire."""
+        entries: Any = await self.redis.xrevrange(BELIEFS_STREAM, count=1)
+        return bytes(entries[0][0]) if entries else b"0-0"
+
+    async def read(self, after: bytes, block_ms: int) -> list[Entry]:
+        """See BeliefWire."""
+        streams: dict[Any, Any] = {BELIEFS_STREAM: after}
+        answer: Any = await self.redis.xread(streams, count=READ_ENTRIES, block=block_ms)
+        found = answer.items() if isinstance(answer, dict) else answer or ()  # RESP3 has a map, RESP2 pairs
+        return [entry for _, entries in found for entry in _entries(entries)]
+
+    async def range(self, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
+        """See BeliefWire."""
+        start: Any = max(0, int(since_s * 1000))
+        while True:
+            entries: Any = await self.redis.xrange(BELIEFS_STREAM, start, until, count=PAGE_ENTRIES)
+            yield _entries(entries)
+            if len(entries) < PAGE_ENTRIES:
+                return
+            start = b"(" + entries[-1][0]
+
+    async def put(self, pod: str, data: bytes) -> None:
+        """See BeliefWire."""
+        await self.redis.set(belief_key(pod), data, px=int(KEPT_S * 1000))
+
+    async def get(self, pods: Sequence[str]) -> list[bytes | None]:
+        """See BeliefWire."""
+        found: Any = await self.redis.mget([belief_key(pod) for pod in pods])
+        return list(found)
+
+    async def reset(self) -> None:
+        """See BeliefWire."""
+        await drop_connections(self.redis)
+
+    async def close(self) -> None:
+        """See BeliefWire."""
+        await self.redis.aclose()
+
+
+def _entries(entries: Any) -> list[Entry]:
+    """Those with a message; others, of whoever, are left out."""
+    return [
+        (bytes(name), dict(zip(fields[::2], fields[1::2], strict=False)).get(STREAM_DATA_FIELD, b""))
+        for name, fields in entries
+    ]
+
+
+def _as_it_is(response: Any, **kwargs: Any) -> Any:
+    return response

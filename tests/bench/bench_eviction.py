@@ -1,0 +1,223 @@
+"""Hit rates of the orders of eviction beside Belady's optimum, and what a million blocks cost.
+
+    python -m tests.bench.bench_eviction [--traces FOLDER]
+
+Requests come one after the other. Rates are hit blocks of all blocks asked for; `hot`: of those of the hot prefixes.
+A folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl` (gzip or not) adds the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import heapq
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.cache.eviction import Eviction
+from engine.cache.prefix_cache import PrefixCache
+
+Request = tuple[int, ...]
+"""Ids of its blocks, from the first. Equal ids at the same place of equal prefixes are equal blocks."""
+ATTENTION = 1 / 300
+"""What a token costs more for each block before it, in parts of itself: 512 tokens a block, attention as costly as all
+else at 150,000 tokens (Llama 3.1 8B on an H100)."""
+CHAIN = 64
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests, and how many leading blocks of each are of a hot prefix."""
+
+    name: str
+    requests: Sequence[Request]
+    hot: Sequence[int] | None = None
+
+
+def flood(unique_each: int = 4, rounds: int = 4000, seed: int = 1) -> Trace:
+    """16 hot prefixes of 64 blocks, each request followed by `unique_each` of which nothing comes again."""
+    rng = random.Random(seed)
+    prefixes = [tuple(range(i * CHAIN + 1, (i + 1) * CHAIN + 1)) for i in range(16)]
+    fresh = 1_000_000
+    requests: list[Request] = []
+    hot: list[int] = []
+    for _ in range(rounds):
+        for is_hot in [True] + [False] * unique_each:
+            length = 4 if is_hot else CHAIN
+            own = tuple(range(fresh, fresh + length))
+            fresh += length
+            requests.append(rng.choice(prefixes) + own if is_hot else own)
+            hot.append(CHAIN if is_hot else 0)
+    return Trace(f"hot prefixes, {unique_each}:1 unique", requests, hot)
+
+
+def agentic(conversations: int = 120, turns: int = 40, seed: int = 2) -> Trace:
+    """Agents that share 6 blocks and grow by some 7 blocks a turn to 280, a tenth of them at work at a time."""
+    rng = random.Random(seed)
+    fresh = 1_000_000
+    shared = tuple(range(1, 7))
+    waiting = [shared] * conversations
+    left = [turns] * conversations
+    active = list(range(conversations // 10))
+    coming = conversations // 10
+    requests: list[Request] = []
+    while active:
+        agent = rng.choice(active)
+        grown = rng.randint(3, 11)
+        waiting[agent] += tuple(range(fresh, fresh + grown))
+        fresh += grown
+        requests.append(waiting[agent])
+        left[agent] -= 1
+        if not left[agent]:
+            active.remove(agent)
+            if coming < conversations:
+                active.append(coming)
+                coming += 1
+    return Trace("agentic", requests)
+
+
+def mooncake(path: Path, limit: int | None = None) -> Trace:
+    """The hash ids of a Mooncake trace, 512 tokens each."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as lines:
+        requests = [tuple(json.loads(line)["hash_ids"]) for line in lines]
+    return Trace(path.name.split(".")[0], requests[:limit])
+
+
+def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, float]:
+    """Of all blocks, and of those of hot prefixes."""
+    cache = PrefixCache(blocks, 1, eviction=eviction)
+    cache.learn_cost(1.0, ATTENTION)
+    hits = asked = hot_hits = hot_asked = 0
+    for i, request in enumerate(trace.requests):
+        sequence = cache.open(request)
+        cached = cache.admit(sequence, len(request))
+        if cached is None:
+            continue
+        cache.commit(sequence, len(request))
+        cache.release(sequence)
+        hits += cached
+        asked += len(request)
+        if trace.hot is not None and trace.hot[i]:
+            hot_hits += min(cached, trace.hot[i])
+            hot_asked += trace.hot[i]
+    return hits / asked, hot_hits / hot_asked if hot_asked else 0.0
+
+
+def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
+    """The same with Belady's choice: what is used again last goes first. Leaf-first, since a parent is used sooner."""
+    ids: dict[tuple[int, int], int] = {}
+    chains: list[list[int]] = []
+    for request in trace.requests:
+        node, chain = 0, []
+        for block in request:
+            node = ids.setdefault((node, block), len(ids) + 1)
+            chain.append(node)
+        chains.append(chain)
+    never = len(chains)
+    next_use = [0] * (len(ids) + 1)
+    upcoming: list[list[int]] = []
+    last = [never] * (len(ids) + 1)
+    for t in reversed(range(len(chains))):
+        upcoming.append([last[node] for node in chains[t]])
+        for node in chains[t]:
+            last[node] = t
+    upcoming.reverse()
+    held: set[int] = set()
+    heap: list[tuple[int, int, int]] = []
+    hits = asked = hot_hits = hot_asked = 0
+    for t, chain in enumerate(chains):
+        found = 0
+        while found < len(chain) - 1 and chain[found] in held:
+            found += 1
+        if len(chain) <= blocks:
+            hits += found
+            asked += len(chain)
+            if trace.hot is not None and trace.hot[t]:
+                hot_hits += min(found, trace.hot[t])
+                hot_asked += trace.hot[t]
+            held.update(chain)
+            for depth, node in enumerate(chain):
+                next_use[node] = upcoming[t][depth]
+                heapq.heappush(heap, (-next_use[node], -depth, node))
+            while len(held) > blocks:
+                negative, _, node = heapq.heappop(heap)
+                if node in held and next_use[node] == -negative:
+                    held.remove(node)
+    return hits / asked, hot_hits / hot_asked if hot_asked else 0.0
+
+
+def table(trace: Trace, shares: Sequence[float]) -> None:
+    """Print one row for each size of the pool."""
+    distinct = (
+        len({request[: i + 1] for request in trace.requests for i in range(len(request))})
+        if len(trace.requests) < 3000
+        else len({block for request in trace.requests for block in request})
+    )
+    for share in shares:
+        blocks = max(max(map(len, trace.requests)), int(distinct * share))
+        rows: list[tuple[float, float]] = [hit_rates(trace, blocks, eviction) for eviction in Eviction]
+        rows.append(optimum(trace, blocks))
+        pick: Callable[[tuple[float, float]], float] = (lambda row: row[1]) if trace.hot else (lambda row: row[0])
+        cells = " | ".join(f"{pick(row):.3f}" for row in rows)
+        print(f"| {trace.name} | {blocks:,} ({share:.1%}) | {cells} |", flush=True)
+
+
+def bookkeeping(total: int = 1_000_000, chain: int = 2048) -> None:
+    """What a full pool of `total` blocks of 16 tokens takes: memory, a match, insertion with eviction."""
+    for eviction in Eviction:
+        rng = random.Random(3)
+        tracemalloc.start()
+        cache = PrefixCache(total, 16, eviction=eviction)
+        prompts = [[rng.randrange(100_000) for _ in range(16 * chain)] for _ in range(4)]
+        for i in range(total // chain + 8):
+            tokens = list(prompts[i % 4])
+            tokens[0] = i
+            sequence = cache.open(tokens)
+            cache.admit(sequence, len(tokens))
+            cache.commit(sequence, len(tokens))
+            cache.release(sequence)
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        sequences = [cache.open([total + i, *prompts[i % 4][1:]]) for i in range(16)]
+        start = time.process_time()
+        for sequence in sequences:
+            cache.admit(sequence, 16 * chain)
+            cache.commit(sequence, 16 * chain)
+            cache.release(sequence)
+        turn_us = (time.process_time() - start) / (16 * chain) * 1e6
+        again = [cache.open([total + i, *prompts[i % 4][1:]]) for i in range(16)]
+        start = time.process_time()
+        for sequence in again:
+            cache.admit(sequence, 16 * chain)
+        match_ms = (time.process_time() - start) / 16 * 1e3
+        print(f"| {eviction} | {used / total:.0f} | {match_ms:.2f} | {turn_us:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, help="folder with Mooncake's traces")
+    parser.add_argument("--skip-bookkeeping", action="store_true", help="hit rates alone")
+    args = parser.parse_args()
+    names = " | ".join([*Eviction, "optimum"])
+    print(f"| trace | blocks (of the distinct ones) | {names} |\n|---|--:|" + "--:|" * (len(Eviction) + 1))
+    traces = [flood(4), flood(16), agentic()]
+    if args.traces:
+        traces += [mooncake(path) for path in sorted(args.traces.glob("*_trace.jsonl*"))]
+    for trace in traces:
+        table(trace, (0.01, 0.02, 0.05, 0.1, 0.25) if not trace.hot else (0.001, 0.002, 0.004, 0.01))
+    if not args.skip_bookkeeping:
+        print(
+            "\n| order | bytes a block | ms to match 32k tokens | us to insert and evict a block |\n|---|--:|--:|--:|"
+        )
+        bookkeeping()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Why hits were lost: each request of a trace by what had been sent where before it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.vllm.servers import BLOCK_TOKENS
+
+SLACK_BLOCKS = 2
+"""A reuse that is this much shorter than the prefix is a hit: prompts end within blocks."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the client saw of one request. Times are seconds since the cell began."""
+
+    number: int
+    prefix: int
+    gateway: int
+    pod: str
+    predicted: int
+    """Prompt tokens that the gateway believed cached on the pod."""
+    cached: int
+    """Prompt tokens that the pod reused, as its answer told."""
+    prompt_tokens: int
+    sent_s: float
+    first_s: float
+    ended_s: float
+
+
+class Cause(StrEnum):
+    """Why a request found less than it could have."""
+
+    HIT = "hit"
+    COLD = "the first of its prefix"
+    UNTOLD = "sent to the pod without it: only other gateways had sent the prefix before"
+    MOVED = "sent to the pod without it, though its own gateway had sent the prefix to the other"
+    EVICTED = "evicted there, and the gateway believed it held"
+    KNOWN_EVICTED = "evicted there, as the gateway thought"
+    PREFILLING = "sent behind the first of its prefix, which was not computed yet"
+
+
+def causes(trace: Iterable[Seen], prefix_tokens: int) -> Iterator[tuple[Seen, Cause, int]]:
+    """Each request in the order of sending, its cause, and the tokens lost. `prefix_tokens`: those that a prefix's
+    requests share."""
+    whole = prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    before: defaultdict[int, list[Seen]] = defaultdict(list)
+    for seen in sorted(trace, key=lambda each: each.sent_s):
+        history = before[seen.prefix]
+        lost = max(0, whole - seen.cached)
+        cause = _cause(seen, history, lost)
+        yield seen, cause, 0 if cause in (Cause.HIT, Cause.COLD) else lost
+        history.append(seen)
+
+
+def _cause(seen: Seen, history: Sequence[Seen], lost: int) -> Cause:
+    if not history:
+        return Cause.COLD
+    if lost <= SLACK_BLOCKS * BLOCK_TOKENS:
+        return Cause.HIT
+    there = [each for each in history if each.pod == seen.pod]
+    if not there:
+        own = any(each.gateway == seen.gateway for each in history)
+        return Cause.MOVED if own else Cause.UNTOLD
+    if all(each.first_s > seen.sent_s for each in there):
+        return Cause.PREFILLING
+    return Cause.EVICTED if seen.predicted > lost // 2 else Cause.KNOWN_EVICTED
+
+
+def summary(trace: Sequence[Seen], prefix_tokens: int, attainable: int) -> Iterator[str]:
+    """One line for each cause that lost anything, the greatest loss first."""
+    requests: defaultdict[Cause, int] = defaultdict(int)
+    tokens: defaultdict[Cause, int] = defaultdict(int)
+    for _, cause, lost in causes(trace, prefix_tokens):
+        requests[cause] += 1
+        tokens[cause] += lost
+    for cause in sorted(tokens, key=tokens.__getitem__, reverse=True):
+        if tokens[cause]:
+            yield f"{tokens[cause] / attainable:.1%} of the attainable in {requests[cause]} requests: {cause}"

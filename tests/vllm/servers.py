@@ -1,0 +1,194 @@
+"""Real vLLM servers with small KV pools, on free ports of this machine, stopped by pid however the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODEL = "tiny"
+BLOCK_TOKENS = 32
+"""vLLM's attention on a CPU takes blocks of a multiple of 32 tokens."""
+START_S = 240.0
+"""Seconds in which a server must answer; 25 to 50 on two idle cores."""
+STOP_S = 20.0
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the program, to which the kernel sends TERM when the thread that started it ends, even by KILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """How a server is started. `blocks`: blocks of its KV pool."""
+
+    blocks: int = 640
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    flags: Sequence[str] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool has room for."""
+        return self.blocks * BLOCK_TOKENS
+
+
+class VllmServer:
+    """One `vllm serve` process, in a process group of its own with the workers that it starts."""
+
+    def __init__(self, binaries: Path, checkpoint: Path, folder: Path, spec: ServerSpec) -> None:
+        """`binaries`: the folder of the environment's programs. `folder`: where the log and vLLM's own files go."""
+        self.spec = spec
+        port, self.events_port, self.replay_port = free_ports(3)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"vllm-{port}.log"
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events_port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+        }
+        command = [
+            sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()),
+            str(binaries / "vllm"), "serve", str(checkpoint), "--served-model-name", MODEL,
+            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs),
+            "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(spec.blocks),
+            "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-force-include-usage",
+            "--kv-events-config", json.dumps(events), *spec.flags,
+        ]  # fmt: skip
+        environ = {
+            **os.environ,
+            "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "HF_HOME": str(folder / "hf"),
+            "OMP_NUM_THREADS": "1",
+            **spec.environ,
+        }
+        environ.pop("PYTHONPATH", None)  # this environment's packages are not the server's
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, deadline_s: float = START_S) -> None:
+        """Until it answers. Raises RuntimeError with the end of its log where it ends, or takes too long."""
+        give_up_at = time.monotonic() + deadline_s
+        while not self._answers():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > give_up_at:
+                what = f"ended with {code}" if code is not None else f"does not answer after {deadline_s:g} s"
+                raise RuntimeError(f"vLLM {what}; the end of its log:\n{self.tail()}")
+            time.sleep(0.25)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels. Raises LookupError where there is none of the name."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10.0) as answer:
+            page = answer.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
+        if not found:
+            raise LookupError(f"{name} is not exported")
+        return sum(map(float, found))
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer's JSON; None for an empty one."""
+        data = json.dumps(body).encode() if body is not None else b""
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30.0) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a prompt of `/v1/completions`."""
+        tokens: list[int] = self.post("/tokenize", {"model": MODEL, "prompt": prompt})["tokens"]
+        return tokens
+
+    def reset_cache(self, deadline_s: float = 20.0) -> None:
+        """Empty its prefix cache; it says no while blocks are in use, so it is asked until it says yes."""
+        give_up_at = time.monotonic() + deadline_s
+        while True:
+            answer = self.post("/reset_prefix_cache")
+            if answer is None or answer.get("success", True):
+                return
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"vLLM does not empty its cache within {deadline_s:g} s: {answer}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """TERM to the server, which ends its workers; KILL to its process group where that takes too long."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+
+@contextlib.contextmanager
+def running_servers(
+    binaries: Path, checkpoint: Path, folder: Path, specs: Sequence[ServerSpec]
+) -> Iterator[list[VllmServer]]:
+    """The servers, started at the same time, once all answer."""
+    servers: list[VllmServer] = []
+    try:
+        for spec in specs:
+            server = VllmServer(binaries, checkpoint, folder, spec)
+            servers.append(server)  # at once: what has been started is stopped
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.terminate()  # all at once: each takes a second or two
+        for server in servers:
+            server.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on at the moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
