@@ -21,7 +21,8 @@ KUBERNETES_LIST: Schema = {"type": "array", "items": {"type": "object"}}
 """Passed on as they are: the API server knows what may be in them."""
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
-PORTS: Schema = {"type": "array", "items": {**POSITIVE, "maximum": 65535}}
+PORT: Schema = {**POSITIVE, "maximum": 65535}
+PORTS: Schema = {"type": "array", "items": PORT}
 NAMESPACE: Schema = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$"}
 SHARE: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 PROBE: Schema = {
@@ -30,6 +31,38 @@ PROBE: Schema = {
     "properties": dict.fromkeys(("periodSeconds", "timeoutSeconds", "failureThreshold"), POSITIVE),
 }
 RESOURCE_LIST: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+LABELS: Schema = {
+    "type": "object",
+    "additionalProperties": {
+        "type": "string",
+        "maxLength": 63,
+        "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    },
+}
+PORT_OR_NAME: Schema = {
+    "type": ["string", "integer"],
+    "minimum": 1,
+    "maximum": 65535,
+    "pattern": "^([1-9][0-9]{0,4}|[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?)$",
+}
+EXISTING: Schema = {
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?$"},
+        "namespace": NAMESPACE,
+        "selector": LABELS,
+        "port": PORT_OR_NAME,
+        "metricsPort": PORT_OR_NAME,
+        "model": {"type": "string"},
+        "onlyModel": {"type": "boolean"},
+        "apiKeySecret": {"type": "string"},
+        "apiKeySecretKey": {"type": "string"},
+        "kvEventsPort": PORT,
+        "kvEventsReplayPort": PORT,
+        "ranks": {**POSITIVE, "maximum": 256},
+    },
+}
+"""A set of pods in engines.existing."""
 
 BY_KEY: dict[str, Schema] = {
     "affinity": {"type": "object"},
@@ -60,6 +93,7 @@ BY_KEY: dict[str, Schema] = {
     "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
     **dict.fromkeys(("errorRatio", "refusedRatio", "brokenStreamRatio", "hitRateDrop"), SHARE),
     **dict.fromkeys(("noEngineMinutes", "discoveryStaleSeconds", "queuedTokensPerEngine"), POSITIVE),
+    "queuedRequestsPerEngine": POSITIVE,
 }
 BY_PATH: dict[str, Schema] = {
     "namespaceOverride": NAMESPACE,
@@ -81,21 +115,16 @@ BY_PATH: dict[str, Schema] = {
     "engines.defaults.autoscaling.waitingRequests": POSITIVE,
     "engines.defaults.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
     "engines.defaults.autoscaling.idleSeconds": POSITIVE,
-    "engines.existing.selector": {
-        "type": "object",
-        "additionalProperties": {
-            "type": "string",
-            "maxLength": 63,
-            "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
-        },
-    },
-    "engines.existing.namespace": NAMESPACE,
-    "engines.existing.port": {
-        "type": ["string", "integer"],
-        "minimum": 1,
-        "maximum": 65535,
-        "pattern": "^([1-9][0-9]{0,4}|[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?)$",
-    },
+    "engines.defaults.engine": {"enum": ["warmroute", "vllm", "sglang"]},
+    "engines.defaults.flags": {"type": "object", "propertyNames": {"pattern": "^[a-z][a-z0-9_]*$"}},
+    "engines.defaults.tensorParallel": POSITIVE,
+    "engines.defaults.dataParallel": {**POSITIVE, "maximum": 256},
+    "engines.defaults.maxModelLen": {"type": ["integer", "null"], "minimum": 1},
+    "engines.defaults.kvEvents.port": PORT,
+    "engines.defaults.kvEvents.replayPort": PORT,
+    "engines.defaults.gpu.count": {"type": ["integer", "null"], "minimum": 1},
+    "engines.defaults.autoscaling.queuedRequests": POSITIVE,
+    "engines.existing": {"type": ["array", "object", "null"], **EXISTING, "items": {"type": "object", **EXISTING}},
     "externalRedis.url": {"type": "string", "pattern": "^(rediss?([+]sentinel)?://[^/]+.*|unix://.+)?$"},
     "redis.auth.password": {"type": "string", "pattern": "^[A-Za-z0-9._~-]*$"},
     "redis.maxMemory": {"type": "string", "pattern": "^[0-9]+(kb|mb|gb)$"},
@@ -112,6 +141,7 @@ PROGRAMS: dict[str, type[Settings]] = {
 OWNED = {
     "gateway": {
         *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
+        "kube_targets",
         *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
         *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
         *("tenants_file", "tenant_secret_file", "usage_log"),

@@ -24,11 +24,16 @@ from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
 from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
 from router.fleet.dns import DnsDiscovery, SystemResolver
+from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.kubernetes import KubernetesDiscovery
 from router.fleet.kubernetes_login import connect, login
+from router.fleet.kubernetes_pods import annotations_of
 from router.fleet.lack import Lacks
+from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
+from router.fleet.scrape import Scraper
+from router.fleet.several import SeveralDiscoveries
 from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
 from router.gateway.admission import MIB, Admission
@@ -49,6 +54,7 @@ from router.gateway.shadow import Shadows
 from router.gateway.status import Status
 from router.gateway.tls import Certificate, engine_context
 from router.gateway.waiting import RoomLimits, WaitingRoom
+from router.kube_targets import KubeTarget
 from router.overload.line import LineLimits
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
@@ -84,6 +90,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
+SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
@@ -114,7 +121,8 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
-    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or settings.engine_api_key_file))
+    has_engine_keys = bool(settings.engine_api_key_file or settings.engine_key_files)
+    app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or has_engine_keys))
     app[INDEX] = PrefixIndex()
     app[LACKS] = Lacks()
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -167,12 +175,10 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
     """The source of engines that the settings name."""
     match settings.discovery:
         case "kubernetes":
-            assert settings.kube_selector is not None
-            credentials = partial(login, settings.kube_config, settings.kube_namespace, environ=os.environ)
-            port = settings.kube_port
-            return KubernetesDiscovery(
-                partial(connect, credentials, settings.kube_selector), port=int(port) if port.isdecimal() else port
-            )
+            followed = [(followed_pods(settings, target), target) for target in settings.targets]
+            if len(followed) == 1:
+                return followed[0][0]
+            return SeveralDiscoveries([one for one, _ in followed], [str(target) for _, target in followed])
         case "dns":
             assert settings.dns_name is not None
             return DnsDiscovery(
@@ -180,6 +186,18 @@ def make_discovery(settings: GatewaySettings) -> Discovery:
             )
         case "static":
             return StaticDiscovery(settings.engines)
+
+
+def followed_pods(settings: GatewaySettings, target: KubeTarget) -> KubernetesDiscovery:
+    """The discovery of one set of pods."""
+    credentials = partial(login, settings.kube_config, target.namespace, environ=os.environ)
+    return KubernetesDiscovery(
+        partial(connect, credentials, target.selector),
+        port=target.port,
+        annotations=annotations_of(target),
+        key=target.key_file or "",
+        name=str(target) if settings.kube_targets else "",
+    )
 
 
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
@@ -234,6 +252,10 @@ async def _keys(app: web.Application) -> AsyncIterator[None]:
     wanted: Sequence[tuple[str, str | None, Callable[[Path, bytes], Any], Callable[[Any], None]]] = (
         ("API keys", settings.api_keys_file, parse_keys, keys.use),
         ("the engines' API key", settings.engine_api_key_file, parse_keys, app[UPSTREAM].use_key),
+        *(
+            (f"the API key of engines, {path},", path, parse_keys, partial(app[UPSTREAM].use_key, name=path))
+            for path in settings.engine_key_files
+        ),
         ("the secret of tenants' salts", settings.tenant_secret_file, parse_secret, app[ISOLATION].use),
         ("tenants", settings.tenants_file, parse, use_tenants),
     )
@@ -282,14 +304,31 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         HttpProbe(
             app[SESSION],
             settings.probe_timeout_s,
-            lambda: app[UPSTREAM].credentials,
+            lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)),
             app[LACKS],
             pods=lambda: app[FLEET].size,
         ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
         expected=settings.models,
+        ranks=settings.engine_ranks,
     )
+    app[SCRAPER] = None
+    if settings.engine_metrics:
+        app[SCRAPER] = Scraper(
+            HttpFetch(app[SESSION], lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)), app[LACKS]),
+            app[FLEET],
+            path=settings.engine_metrics_path,
+            port=settings.engine_metrics_port,
+        )
+
+    def give_up(pod: Pod) -> None:
+        """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
+        if any(app[FLEET].pods(model.name) for model in pod.identity.models):
+            for target in pod.targets.values():
+                app[ENGINES].give_up(target)
+
+    app[FLEET].listen_for_sleep(give_up)
     yield
 
 
@@ -384,6 +423,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         metrics,
         app[LIMITER],
         app[USAGE_LOG],
+        app[SCRAPER],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
     yield
@@ -417,6 +457,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
+        if (scraper := app[SCRAPER]) is not None:
+            await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
+import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings, check_redis_url, check_url
+from engine.contract.settings import Settings, check_redis_url, check_unique, check_url, flag_of
+from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
     "round_robin",
@@ -27,9 +28,7 @@ FOREIGN_TTL_S = 600.0
 RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
-PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
 
 class GatewaySettings(Settings):
@@ -135,6 +134,13 @@ class GatewaySettings(Settings):
         coerce_numbers_to_str=True,
         description="kubernetes: TCP port of the engines, as a number or a containerPort's name; "
         "a pod's annotation warmroute.io/port goes first",
+    )
+    kube_targets: str | None = Field(
+        None,
+        description="kubernetes: several sets of pods, in place of --kube-selector, --kube-namespace and --kube-port: "
+        "a YAML or JSON list such as [{selector: app=vllm, namespace: llm, port: 8000, model: org/name, api_key_file: "
+        "/keys/vllm, kv_events_port: 5557, kv_events_replay_port: 5657, ranks: 2}]. selector is required; "
+        "what a pod's annotations say (warmroute.io/model and so on) goes first",
     )
     kube_config: str | None = Field(
         None, description="kubernetes: kubeconfig file whose current context is used; none: the pod's service account"
@@ -299,6 +305,24 @@ class GatewaySettings(Settings):
     )
     drain_timeout_s: float = Field(60.0, ge=0, description="seconds that started answers may take to finish on SIGTERM")
 
+    engine_metrics: bool = Field(
+        True,
+        description="read the metrics of vLLM and SGLang once a second, or less often where that takes their time: "
+        "they tell of others' requests, KV capacity, data-parallel ranks and loaded adapters. Ours publish that",
+    )
+    engine_metrics_path: str = Field(
+        "/metrics", pattern=r"^/[^\s?#]*$", description="path of the engines' metrics, with no query"
+    )
+    engine_metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="TCP port of the engines' metrics; none: that of their API"
+    )
+    engine_ranks: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="data-parallel ranks of every engine, each a target of its own, named in X-data-parallel-rank; the "
+        "annotation warmroute.io/ranks goes first; 1: engines place requests themselves; none: as their metrics tell",
+    )
     probe_interval_s: float = Field(
         2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random"
     )
@@ -319,29 +343,32 @@ class GatewaySettings(Settings):
                     f"{url!r} must not hold a user or a password: answers, metrics and logs show where engines are. "
                     "--engine-api-key-file gives the key that engines want"
                 )
-        _check_unique(cleaned)
+        check_unique(cleaned)
         return cleaned
 
     @field_validator("shadow_policies")
     @classmethod
     def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
-        _check_unique(names)
+        check_unique(names)
         return names
 
     @field_validator("kube_port")
     @classmethod
     def _check_kube_port(cls, port: str) -> str:
-        is_valid = 0 < int(port) < 65536 if port.isdecimal() else PORT_NAME.fullmatch(port)
-        if not is_valid:
-            raise ValueError("must be a number from 1 to 65535 or a port's name")
-        return port
+        return check_port(port)
+
+    @field_validator("kube_targets", mode="before")
+    @classmethod
+    def _check_kube_targets(cls, targets: Any) -> Any:
+        text = orjson.dumps(targets).decode() if isinstance(targets, list) else targets
+        if isinstance(text, str):
+            parse_targets(text)
+        return text
 
     @field_validator("kube_namespace")
     @classmethod
     def _check_kube_namespace(cls, name: str | None) -> str | None:
-        if name is not None and not DNS_LABEL.fullmatch(name):
-            raise ValueError("is not the name of a namespace")
-        return name
+        return None if name is None else check_namespace(name)
 
     @property
     def max_in_flight_body_bytes(self) -> int:
@@ -376,12 +403,34 @@ class GatewaySettings(Settings):
         for kind, prefix in prefixes.items():
             given = sorted(name for name in self.model_fields_set if name.startswith(prefix))
             if kind != self.discovery and given:
-                raise ValueError(f"{_flag(given[0])} needs --discovery {kind}, which is {self.discovery}")
+                raise ValueError(f"{flag_of(given[0])} needs --discovery {kind}, which is {self.discovery}")
         name = required[self.discovery]
+        if self.kube_targets is not None:
+            others = sorted(self.model_fields_set & {"kube_selector", "kube_namespace", "kube_port"})
+            if others:
+                raise ValueError(
+                    f"{flag_of(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
+                    f"{others[0].removeprefix('kube_')}; leave one of them out"
+                )
+            return self
         if not getattr(self, name):
             about = type(self).model_fields[name].description
-            raise ValueError(f"{_flag(name)} is required with --discovery {self.discovery} ({about})")
+            raise ValueError(f"{flag_of(name)} is required with --discovery {self.discovery} ({about})")
         return self
+
+    @property
+    def targets(self) -> tuple[KubeTarget, ...]:
+        """The pods to follow, of --kube-targets or of the three settings in its place; none without Kubernetes."""
+        if self.kube_targets is not None:
+            return parse_targets(self.kube_targets)
+        if self.kube_selector is None:
+            return ()
+        return (KubeTarget(self.kube_selector, self.kube_namespace, numbered(self.kube_port)),)
+
+    @property
+    def engine_key_files(self) -> tuple[str, ...]:
+        """The files of targets that have a key of their own, each once."""
+        return tuple(dict.fromkeys(target.key_file for target in self.targets if target.key_file))
 
     @property
     def has_client_keys(self) -> bool:
@@ -398,7 +447,7 @@ class GatewaySettings(Settings):
         for cert, key in (("tls_cert_file", "tls_key_file"), ("engine_tls_cert_file", "engine_tls_key_file")):
             for given, missing in ((cert, key), (key, cert)):
                 if getattr(self, given) and not getattr(self, missing):
-                    raise ValueError(f"{_flag(given)} needs {_flag(missing)}")
+                    raise ValueError(f"{flag_of(given)} needs {flag_of(missing)}")
         plain = [url for url in self.engines if url.startswith("http:")]
         if self.has_engine_tls and plain:
             raise ValueError(f"--engines has {plain[0]}, which is not https, as the engine_tls settings want it")
@@ -438,7 +487,7 @@ class GatewaySettings(Settings):
     def _check_kv_events(self) -> Self:
         given = sorted(name for name in self.model_fields_set if name.startswith("kv_events_") and getattr(self, name))
         if given and not self.kv_events:
-            raise ValueError(f"{_flag(given[0])} needs --kv-events, which is false")
+            raise ValueError(f"{flag_of(given[0])} needs --kv-events, which is false")
         if self.kv_events_replay_port and not self.kv_events_port and self.kv_events_bind is None:
             raise ValueError("--kv-events-replay-port needs --kv-events-port")
         return self
@@ -447,12 +496,3 @@ class GatewaySettings(Settings):
     @classmethod
     def _check_redis_url(cls, url: str | None) -> str | None:
         return url if url is None else check_redis_url(url)
-
-
-def _check_unique(values: Sequence[str]) -> None:
-    if twice := {value for value in values if values.count(value) > 1}:
-        raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -198,6 +198,17 @@ def check_redis_url(url: str) -> str:
     return url
 
 
+def check_unique(values: Sequence[str]) -> None:
+    """Raises ValueError, naming those of `values` that are there twice."""
+    if twice := {value for value in values if values.count(value) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def _did_you_mean(field: str, known: Mapping[str, object], prefix: str = "") -> str:
     close = difflib.get_close_matches(field, known, n=1)
     if close:

@@ -40,12 +40,14 @@ class Written:
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     finish: str | None = None
 
     def add(self, delta: Delta) -> None:
         """Append."""
         self.text += delta.text
         self.tokens += delta.tokens
+        self.ids += delta.ids
         self.finish = delta.finish
 
 
@@ -66,15 +68,37 @@ class Answer(Protocol):
 
 
 class _Base:
-    def __init__(self, head: Json, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        head: Json,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        prompt_ids: Mapping[int, Sequence[int]] | None,
+    ) -> None:
+        """`prompt_ids`: of each choice's prompt, where token ids are to be returned; fields and places are vLLM's."""
         self._head = head
+        self._prompt_ids = prompt_ids
+        self._begun: set[int] = set()
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         # Where usage is asked for, every other event says that it has none.
         self._tail: Json = {"usage": None} if include_usage else {}
 
-    def _event(self, choice: Json) -> bytes:
-        return sse_event(orjson.dumps({**self._head, "choices": [choice], **self._tail}))
+    def _event(self, choice: Json, more: Json | None = None) -> bytes:
+        return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **self._tail}))
+
+    def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
+        """The choice with the ids of its tokens, where they were asked for."""
+        return choice if self._prompt_ids is None else {**choice, "token_ids": list(ids)}
+
+    def _prompt(self, choice: int) -> Json:
+        """The ids of the choice's prompt, once, where they were asked for."""
+        if self._prompt_ids is None or choice in self._begun:
+            return {}
+        self._begun.add(choice)
+        return {"prompt_token_ids": list(self._prompt_ids[choice])}
 
     def usage_event(self, usage: Usage) -> bytes:
         """See Answer."""
@@ -88,7 +112,15 @@ class ChatAnswer(_Base):
     """`/v1/chat/completions`."""
 
     def __init__(
-        self, answer_id: str, model: str, created_s: int, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool
+        self,
+        answer_id: str,
+        model: str,
+        created_s: int,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        prompt_ids: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
         super().__init__(
@@ -96,34 +128,41 @@ class ChatAnswer(_Base):
             tokenizer,
             logprobs=logprobs,
             include_usage=include_usage,
+            prompt_ids=prompt_ids,
         )
 
     def start(self, choice: int) -> bytes:
         """See Answer."""
-        return self._event(_chat_choice(choice, {"role": "assistant", "content": ""}, None, None))
+        opening = _chat_choice(choice, {"role": "assistant", "content": ""}, None, None)
+        return self._event(opening, self._prompt(choice))
 
     def events(self, choice: int, delta: Delta) -> bytes:
         """See Answer."""
         events = b""
-        if delta.text or delta.tokens:
+        if delta.text or delta.tokens or delta.ids:
             logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
-            events += self._event(_chat_choice(choice, {"content": delta.text}, logprobs, None))
+            said = _chat_choice(choice, {"content": delta.text}, logprobs, None)
+            events += self._event(self._with_ids(said, delta.ids))
         if delta.finish is not None:
-            events += self._event(_chat_choice(choice, {}, None, delta.finish))
+            events += self._event(self._with_ids(_chat_choice(choice, {}, None, delta.finish), ()))
         return events
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
         """See Answer."""
         choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
-                "finish_reason": choice.finish,
-            }
+            self._with_ids(
+                {
+                    "index": i,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
+                    "finish_reason": choice.finish,
+                },
+                choice.ids,
+            )
             for i, choice in enumerate(written)
         ]
-        return orjson.dumps({**self._whole, "choices": choices, "usage": usage.json()})
+        # A chat has one prompt, whatever n is.
+        return orjson.dumps({**self._whole, "choices": choices, "usage": usage.json(), **self._prompt(0)})
 
     def _token_logprobs(self, tokens: Sequence[SampledToken]) -> Json:
         return {
@@ -155,35 +194,44 @@ class CompletionAnswer(_Base):
         logprobs: bool,
         include_usage: bool,
         echoed: Mapping[int, str],
+        prompt_ids: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(head, tokenizer, logprobs=logprobs, include_usage=include_usage)
+        super().__init__(head, tokenizer, logprobs=logprobs, include_usage=include_usage, prompt_ids=prompt_ids)
         self._echoed = echoed
         self._offsets: dict[int, int] = {}
 
     def start(self, choice: int) -> bytes:
         """See Answer."""
         echoed = self._echoed.get(choice, "")
-        return self._event(_text_choice(choice, echoed, None, None)) if echoed else b""
+        return self._event(self._told(choice, _text_choice(choice, echoed, None, None), ())) if echoed else b""
 
     def events(self, choice: int, delta: Delta) -> bytes:
         """See Answer."""
         events = b""
-        if delta.text or delta.tokens:
+        if delta.text or delta.tokens or delta.ids:
             logprobs = self._token_logprobs(choice, delta.tokens) if self._logprobs else None
-            events += self._event(_text_choice(choice, delta.text, logprobs, None))
+            events += self._event(self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids))
         if delta.finish is not None:
-            events += self._event(_text_choice(choice, "", None, delta.finish))
+            events += self._event(self._told(choice, _text_choice(choice, "", None, delta.finish), ()))
         return events
+
+    def _told(self, index: int, choice: Json, ids: Sequence[int]) -> Json:
+        """The choice with its ids, and with those of its prompt the first time."""
+        return {**self._with_ids(choice, ids), **self._prompt(index)}
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
         """See Answer."""
         choices = [
-            _text_choice(
+            self._told(
                 i,
-                self._echoed.get(i, "") + choice.text,
-                self._token_logprobs(i, choice.tokens) if self._logprobs else None,
-                choice.finish,
+                _text_choice(
+                    i,
+                    self._echoed.get(i, "") + choice.text,
+                    self._token_logprobs(i, choice.tokens) if self._logprobs else None,
+                    choice.finish,
+                ),
+                choice.ids,
             )
             for i, choice in enumerate(written)
         ]

@@ -21,6 +21,8 @@ class Delta:
     tokens: tuple[SampledToken, ...]
     """Tokens whose log-probabilities were asked for and not sent yet."""
     finish: str | None
+    ids: tuple[int, ...] = ()
+    """Of all tokens since the last delta, where they were asked for: those without text too, and one that ends it."""
 
 
 class Choice:
@@ -36,8 +38,10 @@ class Choice:
         logprobs: bool,
         context: Sequence[int] = (),
         answered: int = 0,
+        sends_ids: bool = False,
     ) -> None:
-        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client has already."""
+        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client has already. `sends_ids`: a
+        delta for every token, with its id."""
         self.index = index
         self.prompt = prompt
         """Which of the request's prompts it continues."""
@@ -47,16 +51,20 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)
         self._logprobs = logprobs
+        self._sends_ids = sends_ids
         self._unsent: list[SampledToken] = []
 
     def push(self, output: TokenOutput) -> Delta:
         """What `output` adds. A finish the output does not have itself is a stop string: end the request then."""
         self.cached_tokens = output.cached_tokens
         text, stopped = "", False
+        ids: tuple[int, ...] = ()
         if output.token is not None:
             self.completion_tokens += 1
             if self._logprobs:
                 self._unsent.append(output.token)
+            if self._sends_ids:
+                ids = (output.token.token,)
             if output.finish is not FinishReason.STOP:
                 text, stopped = self._stops.push(self._detokenizer.push(output.token.token))
         if output.finish is not None and not stopped:
@@ -64,8 +72,8 @@ class Choice:
             text += rest if stopped else rest + self._stops.finish()
         finish = FinishReason.STOP if stopped else output.finish
         self.finish = None if finish is None else finish.value
-        sends = bool(text) or self.finish is not None
+        sends = bool(text) or self.finish is not None or bool(ids)
         tokens = tuple(self._unsent) if sends else ()
         if sends:
             self._unsent.clear()
-        return Delta(text, tokens, self.finish)
+        return Delta(text, tokens, self.finish, ids)

@@ -1,8 +1,8 @@
 """The body of a generating request, field by field: honoured, harmless, or refused by name.
 
 Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
-ignore_eos, cache_salt, chat_template_kwargs, add_generation_prompt and continue_final_message are vLLM's extensions;
-answer_so_far is one of this engine.
+ignore_eos, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt and continue_final_message are
+vLLM's extensions; answer_so_far is one of this engine.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer says the ids of the prompt's tokens and of its own."""
     answer_so_far: str | None = None
     """The beginning of the answer, which the client has from another engine. What is generated goes on from there."""
     # Harmless: they ask nothing of the answer.

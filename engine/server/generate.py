@@ -129,6 +129,9 @@ def _answer(
 ) -> ChatAnswer | CompletionAnswer:
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
     logprobs = job.sampling.logprobs is not None
+    prompt_ids = None
+    if job.returns_token_ids:
+        prompt_ids = {choice.index: job.prompts[choice.prompt].tokens for choice in choices.values()}
     if endpoint is Endpoint.CHAT:
         return ChatAnswer(
             f"chatcmpl-{secrets.token_hex(12)}",
@@ -137,6 +140,7 @@ def _answer(
             tokenizer,
             logprobs=logprobs,
             include_usage=job.include_usage,
+            prompt_ids=prompt_ids,
         )
     echoed = {}
     if job.echo:
@@ -151,6 +155,7 @@ def _answer(
         logprobs=logprobs,
         include_usage=job.include_usage,
         echoed=echoed,
+        prompt_ids=prompt_ids,
     )
 
 

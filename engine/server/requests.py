@@ -73,6 +73,7 @@ class GenerationJob:
     is_seeded: bool
     """Whether the seed is the client's."""
     echo: bool = False
+    returns_token_ids: bool = False
 
     def choice_sampling(self, prompt: int, choice: int) -> SamplingParams:
         """Sampling of one of a prompt's `n` sequences: each its own seed, the first that of the request.
@@ -328,6 +329,7 @@ def _job(
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         is_seeded=fields.seed is not None,
         echo=echo,
+        returns_token_ids=bool(fields.return_token_ids),
     )
 
 

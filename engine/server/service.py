@@ -101,6 +101,7 @@ class EngineService:
                     logprobs=job.sampling.logprobs is not None,
                     context=prompt.context,
                     answered=len(prompt.answered),
+                    sends_ids=job.returns_token_ids,
                 )
         return requests, choices
 

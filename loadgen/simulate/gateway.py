@@ -20,7 +20,7 @@ from router.gateway.estimates import Estimates
 from router.gateway.hearsay import Hearsay
 from router.gateway.inbound import Inbound
 from router.gateway.tables import WIDE_FROM
-from router.gateway.telling import Told, Telling
+from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
 from router.registry.beliefs import BeliefMessage, Life
 from router.registry.beliefs_others import Others

@@ -26,6 +26,10 @@ class EngineAddress:
     """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
     name: str | None = field(default=None, compare=False)
     """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
+    key: str = field(default="", compare=False)
+    """Which of the gateway's keys for engines it is shown; empty: the one for all."""
+    born: str = field(default="", compare=False)
+    """When it came to be: of two engines at one URL the one for which this sorts later is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from typing import Any, Literal
 import orjson
 
 EngineKind = Literal["warmroute", "vllm", "sglang", "unknown"]
-MAX_RANKS = 256
-"""Data-parallel ranks of one engine: each is a target with a load and an index of its own."""
 MAX_ADAPTERS = 1024
 """Adapters of one engine, as many as it may list models."""
 MAX_CAPACITY_TOKENS = 10**9

@@ -5,6 +5,9 @@ request. Pure: every time is seconds of one monotonic clock, passed in.
 
     IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
 
+A pod may say itself that it takes nothing more, as a vLLM does that drains: it is out at its first word, and is tried
+as one that was ejected. But that is no failure, and the pod is not used for want of others.
+
     TRIED: IN, when the request gets the whole of its answer; OUT for longer, when it fails; else ON_TRIAL once more
 """
 
@@ -16,6 +19,9 @@ from enum import Enum, auto
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
 """Ejections soon after one another double up to this. A trial costs one request a second attempt: it may come soon."""
+FIRST_LEAVE_S = 15.0
+"""For so long a pod is out that says that it leaves; then twice as long, up to LONGEST_EJECTION_S. What drains does not
+come back in this life: a trial is for what was misunderstood."""
 AT_WORK_S = 5.0
 """Seconds after an answer began in which a pod that refuses others is taken to be full, not broken; and after one began
 or ended in which a pod that lets a probe wait is taken to be busy, not dead."""
@@ -84,6 +90,7 @@ class Faults:
         "_broken",
         "_ended_s",
         "_errors",
+        "_is_leaving",
         "_is_suspect",
         "_length_s",
         "_out_s",
@@ -94,6 +101,7 @@ class Faults:
     def __init__(self) -> None:
         self._standing = Standing.IN
         self._is_suspect = False
+        self._is_leaving = False
         self._errors = Streak()
         """Without a first byte of an answer."""
         self._broken = Streak()
@@ -124,8 +132,13 @@ class Faults:
 
     @property
     def is_ejected(self) -> bool:
-        """Whether it is to get no requests, but for that of a trial."""
-        return self._standing is not Standing.IN
+        """Whether it is to get no requests, but for that of a trial, as it fails them."""
+        return self._standing is not Standing.IN and not self._is_leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is to get no requests, but for that of a trial, as it has said that it takes none."""
+        return self._standing is not Standing.IN and self._is_leaving
 
     @property
     def is_out(self) -> bool:
@@ -135,7 +148,7 @@ class Faults:
     @property
     def is_doubtful(self) -> bool:
         """Whether it is no place for a second attempt: it has failed a request since it last answered one."""
-        return self._is_suspect or self.is_ejected
+        return self._is_suspect or self._standing is not Standing.IN
 
     def has_broken(self, now_s: float) -> bool:
         """Whether it broke a stream in the last minutes."""
@@ -189,10 +202,23 @@ class Faults:
         is_soon = self.is_ejected or now_s - self._until_s <= self._length_s
         self._length_s = min(2 * self._length_s, LONGEST_EJECTION_S) if is_soon else 0.0
         self._length_s = self._length_s or FIRST_EJECTION_S
+        self._is_leaving = False
         self._out_s, self._until_s = now_s, now_s + self._length_s
         if self._standing is not Standing.TRIED:  # where it is, the request of the trial has yet to end
             self._standing = Standing.OUT
         return self._length_s
+
+    def leave(self, now_s: float) -> bool:
+        """It says that it takes nothing more. True: that is news."""
+        if self.is_leaving and self._standing is Standing.OUT:
+            return False  # others that were on their way hear the same
+        is_again = self.is_leaving
+        self._length_s = min(2 * self._length_s, LONGEST_EJECTION_S) if is_again else FIRST_LEAVE_S
+        self._is_leaving = True
+        self._out_s, self._until_s = now_s, now_s + self._length_s
+        if self._standing is not Standing.TRIED:
+            self._standing = Standing.OUT
+        return True
 
     def try_again(self, now_s: float) -> bool:
         """The pod answers its probe. True: it may be tried with a request."""

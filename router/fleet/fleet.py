@@ -75,6 +75,7 @@ class Fleet:
         self._ended: set[PodId] = set()
         self._is_telling = False
         self._listeners: list[Callable[[FleetChange], None]] = []
+        self._sleep_listeners: list[Callable[[Pod], None]] = []
         self._probed = asyncio.Event()
         self._unprobed: set[Member] = set()
         self._numbers = itertools.count()
@@ -115,6 +116,11 @@ class Fleet:
         """Every URL of discovery, in order."""
         return tuple(self._members[url] for url in sorted(self._members))
 
+    def key_of(self, url: str) -> str:
+        """Which key the engine at that URL is shown, as `EngineAddress.key`."""
+        member = self._members.get(url)
+        return "" if member is None else member.address.key
+
     def admitted(self) -> tuple[Pod, ...]:
         """Every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
@@ -122,6 +128,11 @@ class Fleet:
     def answering(self) -> tuple[Pod, ...]:
         """Every pod that answers, in order of URL; those that are ejected for failing requests too."""
         return tuple(member.pod for member in self.members() if member.pod and member.answers)
+
+    def ranks_of(self, pod: Pod) -> tuple[Pod, ...]:
+        """Every pod of the same engine: `pod` itself, or all of its data-parallel ranks."""
+        member = self._members.get(pod.url)
+        return member.pods if member is not None and pod in member.pods else (pod,)
 
     def doubtful(self, model: str) -> frozenset[PodId]:
         """Pods for `model` that have failed a request since they last answered one."""
@@ -148,6 +159,10 @@ class Fleet:
     def listen(self, listener: Callable[[FleetChange], None]) -> None:
         """Call `listener` after changes of the set of identified pods, in the loop's next turn."""
         self._listeners.append(listener)
+
+    def listen_for_sleep(self, listener: Callable[[Pod], None]) -> None:
+        """Call `listener` when a pod has gone to sleep: what it was sent hangs, and nothing more is sent there."""
+        self._sleep_listeners.append(listener)
 
     def report(self, pod_id: PodId, load: LoadReport) -> None:
         """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
@@ -184,6 +199,18 @@ class Fleet:
             self._failure(member, ProbeFailed(reason))
             member.ask()
 
+    def leaves(self, pod: Pod, why: str) -> None:
+        """`pod` said that it takes no more requests: it gets none, what it has goes on, and no failure is counted."""
+        if self._roster.get(pod.pod_id) is pod and pod.faults.leave(asyncio.get_running_loop().time()):
+            log.info("fleet: pod %s at %s leaves, as it says: %s", pod.pod_id, pod.url, why)
+            self._refresh(pod)
+
+    def look_at(self, pod: Pod) -> None:
+        """Something suggests that `pod` has changed: have it probed at once."""
+        member = self._owners.get(pod.identity.pod_id)
+        if member is not None and pod in member.pods:
+            member.ask()
+
     def served(self, pod: Pod, *, sent_s: float) -> None:
         """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
         if pod.faults.ended(sent_s=sent_s, now_s=asyncio.get_running_loop().time()):
@@ -193,6 +220,8 @@ class Fleet:
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
         """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
         faults = pod.faults
+        if faults.is_leaving and faults.is_out:
+            return  # it goes anyway
         faults.failed(fault, is_begun=is_begun)
         if self._roster.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
@@ -215,6 +244,7 @@ class Fleet:
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
             others = {other.faults for other in self._roster.answering(model.name)} - {pod.faults}
+            others = {other for other in others if not other.is_leaving}
             lost = sum(other.is_ejected or (is_begun and other.has_broken(now_s)) for other in others)
             if 1 + lost > MOST_EJECTED * (1 + len(others)):
                 return False
@@ -377,7 +407,7 @@ class Fleet:
     def _use_ranks(self, member: Member, ranks: Ranks) -> None:
         """The engine's requests go to these ranks of it from now on; those under way end where they are."""
         ended = member.use_ranks(ranks)
-        if ended:
+        if ended is not None:
             for pod in ended:
                 self._roster.drop(pod.pod_id)
             self._put(member)
@@ -404,11 +434,18 @@ class Fleet:
             member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
             return
         member.failures += 1
-        if member.admitted and (error.refused or member.failures >= self._eject_after):
-            log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
+        has_left = member.pod is not None and member.pod.faults.is_leaving and not error.silent
+        if member.admitted and (error.refused or has_left or member.failures >= self._eject_after):
+            if has_left:
+                log.info("fleet: %s has left: %s", member.url, error)
+            else:
+                log.warning("fleet: %s is ejected after %d failures: %s", member.url, member.failures, error)
             member.admitted = False
             if member.pod is not None:
                 self._refresh(member.pod)
+                if error.asleep:
+                    for listener in self._sleep_listeners:
+                        listener(member.pod)
 
     def _refresh(self, pod: Pod) -> None:
         """Whether the pod, all of its ranks, is to be chosen may have changed, but not who it is."""

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 from router.fleet.discovery import DiscoveryStatus, EngineAddress
@@ -35,19 +35,26 @@ SHOWN_NAMES = 10
 
 
 class KubernetesDiscovery:
-    """The pods of one API. `connect` gives it with fresh credentials; `port`: a number, or a containerPort's name."""
+    """The pods of one API. `connect` gives it with fresh credentials; `port`: a number, or a containerPort's name.
+
+    `annotations` count for pods that do not have them, `key` is what their engines are shown, `name` is for the log.
+    """
 
     def __init__(
         self,
         connect: Callable[[], AbstractAsyncContextManager[PodApi]],
         *,
         port: int | str,
+        annotations: Mapping[str, str] | None = None,
+        key: str = "",
+        name: str = "",
         rng: random.Random | None = None,
     ) -> None:
         self._connect = connect
         self._port = port
         self._rng = rng or random.Random()
-        self._table = PodTable(port)
+        self._table = PodTable(port, annotations, key)
+        self._where = f"discovery of {name}" if name else "discovery"
         self._failures = 0
         self._synced_at_s: float | None = None
         self._watching_since_s: float | None = None
@@ -82,13 +89,14 @@ class KubernetesDiscovery:
                         addresses = self._table.addresses()
                         if addresses != known:
                             known = addresses
-                            log.info("discovery: %d pods, %d of them Ready", len(known), sum(a.is_ready for a in known))
+                            ready = sum(address.is_ready for address in known)
+                            log.info("%s: %d pods, %d of them Ready", self._where, len(known), ready)
                             yield addresses
                 reason = "periodic"
             except ApiError as error:
                 reason = await self._pause(error)
             except Exception as error:  # outermost loop: what nobody foresaw must not end discovery
-                log.exception("discovery")
+                log.exception("%s", self._where)
                 reason = await self._pause(ApiError(Trouble.MALFORMED, repr(error)))
 
     async def _follow(self) -> AsyncGenerator[None, None]:
@@ -121,7 +129,7 @@ class KubernetesDiscovery:
             raise ApiError(Trouble.SHORT, f"the API server ended a watch after {lasted_s:.1f} s")
         self._synced_at_s = asyncio.get_running_loop().time()
         if self._problem is not None:
-            log.info("discovery: the API server is being followed again")
+            log.info("%s: the API server is being followed again", self._where)
             self._problem = None
 
     async def _pause(self, error: ApiError) -> str:
@@ -130,7 +138,7 @@ class KubernetesDiscovery:
         is_news = self._problem is None or self._problem.trouble is not error.trouble
         if is_news or now_s - self._said_at_s >= SAY_AGAIN_S:
             self._said_at_s = now_s
-            log.error("discovery: %s; the engines known so far stay, and it is tried again", error)
+            log.error("%s: %s; the engines known so far stay, and it is tried again", self._where, error)
         self._problem = error
         self._errors += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 10))
@@ -143,13 +151,14 @@ class KubernetesDiscovery:
         portless, weightless = self._table.without_port(), self._table.without_weight()
         if new := portless - self._portless:
             log.warning(
-                "discovery: no port for %s: neither the annotation %s nor a containerPort named %s",
+                "%s: no port for %s: neither the annotation %s nor a containerPort named %s",
+                self._where,
                 _some(new),
                 PORT_ANNOTATION,
                 self._port,
             )
         if new := weightless - self._weightless:
-            log.warning("discovery: %s of %s is no number from 0.01 to 100", WEIGHT_ANNOTATION, _some(new))
+            log.warning("%s: %s of %s is no number from 0.01 to 100", self._where, WEIGHT_ANNOTATION, _some(new))
         self._portless, self._weightless = portless, weightless
 
 

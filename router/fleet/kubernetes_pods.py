@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
 
 from router.fleet.discovery import EngineAddress
-from router.fleet.facts import MAX_RANKS
+from router.kube_targets import MAX_RANKS, KubeTarget
 
 PORT_ANNOTATION = "warmroute.io/port"
 MODEL_ANNOTATION = "warmroute.io/model"
 WEIGHT_ANNOTATION = "warmroute.io/weight"
+KV_EVENTS_ANNOTATION = "warmroute.io/kv-events-port"
+KV_REPLAY_ANNOTATION = "warmroute.io/kv-events-replay-port"
 RANKS_ANNOTATION = "warmroute.io/ranks"
 _PORT = re.compile(r"[0-9]{1,5}")
 _RANKS = re.compile(r"[0-9]{1,3}")
@@ -150,10 +152,15 @@ class _Listed:
 
 
 class PodTable:
-    """The pods of the last LIST with every event since, by name. `port`: a number, or a containerPort's name."""
+    """The pods of the last LIST with every event since, by name. `port`: a number, or a containerPort's name.
 
-    def __init__(self, port: int | str) -> None:
+    `annotations` count for a pod that does not have them itself; `key`: which key its engines are shown.
+    """
+
+    def __init__(self, port: int | str, annotations: Mapping[str, str] | None = None, key: str = "") -> None:
         self._port = port
+        self._annotations = dict(annotations or {})
+        self._key = key
         self._pods: dict[str, _Listed] = {}
 
     def replace(self, pods: Iterable[Pod]) -> None:
@@ -187,9 +194,12 @@ class PodTable:
         return frozenset(name for name, pod in self._pods.items() if not pod.has_weight)
 
     def _read(self, pod: Pod) -> _Listed:
+        if self._annotations:
+            pod.metadata.annotations = {**self._annotations, **_annotations(pod)}
+        address = address_of(pod, self._port)
         return _Listed(
             age=(pod.metadata.created, pod.metadata.uid),
-            address=address_of(pod, self._port),
+            address=replace(address, key=self._key) if address is not None and self._key else address,
             has_port=_port_of(pod, self._port) is not None,
             has_weight=_weight_of(pod) is not None,
         )
@@ -214,7 +224,19 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         weight=_weight_of(pod) or 1.0,
         ranks=_ranks_of(pod),
         name=pod.metadata.name,
+        born=pod.metadata.created,
     )
+
+
+def annotations_of(target: KubeTarget) -> dict[str, str]:
+    """What the target says of its pods, as annotations of theirs would."""
+    said = {
+        MODEL_ANNOTATION: target.model,
+        KV_EVENTS_ANNOTATION: target.kv_events_port,
+        KV_REPLAY_ANNOTATION: target.kv_events_replay_port,
+        RANKS_ANNOTATION: target.ranks,
+    }
+    return {name: str(value) for name, value in said.items() if value is not None}
 
 
 def _port_of(pod: Pod, port: int | str) -> int | None:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from router.fleet.discovery import EngineAddress
+from router.fleet.faults import Standing
 from router.fleet.pod import Pod, facts_of
 from router.fleet.probe import PodIdentity
 
@@ -68,8 +69,8 @@ class Member:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it answers, and is not ejected for failing requests."""
-        return self.answers and self.pod is not None and not self.pod.faults.is_ejected
+        """Whether it answers, is not ejected for failing requests, and does not leave."""
+        return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
     def wanted_ranks(self, default: int | None) -> Ranks:
         """The ranks that it was told to have, by discovery or by the setting `default`; else those that were found."""
@@ -78,7 +79,7 @@ class Member:
 
     def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:
         """New pods; the first of them. The old ones are for the caller to end."""
-        first = Pod(self.url, identity, self.address.weight)
+        first = Pod(self.url, identity, self.address.weight, key=self.address.key)
         self.pods = (first,)
         self.use_ranks(ranks)
         return self.pods[0]
@@ -95,18 +96,21 @@ class Member:
             pod.identity = identity
             pod.facts = replace(pod.facts, adapters=adapters)
 
-    def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...]:
-        """Have a pod for each of `ranks`, or one for all; the pods that end by that. One whose rank stays, stays."""
+    def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...] | None:
+        """Have a pod for each of `ranks`, or one for all; the pods that end by that, None where nothing changes.
+
+        A pod whose rank stays, stays.
+        """
         wanted: tuple[int | None, ...] = ranks if len(ranks) > 1 else (None,)
         old = {pod.rank: pod for pod in self.pods}
         if not old or tuple(old) == wanted:
-            return ()
+            return None
         first = self.pods[0]
         pods = []
         for rank in wanted:
             pod = old.pop(rank, None)
             if pod is None:
-                pod = Pod(first.url, first.identity, first.weight, rank=rank, faults=first.faults)
+                pod = Pod(first.url, first.identity, first.weight, key=first.key, rank=rank, faults=first.faults)
                 pod.facts = replace(pod.facts, engine=first.facts.engine, version=first.facts.version)
             ranked = None if rank is None else len(wanted)
             pod.facts = replace(pod.facts, rank=rank, ranks=ranked)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS
-from router.fleet.facts import MAX_ADAPTERS, MAX_CAPACITY_TOKENS, MAX_RANKS, EngineKind
+from router.fleet.facts import MAX_ADAPTERS, MAX_CAPACITY_TOKENS, EngineKind
+from router.kube_targets import MAX_RANKS
 from router.routing.reported import Counts
 
 MAX_LINE_BYTES = 65_536
@@ -92,6 +93,8 @@ class MetricsPage:
         used = [each.kv_used for each in counts if each.kv_used is not None]
         capacities = [page.capacity_tokens for page in pages if page.capacity_tokens is not None]
         is_whole = len(capacities) == len(pages)
+        if not counts:
+            return RankPage(None, sum(capacities) if is_whole else None, pages[0].block_tokens)
         return RankPage(
             Counts(
                 sum(each.running for each in counts),
@@ -104,23 +107,26 @@ class MetricsPage:
 
 
 def read_page(page: bytes) -> MetricsPage | None:
-    """What matters of `page`; None where it tells no requests of a known engine, or has absurdly many ranks.
+    """What matters of `page`; None where it is of no known engine, or has absurdly many ranks.
 
+    A vLLM of several processes has no line of a rank's requests before its first one.
     A page that ends in the middle of a line says nothing by that line.
     """
     text = b"\n" + page[: page.rfind(b"\n") + 1]
     for engine, names in _NAMES.items():
+        sizes = _vllm_sizes(text) if engine == "vllm" else _sglang_sizes(text)
         running = _by_rank(text, names.running, names.rank, MAX_REQUESTS)
-        if not running or len(running) > MAX_RANKS:
+        numbers = sorted(running.keys() | sizes.keys())
+        if not numbers or len(numbers) > MAX_RANKS:
             continue
         waiting = _by_rank(text, names.waiting, names.rank, MAX_REQUESTS)
         used = _by_rank(text, names.kv_used, names.rank, 1.0)
-        sizes = _vllm_sizes(text) if engine == "vllm" else _sglang_sizes(text)
         ranks = {}
-        for rank, count in sorted(running.items()):
-            capacity, block = sizes.get(rank, (None, None))
-            counts = Counts(int(count), int(waiting[rank]), used.get(rank)) if rank in waiting else None
-            ranks[rank] = RankPage(counts, capacity, block)
+        for rank in numbers:
+            counts = None
+            if rank in running and rank in waiting:
+                counts = Counts(int(running[rank]), int(waiting[rank]), used.get(rank))
+            ranks[rank] = RankPage(counts, *sizes.get(rank, (None, None)))
         return MetricsPage(engine, ranks, _slots(text) if engine == "vllm" else None)
     return None
 
@@ -186,13 +192,18 @@ def _by_rank(text: bytes, names: tuple[str, ...], label: str, most: float) -> di
 
 
 def _vllm_sizes(text: bytes) -> dict[int, tuple[int | None, int | None]]:
-    """Capacity in tokens, and tokens of a block, of each rank."""
+    """Capacity in tokens, and tokens of a block, of each rank.
+
+    `num_gpu_blocks` is the sum of all ranks, on each one's line; newer releases have a rank's tokens beside it.
+    """
+    said = [_labels(raw) for raw, _ in _lines(text, _VLLM_CACHE)]
     sizes: dict[int, tuple[int | None, int | None]] = {}
-    for raw, _ in _lines(text, _VLLM_CACHE):
-        labels = _labels(raw)
+    for labels in said:
         block = _whole(labels.get("block_size", ""), MAX_BLOCK_SIZE)
         blocks = _whole(labels.get("num_gpu_blocks", ""), MAX_CAPACITY_TOKENS)
-        capacity = blocks * block if blocks and block and blocks * block <= MAX_CAPACITY_TOKENS else None
+        capacity = _whole(labels.get("kv_cache_size_tokens", ""), MAX_CAPACITY_TOKENS)
+        if capacity is None and blocks and block and blocks // len(said) * block <= MAX_CAPACITY_TOKENS:
+            capacity = blocks // len(said) * block or None
         sizes[_rank(labels, _NAMES["vllm"].rank)] = capacity, block
     return sizes
 

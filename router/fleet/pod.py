@@ -13,6 +13,7 @@ from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
+from router.routing.adapters import Adapters
 from router.routing.pod_state import Mark, PodState
 from router.routing.reported import Counts
 from router.routing.types import PodId
@@ -28,6 +29,7 @@ class Pod:
     """
 
     __slots__ = (
+        "adapters",
         "cap",
         "epoch",
         "facts",
@@ -35,6 +37,7 @@ class Pod:
         "heard_at_s",
         "identity",
         "in_flight",
+        "key",
         "pod_id",
         "rank",
         "rank_field",
@@ -50,11 +53,14 @@ class Pod:
         identity: PodIdentity,
         weight: float = 1.0,
         *,
+        key: str = "",
         rank: int | None = None,
         faults: Faults | None = None,
     ) -> None:
         """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod."""
         self.url = url
+        self.key = key
+        """Which of the gateway's keys for engines it is shown; empty: the one for all."""
         self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
         self.identity = identity
         self.rank = rank
@@ -63,6 +69,7 @@ class Pod:
         self.pod_id: PodId = identity.pod_id if rank is None else rank_id(identity.pod_id, rank)
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
+        self.adapters = Adapters()
         self.state = PodState()
         self.faults = Faults() if faults is None else faults
         self.cap = Cap()

@@ -20,6 +20,14 @@ from router.routing.types import PodId
 MAX_ANSWER_BYTES = 2**20
 MAX_MODELS = 1024
 """Of one engine: each is a time series."""
+SLEEP_TIMEOUT_S = 1.0
+"""For an engine's word on whether it sleeps. One that computes says it after its step, one that sleeps at once: no word
+means that it is awake."""
+MAX_SLEEPLESS = 2**14
+"""Engines of which is remembered that they have no such word."""
+MAX_WORD_BYTES = 2**12
+_VLLM = b'"owned_by":"vllm"'
+_ASLEEP = re.compile(rb'\s*\{\s*"is_sleeping"\s*:\s*true\s*\}\s*')
 MAX_EPOCH_DIGITS = 20
 _NAME = re.compile(r"[\x21-\x7e]{1,253}")
 """Of a pod or a model: what a header, a label and a line of a log hold without being taken apart."""
@@ -53,7 +61,7 @@ class ProbeFailed(Exception):
 
     `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403);
     `silent`: nothing came in time, not even that the connection is refused; `untried`: it was not asked, for want of
-    something of this machine.
+    something of this machine; `asleep`: it answered that it computes nothing until it is woken.
     """
 
     def __init__(
@@ -64,10 +72,12 @@ class ProbeFailed(Exception):
         protected: bool = False,
         silent: bool = False,
         untried: bool = False,
+        asleep: bool = False,
     ) -> None:
         super().__init__(reason)
         self.untried = untried
-        self.refused = refused
+        self.refused = refused or asleep
+        self.asleep = asleep
         self.protected = protected
         self.silent = silent
 
@@ -82,15 +92,15 @@ class Probe(Protocol):
 class HttpProbe:
     """The probe over HTTP.
 
-    `credentials` gives the headers that engines want to see at the moment, `pods` how many engines the gateway follows:
-    engines of ours publish the less often for it.
+    `credentials` gives the headers that the engine at a URL wants to see at the moment, `pods` how many engines the
+    gateway follows: engines of ours publish the less often for it.
     """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         timeout_s: float,
-        credentials: Callable[[], Mapping[str, str]] = dict,
+        credentials: Callable[[str], Mapping[str, str]] = lambda url: {},
         lacks: Lacks | None = None,
         pods: Callable[[], int] = lambda: 1,
     ) -> None:
@@ -99,10 +109,12 @@ class HttpProbe:
         self._timeout_s = timeout_s
         self._credentials = credentials
         self._pods = pods
+        self._sleepless: set[str] = set()
+        """URLs of engines that do not know whether they sleep, and so never do."""
 
     async def identify(self, url: str) -> PodIdentity:
         """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
-        credentials = self._credentials()
+        credentials = self._credentials(url)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
@@ -131,6 +143,9 @@ class HttpProbe:
                 self._lacks.note(lack)
                 raise ProbeFailed(f"the gateway lacks what a connection needs ({lack})", untried=True) from None
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
+        models = served_models(body)
+        if url not in self._sleepless and any(_VLLM in model.card for model in models):
+            await self._see_awake(url, credentials)
         epoch = names.get(headers.EPOCH, "")
         pod_id = _named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")
         if "/" in pod_id:
@@ -138,8 +153,30 @@ class HttpProbe:
         return PodIdentity(
             pod_id=PodId(pod_id),
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
-            models=served_models(body),
+            models=models,
         )
+
+    async def _see_awake(self, url: str, credentials: Mapping[str, str]) -> None:
+        """vLLM in its development mode can be sent to sleep: it lists its models then, and requests hang.
+
+        Raises ProbeFailed where it says that it sleeps, or that it shuts down.
+        """
+        try:
+            async with (
+                asyncio.timeout(min(SLEEP_TIMEOUT_S, self._timeout_s)),
+                self._session.get(f"{url}/is_sleeping", headers=dict(credentials), allow_redirects=False) as response,
+            ):
+                status, body = response.status, await response.content.read(MAX_WORD_BYTES)
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return  # what is wrong the next probe shows
+        if status in (404, 405):
+            if len(self._sleepless) >= MAX_SLEEPLESS:
+                self._sleepless.clear()
+            self._sleepless.add(url)
+        elif status == 200 and _ASLEEP.fullmatch(body):
+            raise ProbeFailed("GET /is_sleeping says that it sleeps; POST /wake_up wakes it", asleep=True)
+        elif status == 500 and b"shutting down" in body.lower():
+            raise ProbeFailed("GET /is_sleeping says that it shuts down", refused=True)
 
 
 def named_by_discovery(url: str, model: str) -> PodIdentity:

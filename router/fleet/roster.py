@@ -40,8 +40,10 @@ class Roster:
         chosen = self._chosen.get(model)
         if chosen is None:
             answering = self.answering(model)
-            # Where every pod that answers is ejected, all are used.
-            chosen = tuple([pod for pod in answering if not pod.faults.is_out]) or answering
+            # Where every pod that answers is ejected, all are used, but for those that say that they leave.
+            chosen = tuple([pod for pod in answering if not pod.faults.is_out]) or tuple(
+                [pod for pod in answering if not pod.faults.is_leaving]
+            )
             if model in self._known:
                 self._chosen[model] = chosen
         return chosen

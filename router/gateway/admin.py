@@ -104,7 +104,8 @@ class Admin:
             return str(error) or type(error).__name__
         if said:
             return said
-        self._index.drop(pod.pod_id)  # what a publishing pod holds from here on, its reports say
+        for rank in self._fleet.ranks_of(pod):  # what a publishing pod holds from here on, its reports say
+            self._index.drop(rank.pod_id)
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
@@ -113,7 +114,7 @@ class Admin:
         Raises aiohttp.ClientError, also for a status that is no 2xx.
         """
         async with self._session.post(
-            f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials, allow_redirects=False
+            f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials_of(pod.key), allow_redirects=False
         ) as response:
             if response.status >= 300:
                 raise aiohttp.ClientError(f"answered {response.status}")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
@@ -40,6 +42,8 @@ EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
+MOST_WITH_ADAPTERS = 256
+"""Pods up to which it counts for a decision which have the adapter loaded: each is looked at by itself then."""
 
 
 @dataclass(slots=True)
@@ -123,6 +127,8 @@ class Chooser:
             uncached = max(0, inbound.prompt_tokens - choice.cached_tokens)
             self._gateways.sent(prefill_s(pod.state.cost, uncached, inbound.prompt_tokens), now_s)
         self.remember(pod.pod_id, inbound.keys, now_s, taken)
+        if inbound.model in pod.facts.adapters:
+            pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
@@ -176,7 +182,7 @@ class Chooser:
     ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        if len(pods) >= self._wide_from:
+        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
             if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
                 return self._decide_wide(inbound, policy, pods, now_s), pods, ()
         elif inbound.model in self._tables and not excluded:
@@ -208,6 +214,8 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
+        if self._index.regret:
+            seen.room = np.array([self._index.room_tokens(pod_id) for pod_id in table.ids])
         return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> None:
@@ -233,7 +241,7 @@ class Chooser:
         `usage` gets the cached tokens that the engine left out because there were none.
         """
         estimate = self._estimates.of(inbound.model)
-        if usage.completion_tokens:
+        if usage.completion_tokens and not usage.is_broken:
             estimate.saw_output(usage.completion_tokens / inbound.prompts)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE
@@ -275,8 +283,8 @@ class Chooser:
     # -- what is believed, by this gateway's requests and by what others tell ---------------------------------
 
     def remember(self, pod: PodId, keys: Keys, now_s: float, taken: Taken | None = None) -> None:
-        """The pod counts as holding `keys`: a request with them went there. `taken`: what it takes of the cache of a pod
-        that publishes nothing, where that was not counted before."""
+        """The pod counts as holding `keys`: a request with them went there. `taken`: what it takes of the cache of a
+        pod that publishes nothing, where that was not counted before."""
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
 
     def heard(self, pod: Pod, request: str, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
@@ -353,22 +361,25 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        index, views = self._index, []
-        regrets = index.regret > 0
+        index = self._index
+        views: list[PodView] = []
         for pod in pods:
             match = matches.get(pod.pod_id)
             if match is None:
-                view = pod.state.view(pod.pod_id, now_s=now_s)
-            else:
-                tokens = min(int(match.strides * per_stride), prompt_tokens)
-                view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-                if match.host_strides or match.disk_strides:
-                    view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
-                    view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
-            view.weight = pod.weight
-            if regrets:
-                view.room_tokens = index.room_tokens(pod.pod_id)
+                views.append(pod.state.view(pod.pod_id, now_s=now_s))
+                continue
+            tokens = min(int(match.strides * per_stride), prompt_tokens)
+            view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+            if match.host_strides or match.disk_strides:
+                view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
+        if index.regret:
+            for pod, view in zip(pods, views, strict=True):
+                view.room_tokens = index.room_tokens(pod.pod_id)
+        if _is_adapter(inbound, pods):
+            for pod, view in zip(pods, views, strict=True):
+                view.adapter_s = pod.adapters.setup_s(inbound.model)
         return views
 
     def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
@@ -376,3 +387,8 @@ class Chooser:
         return RequestInfo(
             inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
         )
+
+
+def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
+    """Whether the model is an adapter that engines list: on all that do, or on none."""
+    return inbound.model in pods[0].facts.adapters

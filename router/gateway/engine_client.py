@@ -39,6 +39,10 @@ class BrokeOff(ConnectionError):
     """The connection went before the answer was complete, or what came is not HTTP."""
 
 
+class GivenUp(TimeoutError):
+    """The engine sleeps: nobody waits for it any longer."""
+
+
 class Answer:
     """An answer that comes in. Nothing more is read while READ_AHEAD_BYTES of it wait, twice."""
 
@@ -132,6 +136,13 @@ class Answer:
     def _expire(self) -> None:
         if not self._is_over:
             self._failure = self._failure or (TimeoutError, "the deadline has passed")
+            self.close()
+            self._tell()
+
+    def give_up(self) -> None:
+        """End it, where it still has a deadline: then nothing of it has been of use yet."""
+        if self._timer is not None and not self._is_over:
+            self._failure = self._failure or (GivenUp, "the engine sleeps")
             self.close()
             self._tell()
 
@@ -249,6 +260,13 @@ class EngineClient:
             answer.close()
             raise
         return answer
+
+    def give_up(self, target: Target) -> None:
+        """End what an engine was asked and has not begun to answer: it would hang until the engine is woken."""
+        pool = self._pools.get((target.host, target.port, target.is_tls))
+        for sink in pool.sinks() if pool is not None else ():
+            if isinstance(sink, Answer):
+                sink.give_up()
 
     def _pool(self, target: Target) -> Pool:
         key = (target.host, target.port, target.is_tls)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.contract.errors import MAX_MESSAGE_CHARS
+from engine.contract.sse import sse_event
 
 # A quote inside generated text is escaped, so `{"error":` at the start of an event can only be the engine's own word.
 _ERROR_EVENT = re.compile(rb'(?:^|[\r\n])(?P<event>data: ?)(\{\s*"error"\s*:[^\r\n]*)')
@@ -29,6 +30,17 @@ def before_error(events: bytes) -> int:
     """How many bytes of `events` come before the first error event; all of them without one."""
     found = _ERROR_EVENT.search(events)
     return len(events) if found is None else found.start("event")
+
+
+def error_event(events: bytes) -> bytes:
+    """The first error event in `events`, as the engine wrote it; empty without one, or where it is no JSON."""
+    found = _ERROR_EVENT.search(events)
+    if found is None:
+        return b""
+    try:
+        return sse_event(orjson.dumps(orjson.loads(found[2])))
+    except orjson.JSONDecodeError:
+        return b""
 
 
 def engine_error(events: bytes) -> EngineError | None:

@@ -81,6 +81,18 @@ class BadGateway(UpstreamError):
     type = "upstream_error"
 
 
+class EngineLeaves(UpstreamError):
+    """503: the engine shuts down or sleeps, and no other took the request."""
+
+    status = 503
+    type = "service_unavailable_error"
+
+    def __init__(self, detail: str, *, asleep: bool = False) -> None:
+        what = "sleeps" if asleep else "shuts down"
+        super().__init__(f"the engine {what}, and no other one is up: try again", detail)
+        self.retry_after_s = 1.0
+
+
 class DeadlineExceeded(UpstreamError):
     """504: no pod answered in time."""
 

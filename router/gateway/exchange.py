@@ -42,6 +42,11 @@ class Exchange:
     """Times that its stream broke, and another pod was to give the rest."""
 
     @property
+    def spent(self) -> int:
+        """Attempts so far, but for those at pods that only said that they leave: several may, one after the other."""
+        return sum(attempt.outcome is not Outcome.LEAVING for attempt in self.attempts)
+
+    @property
     def has_run(self) -> bool:
         """Whether a pod began to do what was asked."""
         return any(attempt.has_run for attempt in self.attempts)

@@ -13,6 +13,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from engine.contract import headers
 from engine.contract.api_keys import KeyFileError
+from router.fleet.pod import Pod
 
 RawFields = Sequence[tuple[bytes, bytes]]
 MAX_REQUEST_ID_CHARS = 128
@@ -61,19 +62,27 @@ class UpstreamHeaders:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
         own = set() if passes_authorization else {"authorization"}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
-        self._shown = b""
-        self.credentials: dict[str, str] = {}
-        """What engines are shown of the gateway itself."""
+        self._shown: dict[str, bytes] = {}
+        """By the name of the key; the one for all engines has none."""
+        self._credentials: dict[str, dict[str, str]] = {}
 
-    def use_key(self, keys: Sequence[str]) -> None:
-        """From now on show engines this one key. Raises KeyFileError where there are several."""
+    def use_key(self, keys: Sequence[str], name: str = "") -> None:
+        """From now on show engines this one key: those that want the key `name`, or all that want no other.
+
+        Raises KeyFileError where there are several.
+        """
         if len(keys) != 1:
-            raise KeyFileError(f"--engine-api-key-file must hold one key, not {len(keys)}")
-        self.credentials = {"Authorization": f"Bearer {keys[0]}"}
-        self._shown = b"".join(f"{name}: {value}\r\n".encode() for name, value in self.credentials.items())
+            raise KeyFileError(f"{name or '--engine-api-key-file'} must hold one key, not {len(keys)}")
+        credentials = {"Authorization": f"Bearer {keys[0]}"}
+        self._credentials[name] = credentials
+        self._shown[name] = b"".join(f"{field}: {value}\r\n".encode() for field, value in credentials.items())
 
-    def of(self, incoming: RawFields, request_id: str) -> bytes:
-        """Those of a request that came with `incoming`, as they are sent."""
+    def credentials_of(self, key: str) -> Mapping[str, str]:
+        """What engines that want the key of that name are shown of the gateway itself."""
+        return self._credentials.get(key) or self._credentials.get("", {})
+
+    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank."""
         dropped = self._dropped
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
@@ -85,7 +94,9 @@ class UpstreamHeaders:
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
-        lines.append(self._shown)
+        if pod is not None:
+            lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
+            lines.append(pod.rank_field)
         return b"".join(lines)
 
 

@@ -25,6 +25,12 @@ class Outcome(Enum):
     """Nothing came in time."""
     UNREACHABLE = auto()
     """No connection came about."""
+    LEAVING = auto()
+    """The pod says that it shuts down: it takes nothing more, and what it has it ends well."""
+    DEAD = auto()
+    """The pod says that its engine has died, perhaps of this request."""
+    ABORTED = auto()
+    """The pod gave the answer up, and calls it finished: it shuts down, goes to sleep or is paused."""
     CLIENT_GONE = auto()
     """Nobody is there to take the answer."""
 
@@ -37,6 +43,11 @@ class Outcome(Enum):
     def is_blamed(self) -> bool:
         """Whether it counts against the pod, unless it is the request."""
         return _COURSES[self].blame
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the pod is left at once, by its own word: it neither counts as a failure nor is held against it."""
+        return self in (Outcome.LEAVING, Outcome.DEAD)
 
     @property
     def is_risky(self) -> bool:
@@ -59,6 +70,9 @@ _COURSES = {
     Outcome.BROKEN: _Course(retry=True, blame=True, risk=True),
     Outcome.SILENT: _Course(retry=True, blame=False, risk=False),
     Outcome.UNREACHABLE: _Course(retry=True, blame=False, risk=False),
+    Outcome.LEAVING: _Course(retry=True, blame=False, risk=False),
+    Outcome.DEAD: _Course(retry=True, blame=False, risk=True),
+    Outcome.ABORTED: _Course(retry=True, blame=False, risk=True),
     Outcome.CLIENT_GONE: _Course(retry=False, blame=False, risk=False),
 }
 

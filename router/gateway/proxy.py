@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
-from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -12,16 +10,14 @@ from multidict import CIMultiDict
 
 from engine.contract import headers
 from engine.contract.errors import TooManyRequests, Unavailable
-from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
 from router.gateway.admission import Admitted
 from router.gateway.attempt import Attempt
 from router.gateway.begun import Begun, Passed, RestBody, no_stream
+from router.gateway.blame import Blame
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.door import leave_gate
 from router.gateway.engine_client import Answer, EngineClient
-from router.gateway.error_events import engine_error
-from router.gateway.errors import BadGateway
 from router.gateway.exchange import Exchange
 from router.gateway.headers import UpstreamHeaders, answer_headers
 from router.gateway.hedge import Hedges, Race, Steps
@@ -31,7 +27,7 @@ from router.gateway.outcome import Outcome
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
 from router.gateway.resume import Way
 from router.gateway.said import Record
-from router.gateway.upstream import Opened, PodFailed, open_answer
+from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.gateway.waiting import WaitingRoom
 from router.overload.retries import RetryBudget
@@ -42,8 +38,6 @@ WHOLE_ATTEMPT_SHARE = 0.5
 """Of the request's time that is left, for an answer that is no stream while another pod may still be tried."""
 MAX_DEFECTS = 2
 """Pods that may break over one request. Of two it is likely the request that breaks them: it is spread no further."""
-TELLING_BYTES = 4096
-"""At the end of a body, which tell requests apart."""
 
 
 class Proxy:
@@ -64,6 +58,7 @@ class Proxy:
         self._fleet = fleet
         self._chooser = chooser
         self._room = room
+        self._blame = Blame(fleet, metrics)
         self._metrics = metrics
         self._limits = limits
         self._inside = 0
@@ -81,13 +76,13 @@ class Proxy:
             return await self._forward(request, exchange, inbound, admitted)
         finally:
             self._inside -= 1
-            self._settle(exchange)  # where the client has left between two attempts
+            self._blame.settle(exchange)  # where the client has left between two attempts
 
     async def _forward(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
     ) -> web.StreamResponse:
         attempts = exchange.attempts
-        while len(attempts) <= self._limits.retries:
+        while exchange.spent <= self._limits.retries:
             if not attempts:
                 choice = self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
             else:
@@ -95,13 +90,15 @@ class Proxy:
                 if again is None:
                     break
                 choice = again
-                if not self._retries.take(self._inside):
+                # A pod that only said that it leaves has done nothing: to go elsewhere then adds no load.
+                is_on_budget = attempts[-1].outcome is not Outcome.LEAVING
+                if is_on_budget and not self._retries.take(self._inside):
                     self._chooser.undo(inbound, choice)
                     self._metrics.retry_refused()
                     break
             attempt = self._begin(exchange, inbound, choice)
-            attempt.is_on_budget = len(attempts) > 1
-            if self._hedges is None or attempt.is_on_budget:
+            attempt.is_on_budget = len(attempts) > 1 and is_on_budget
+            if self._hedges is None or len(attempts) > 1:
                 response = await self._try(request, exchange, inbound, admitted, attempt)
             else:
                 steps = self._steps(request, exchange, inbound, admitted)
@@ -114,11 +111,11 @@ class Proxy:
             assert attempt.outcome is not None
             if not attempt.outcome.is_retried:
                 break
-            self._note_failure(exchange, inbound, attempt)
+            self._blame.failed(exchange, inbound, attempt)
             risky = sum(a.outcome is not None and a.outcome.is_risky for a in attempts)
             if risky == MAX_DEFECTS or self._clock() >= exchange.deadline_s:
                 break
-        self._settle(exchange)
+        self._blame.settle(exchange)
         if exchange.answer is not None:
             return await self._send_whole(request, exchange, exchange.answer)
         error = attempts[-1].error
@@ -129,18 +126,21 @@ class Proxy:
         return Steps(
             begin=partial(self._begin, exchange, inbound),
             run=partial(self._try, request, exchange, inbound, admitted),
-            note_failure=partial(self._note_failure, exchange, inbound),
+            note_failure=partial(self._blame.failed, exchange, inbound),
         )
 
     async def _choose_again(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> Choice | None:
-        """Where a request goes that has failed; None: nowhere. It waits if that is because every pod is full."""
+        """Where a request goes that has failed; None: nowhere.
+
+        It waits if that is because every pod is full, and where the last pod has left.
+        """
         tried = {attempt.pod.pod_id for attempt in exchange.attempts}
         full = self._room.full(inbound.model)
         was_full = exchange.attempts[-1].outcome is Outcome.FULL
         try:
-            if full is None and was_full:
+            if (full is None and was_full) or not self._fleet.pods(inbound.model):
                 return self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
-            return self._chooser.choose(inbound, self._to_avoid(inbound, tried | (full or set())))
+            return self._chooser.choose(inbound, self._blame.to_avoid(inbound, tried | (full or set())))
         except (TooManyRequests, Unavailable):
             return None
 
@@ -156,42 +156,6 @@ class Proxy:
         exchange.attempts.append(attempt)
         return attempt
 
-    def _note_failure(self, exchange: Exchange, inbound: Inbound, attempt: Attempt) -> None:
-        """Another pod is to make it good."""
-        assert attempt.error is not None
-        assert attempt.outcome is not None
-        exchange.error = attempt.error.detail
-        self._metrics.retried(attempt.reason)
-        if attempt.outcome is Outcome.FULL:
-            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
-        if attempt.outcome is Outcome.UNREACHABLE:
-            self._fleet.failed(attempt.pod, attempt.error.detail)
-        if attempt.outcome.is_blamed:
-            attempt.pod.faults.doubt()
-            attempt.fault = self._fault(attempt, inbound)
-
-    def _to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
-        """Pods that `tried` it, and for a further attempt those in doubt, unless there is no other.
-
-        So with several broken pods a request meets two of them at most once for each: then all but one are in doubt.
-        """
-        if not tried:
-            return tried
-        avoided = tried | self._fleet.doubtful(inbound.model)
-        return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
-
-    def _fault(self, attempt: Attempt, inbound: Inbound) -> Fault:
-        """The attempt as a failure of its pod."""
-        return Fault(hash(inbound.body[-TELLING_BYTES:]), attempt.sent_s, self._clock())
-
-    def _settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
-        """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
-        faults = [(attempt.pod, attempt.fault) for attempt in exchange.attempts if attempt.fault is not None]
-        exchange.forget_faults()
-        if len(faults) == 1:
-            ((pod, fault),) = faults
-            self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
-
     def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound) -> float:
         """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.
 
@@ -202,7 +166,7 @@ class Proxy:
         if inbound.stream:
             return min(exchange.deadline_s, now_s + self._limits.first_byte_s)
         tried = {attempt.pod.pod_id for attempt in exchange.attempts}
-        may_go_on = len(exchange.attempts) <= self._limits.retries
+        may_go_on = exchange.spent <= self._limits.retries
         if may_go_on and any(pod.pod_id not in tried for pod in self._fleet.pods(inbound.model)):
             return now_s + WHOLE_ATTEMPT_SHARE * (exchange.deadline_s - now_s)
         return exchange.deadline_s
@@ -229,7 +193,7 @@ class Proxy:
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id) + attempt.pod.rank_field,
+                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.pod),
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),
@@ -237,8 +201,9 @@ class Proxy:
                 outcome = opened.outcome
                 if outcome.is_retried:
                     attempt.reason = "status"
-                    attempt.error = BadGateway(f"the engine answered {opened.response.status}")
-                    exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
+                    attempt.error = failure_of(outcome, opened)
+                    if outcome not in (Outcome.LEAVING, Outcome.ABORTED):
+                        exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
                     attempt.failed(outcome, self._clock())
                     return None
                 if race is not None:
@@ -256,7 +221,7 @@ class Proxy:
                 attempt.has_run = True
                 self._end_retry(attempt)
                 attempt.pod.faults.began(now_s)
-                self._settle(exchange, is_made_good=True)
+                self._blame.settle(exchange, is_made_good=True)
                 if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
                     exchange.usage = header_usage(opened.response.headers)
                     attempt.first_token(exchange.usage.cached_tokens)
@@ -307,7 +272,7 @@ class Proxy:
         """Send the answer as it comes: the client sees the head. None: another pod may give the rest."""
         begun, on_first_sent = exchange.begun, None
         tail = Tail()
-        is_ended = False
+        is_ended = is_broken = False
         try:
             if begun is None:
                 begun = exchange.begun = await self._begin_answer(request, exchange, inbound, admitted, opened, attempt)
@@ -327,23 +292,19 @@ class Proxy:
                 await relay.copy(opened.take_first(), on_first_sent=on_first_sent)
             except UpstreamBroke as error:
                 exchange.error = error.detail
-                self._broke(inbound, attempt, error.outcome)
+                self._blame.broke(inbound, attempt, error.outcome, error.detail)
+                is_broken = True
                 begun.stopped(error, relay, inbound, tail.usage().or_else(exchange.usage).prompt_tokens)
                 is_over = await self._stop(request, exchange, inbound, begun)
                 is_ended = True
                 return begun.response if is_over else None
-            said = engine_error(tail.last_bytes()) if opened.is_stream else None
-            if said is None:
-                self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
-            else:
-                exchange.error = said.message
-                self._broke(inbound, attempt, Outcome.BROKEN)
+            self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
             await begun.response.write_eof()
             is_ended = True
         except (ClientStalled, ConnectionError) as error:
             exchange.client_left(error)
         finally:
-            said_usage = tail.usage() if opened.is_stream else whole_usage(tail.last_bytes())
+            said_usage = tail.usage(is_broken=is_broken) if opened.is_stream else whole_usage(tail.last_bytes())
             exchange.usage = said_usage.or_else(exchange.usage)
             if not is_ended and request.transport is not None:
                 request.transport.abort()  # so that nothing can end the answer as if it were whole
@@ -382,28 +343,18 @@ class Proxy:
             exchange.breaks += 1
             return False
         self._metrics.attempt_broke(why)
-        assert begun.broke is not None
-        if begun.broke.withheld:  # its own words, and what it has to add
-            begun.relay.record = None
-            try:
-                await begun.relay.copy(begun.broke.withheld)
-            except UpstreamBroke as error:
-                begun.broke = error
-            else:
-                await begun.response.write_eof()
-                return True
         await self._end_broken(request, begun)
         return True
 
     def _why_no_rest(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> str:
         """Why no pod is asked for the rest, as metrics have it; empty where one can be."""
-        is_late = len(exchange.attempts) > self._limits.retries or self._clock() >= exchange.deadline_s
+        is_late = exchange.spent > self._limits.retries or self._clock() >= exchange.deadline_s
         if is_late or begun.defects >= MAX_DEFECTS:
             return "failed"
         return "" if self._ways(exchange, inbound, begun) is not None else "engine"
 
     def _ways(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> tuple[Way, set[PodId]] | None:
-        avoided = self._to_avoid(inbound, {attempt.pod.pod_id for attempt in exchange.attempts})
+        avoided = self._blame.to_avoid(inbound, {attempt.pod.pod_id for attempt in exchange.attempts})
         return begun.ways(inbound, self._fleet.pods(inbound.model), avoided)
 
     async def _go_on(
@@ -425,9 +376,9 @@ class Proxy:
             assert attempt.outcome is not None
             if not attempt.outcome.is_retried:
                 break
-            self._note_failure(exchange, asked, attempt)
+            self._blame.failed(exchange, asked, attempt)
             begun.defects += attempt.outcome.is_risky
-        self._settle(exchange)
+        self._blame.settle(exchange)
         begun.refused(exchange.answer)
         try:
             if not await self._end_complete(inbound, begun):
@@ -461,15 +412,9 @@ class Proxy:
         self._metrics.broke()
         begun.response.force_close()
         if begun.is_stream:
-            await begun.relay.end_with(BadGateway(str(begun.broke)))
+            await begun.relay.end_with(begun.broke.last_event())
         if request.transport is not None:
             request.transport.close()
-
-    def _broke(self, inbound: Inbound, attempt: Attempt, outcome: Outcome) -> None:
-        """The stream ended wrongly after its first byte."""
-        attempt.outcome = outcome
-        if outcome.is_blamed:
-            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=True)
 
     async def _send_whole(self, request: web.Request, exchange: Exchange, answer: web.Response) -> web.StreamResponse:
         """Send an answer that is here already; its pod is done with it."""

@@ -9,9 +9,10 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from engine.contract.errors import ApiError
 from engine.contract.sse import sse_event
-from router.gateway.error_events import before_error, engine_error
+from router.gateway.error_events import before_error, engine_error, error_event
+from router.gateway.errors import BadGateway
+from router.gateway.last_words import GAVE_UP, before_abort, meaning
 from router.gateway.outcome import Outcome
 from router.gateway.said import Record
 from router.gateway.usage import TAIL_BYTES, Tail
@@ -37,12 +38,16 @@ _SEAM_BYTES = 3
 class UpstreamBroke(Exception):
     """The engine's stream ended wrongly (BROKEN), or went silent (SILENT), after its first byte."""
 
-    def __init__(self, message: str, outcome: Outcome, detail: str | None = None, withheld: bytes = b"") -> None:
-        """`detail`: for logs. It may name the engine's address. `withheld`: its own word of it, not sent yet."""
+    def __init__(self, message: str, outcome: Outcome, detail: str | None = None, said: bytes = b"") -> None:
+        """`detail`: for logs. It may name the engine's address. `said`: the engine's own error event, not sent yet."""
         super().__init__(message)
         self.detail = detail or message
         self.outcome = outcome
-        self.withheld = withheld
+        self._said = said
+
+    def last_event(self) -> bytes:
+        """The error event that ends the stream: in the engine's words, where it has any."""
+        return self._said or sse_event(BadGateway(str(self)).body())
 
 
 class ClientStalled(Exception):
@@ -79,8 +84,7 @@ class Relay:
         deadline_s: float,
         record: Record | None = None,
     ) -> None:
-        """`record` gets what was sent, so that another pod can give the rest. With one, an event that tells of the
-        engine's failure is not sent: it raises UpstreamBroke."""
+        """`record` gets what was sent, so that another pod can give the rest."""
         self._is_events = is_events
         self.record = record
         self._source = source
@@ -97,7 +101,8 @@ class Relay:
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
         """Send `chunk`, which is the beginning, all that follows, and the end. `on_first_sent`: the beginning is sent.
 
-        Raises UpstreamBroke, ClientStalled, or ConnectionError when the client is gone.
+        An event that tells of the engine's failure, or that it gave up, is not sent. Raises UpstreamBroke for it,
+        ClientStalled, or ConnectionError when the client is gone.
         """
         clock = asyncio.get_running_loop().time
         read, write, keep = self._source.readany, self._sink.write, self._tail.add
@@ -113,8 +118,8 @@ class Relay:
                     keep(chunk if len(chunk) <= TAIL_BYTES else chunk[-TAIL_BYTES:])
                     if is_events and (self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS)):
                         chunk = self._complete(chunk)
-                    if record is not None and b'"error"' in chunk and record.is_kept:
-                        chunk = await self._until_error(chunk, record)
+                    if is_events and (b'"error"' in chunk or b'"abort"' in chunk):
+                        chunk = await self._until_failure(chunk)
                     if len(chunk) > PIECE_BYTES:
                         await self._write_pieces(chunk)
                     elif chunk and self._source.is_read and not self._held:
@@ -147,19 +152,24 @@ class Relay:
             text = "the request's deadline passed" if late else "the engine went silent"
             raise UpstreamBroke(text, Outcome.SILENT) from None
 
-    async def _until_error(self, chunk: bytes, record: Record) -> bytes:
+    async def _until_failure(self, chunk: bytes) -> bytes:
         """`chunk`, where no event in it tells of the engine's failure. Else what is before that is sent.
 
         Raises UpstreamBroke.
         """
-        said = engine_error(chunk)
-        if said is None:
+        said, given_up = engine_error(chunk), before_abort(chunk)
+        if said is None and given_up is None:
             return chunk
-        at = before_error(chunk)
+        at = before_error(chunk) if given_up is None else given_up
         if at:
             await self._sink.write(chunk[:at])
-            record.add(chunk[:at])
-        raise UpstreamBroke("the engine's stream broke", Outcome.BROKEN, said.message, chunk[at:])
+            if self.record is not None:
+                self.record.add(chunk[:at])
+        if given_up is not None or said is None:
+            raise UpstreamBroke(GAVE_UP, Outcome.ABORTED)
+        raise UpstreamBroke(
+            "the engine's stream broke", meaning(said.message) or Outcome.BROKEN, said.message, error_event(chunk[at:])
+        )
 
     async def _write_pieces(self, chunk: bytes) -> None:
         """Without a second copy of all of it in the buffers on the way."""
@@ -196,12 +206,11 @@ class Relay:
         held, self._held, self._held_size = b"".join(self._held), [], 0
         return held
 
-    async def end_with(self, error: ApiError) -> None:
-        """One more event, with the error. What is held of a broken event is left out.
+    async def end_with(self, event: bytes) -> None:
+        """One more event, with an error. What is held of a broken event is left out.
 
         Raises ClientStalled or ConnectionError.
         """
-        event = sse_event(error.body())
         await self.say(b"\n\n" + event if self._is_mid_event else event)
 
     async def say(self, events: bytes) -> None:

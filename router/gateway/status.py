@@ -15,6 +15,8 @@ from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
 from router.fleet.member import Member
+from router.fleet.pod import Pod
+from router.fleet.scrape import Scraper
 from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
@@ -43,7 +45,9 @@ class Status:
         metrics: Metrics,
         limiter: Limiter,
         usage_log: UsageLog | None,
+        scraper: Scraper | None = None,
     ) -> None:
+        self._scraper = scraper
         self._discovery = discovery
         self._fleet = fleet
         self._registry = registry
@@ -107,7 +111,8 @@ class Status:
         """Prometheus text."""
         status = self._registry.status()
         discovery = self._discovery.status()
-        pods = [member.pod for member in self._fleet.members() if member.pod is not None]
+        members = [(member, member.pod) for member in self._fleet.members() if member.pod is not None]
+        pods = [pod for member, _ in members for pod in member.pods]
         values = GaugeValues(
             in_flight=self._admission.in_flight,
             answer_bytes=self._admission.answer_bytes,
@@ -115,10 +120,16 @@ class Status:
             connections=len(self._door.connections),
             connections_refused=self._door.refused,
             lacks=self._lacks.counts,
-            pods_known=len(pods),
+            pods_known=len(members),
             pods_admitted=len(self._fleet.admitted()),
             engine_in_flight={pod.pod_id: pod.in_flight for pod in pods},
             engine_ejected={pod.pod_id: pod.faults.is_ejected for pod in pods},
+            metrics_pauses_s={
+                pod.identity.pod_id: reading.every_s
+                for member, pod in members
+                if self._scraper is not None and (reading := self._scraper.status(member.url)) is not None
+            },
+            metrics_reads={} if self._scraper is None else self._scraper.counts,
             ejections=self._fleet.ejections,
             model_waiting=self._room.waiting(),
             model_engines=self._fleet.engines_by_model(),
@@ -151,16 +162,17 @@ class Status:
         return json_response(orjson.Fragment(find_model(self._fleet, name, tenant).card))
 
     async def pods(self, request: web.Request) -> web.Response:
-        """Every engine of discovery: who it is, whether it takes requests, its load as the policies see it.
+        """Every engine of discovery, each data-parallel rank by itself: who it is, whether it takes requests, its load
+        as the policies see it.
 
         It takes requests when it is `ready`, as discovery has it, and `admitted`, as the probe has it, and is not
         `ejected` for failing them.
         """
         now_s = self._clock()
-        return json_response({"pods": [self._pod(member, now_s) for member in self._fleet.members()]})
+        shown = [self._pod(member, pod, now_s) for member in self._fleet.members() for pod in member.pods or (None,)]
+        return json_response({"pods": shown})
 
-    def _pod(self, member: Member, now_s: float) -> dict[str, Any]:
-        pod = member.pod
+    def _pod(self, member: Member, pod: Pod | None, now_s: float) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "url": member.url,
             "pod": pod.pod_id if pod else None,
@@ -175,9 +187,13 @@ class Status:
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
                 "ejected": pod.faults.is_ejected,
+                "leaving": pod.faults.is_leaving,
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
+                "engine": {**asdict(pod.facts), "adapters": sorted(pod.facts.adapters)},
+                "adapters_loaded": pod.adapters.loaded,
+                "metrics": self._scraper and self._scraper.status(member.url),
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }
         return shown

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from engine.contract.http.target import Target
 from router.fleet.lack import lack_of
-from router.gateway.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, NotConnected
+from router.gateway.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, GivenUp, NotConnected
 from router.gateway.error_events import engine_error
-from router.gateway.errors import BadGateway, DeadlineExceeded, Lacking, UpstreamError
+from router.gateway.errors import BadGateway, DeadlineExceeded, EngineLeaves, Lacking, UpstreamError
+from router.gateway.last_words import GAVE_UP, is_aborted, meaning, meaning_of_body
 from router.gateway.outcome import FAILURES, Outcome, of_status
 
 WHOLE_BYTES = 2**20
@@ -30,8 +31,13 @@ class Opened:
 
     @property
     def outcome(self) -> Outcome:
-        """What the answer's status says of it."""
-        return of_status(self.response.status, says_when="Retry-After" in self.response.headers)
+        """What the answer says of it, by its status and by the words of engines that are known."""
+        outcome = of_status(self.response.status, says_when="Retry-After" in self.response.headers)
+        if self.response.status >= 500:
+            return meaning_of_body(self.first) or outcome
+        if outcome is Outcome.ANSWERED and (self.is_whole or self.is_stream) and is_aborted(self.first):
+            return Outcome.ABORTED
+        return outcome
 
     def take_first(self) -> bytes:
         """What has come of the body, which is not kept here any longer."""
@@ -41,6 +47,14 @@ class Opened:
     def close(self) -> None:
         """Be done with the answer, read to its end or not."""
         self.response.close()
+
+
+def failure_of(outcome: Outcome, opened: Opened) -> UpstreamError:
+    """What a client is told of an answer that is not passed on, should no other attempt do better."""
+    status = opened.response.status
+    if outcome is Outcome.LEAVING:
+        return EngineLeaves(f"the engine answered {status}: it shuts down")
+    return BadGateway(GAVE_UP if outcome is Outcome.ABORTED else f"the engine answered {status}")
 
 
 class PodFailed(Exception):
@@ -87,8 +101,9 @@ async def open_answer(
             error: UpstreamError = BadGateway(text, f"{target.authority}: {text}")
             raise PodFailed("disconnect", error)
         if is_stream and (said := engine_error(first)) is not None:
-            outcome = Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN
-            raise PodFailed("error", BadGateway(said.message), outcome)
+            outcome = meaning(said.message) or (Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN)
+            leaves = outcome is Outcome.LEAVING
+            raise PodFailed("error", EngineLeaves(said.message) if leaves else BadGateway(said.message), outcome)
         response.set_deadline(None)
         opened, response = Opened(response, first, is_stream, is_whole), None
         return opened
@@ -101,6 +116,8 @@ async def open_answer(
             raise Lacking(lack) from None
         why = f"{target.authority}: {cause}"
         raise PodFailed("connect", BadGateway("no connection to the engine came about", why)) from None
+    except GivenUp as cause:
+        raise PodFailed("timeout", EngineLeaves(f"{target.authority}: {cause}", asleep=True)) from None
     except TimeoutError:
         text = "the engine gave no answer in time"
         error = DeadlineExceeded(text, f"{target.authority}: {text}")

@@ -33,6 +33,8 @@ class Usage:
     cached_tokens: int | None = None
     is_final: bool = False
     """They are the engine's account of all of it: of what an engine tells at all, it leaves out only what is 0."""
+    is_broken: bool = False
+    """The answer broke off: more would have been generated."""
 
     def or_else(self, other: Usage) -> Usage:
         """These counts, and those of `other` where they are missing."""
@@ -41,6 +43,7 @@ class Usage:
             _first(self.completion_tokens, other.completion_tokens),
             _first(self.cached_tokens, other.cached_tokens),
             self.is_final,
+            self.is_broken,
         )
 
 
@@ -54,12 +57,19 @@ class Tail:
         self.add = self._chunks.append
         """One more chunk; the oldest goes."""
 
-    def usage(self) -> Usage:
-        """The counts in the last TAIL_BYTES of a stream."""
+    def usage(self, *, is_broken: bool = False) -> Usage:
+        """The counts in the last TAIL_BYTES of a stream. `is_broken`: it ended before its end.
+
+        Engines that tell usage in every event know nothing of the cache in the early ones.
+        """
         tail = self.last_bytes()
         usage = usage_in(tail)
         event = _last_usage_event(tail)
-        usage.is_final = bool(_USAGE.search(event) and _NO_CHOICES.search(event)) and not has_error(tail)
+        usage.is_final = (
+            not is_broken and bool(_USAGE.search(event) and _NO_CHOICES.search(event)) and not has_error(tail)
+        )
+        if is_broken:
+            usage.is_broken, usage.cached_tokens = True, None
         return usage
 
     def last_bytes(self) -> bytes:

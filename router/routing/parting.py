@@ -10,6 +10,7 @@ _DELAY_FOLLOW = 0.1
 _MOST_DELAY_S = 1.0
 _SILENT_SHARE = 0.01
 """A gateway that does less than this share of the work counts as none."""
+_COPY_SHARE = 0.5
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
 
@@ -26,6 +27,12 @@ class Parting(NamedTuple):
     def part(self, row: int, pods: int) -> float:
         """How much of the pod in this place of so many is its own, 0 to 1."""
         return max(0.0, min(self.high * pods, row + 1.0) - max(self.low * pods, float(row)))
+
+
+def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> float:
+    """`unseen_s` on a pod with the longest match, of which it has so many tokens more than some other pod: at most
+    half of their prefill, else requests would make copies out of fear."""
+    return min(parting.unseen_s, _COPY_SHARE * token_s * spared_tokens) if spared_tokens else parting.unseen_s
 
 
 class Gateways:

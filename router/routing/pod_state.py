@@ -298,20 +298,22 @@ class PodState:
         if self._pending:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
-        pending, decoding, speed = len(self._pending), len(self._decoding), self._speed
-        view = PodView(
+        decoding, speed = len(self._decoding), self._speed
+        view = PodView(  # in the order of its fields: names would cost more
             pod_id,
             matched_tokens,
             host_tokens,
             disk_tokens,
-            pending + decoding,
+            len(self._pending) + decoding,
             self._pending_tokens,
             decoding,
             self._context_tokens,
             free_at_s,
-            cost=speed.cost,
-            cost_is_prior=not speed.is_known(now_s),
-            stepped_s=self._stepped_s,
+            self._stepped_s,
+            speed.cost,
+            not speed.is_known(now_s),
+            0.0,
+            self._weight,
         )
         if self._reported.load is not None:
             self._reported.add_to(view, now_s)
@@ -322,8 +324,13 @@ class PodState:
         self._settle(now_s)
         pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self._speed
         in_flight = pending + decoding
-        due_s = next((request.due_s for request in self._pending.values() if request.streams), math.inf)
-        until_s = self._pending_until_s()
+        due_s = until_s = math.inf
+        for request in self._pending.values():
+            if request.streams:
+                due_s = request.due_s
+                break
+            # When the first of them counts as decoding without its first token seen.
+            until_s = min(until_s, request.due_s)
         is_known = speed.is_known(now_s)
         if is_known:
             until_s = min(until_s, speed.known_until_s - EARLY_S)
@@ -357,12 +364,6 @@ class PodState:
             not is_known,
             until_s,
         )
-
-    def _pending_until_s(self) -> float:
-        """When the next request counts as decoding without its first token seen."""
-        for request in self._pending.values():
-            return math.inf if request.streams else request.due_s
-        return math.inf
 
     def queue_s(self, now_s: float) -> float:
         """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""

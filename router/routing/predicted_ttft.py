@@ -10,13 +10,14 @@ import numpy as np
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, step_left_s, unit_s
+from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
+from router.routing.parting import spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
-from router.routing.wide_ttft import Weights, WideCosts, wide_costs, wide_owed_after
+from router.routing.wide_ttft import Weights, WideCosts, own_parts, wide_costs, wide_owed_after
 
 _TIE_SHARE = 0.6
 """Scores closer than this share of the request's own prefill, or of a usual prompt's if that is less, are equal: no
@@ -29,8 +30,6 @@ _FOLLOW = 0.02
 """Weight of a request in that mean, and in a usual prompt's prefill."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
-_UNSEEN_COPY_SHARE = 0.5
-"""What other gateways may have sent to a pod that holds a prefix counts up to this part of what a copy would cost."""
 _WARM = 0.5
 """Part of a prompt from which a pod that holds it counts as warm."""
 
@@ -53,10 +52,11 @@ class Costs:
         self.credit_s = [0.0] * pods
         """What is owed to the prefix, taken off for a pod that would be a further copy."""
         self.parts: list[dict[str, float]] = []
-        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`;
-        `externality_s`; `pressure_s`; `sharing_s`: for what its prefill adds to the step that it shares with a request
-        that waits already; `stall_s`: for what its prefill keeps the decoding requests waiting; `evict_s`: for computing again what the pod
-        evicts to make room; `others_s`: for what other gateways may have just sent there; and those above."""
+        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`:
+        to bring KV from host or disk, or an adapter; `externality_s`; `pressure_s`; `sharing_s`: for what its prefill
+        adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill keeps the
+        decoding requests waiting; `evict_s`: for computing again what the pod evicts to make room; `others_s`: for what
+        other gateways may have just sent there; and those above."""
 
 
 class PredictedTtft(WidePolicy):
@@ -149,7 +149,10 @@ class PredictedTtft(WidePolicy):
         equals = [
             i
             for i, score in enumerate(scores)
-            if score <= limit and pods[i].matched_tokens >= least_match and owns_s[i] <= most_own_s
+            if score <= limit
+            and pods[i].matched_tokens >= least_match
+            and owns_s[i] <= most_own_s
+            and pods[i].adapter_s <= pods[best].adapter_s
         ]
         if len(equals) == 1:
             return best
@@ -157,9 +160,9 @@ class PredictedTtft(WidePolicy):
         least = min(waiting)
         if request.parting is not None:
             # Of those with the fewest, the own ones: others do not choose them.
-            parts = [request.parting.part(i, len(pods)) if n == least else -1.0 for i, n in zip(equals, waiting, strict=True)]
-            most = max(parts)
-            waiting = [least if part == most else least + 1 for part in parts]
+            parts = [request.parting.part(i, len(pods)) for i in equals]
+            most = max([part for part, waits in zip(parts, waiting, strict=True) if waits == least])
+            waiting = [waits if part == most else least + 1 for part, waits in zip(parts, waiting, strict=True)]
         rank = self._turns.last if least_match >= _WARM * request.prompt_tokens else self._recent.rank
         ranks = [math.inf] * len(pods)
         for i, waits in zip(equals, waiting, strict=True):
@@ -186,6 +189,9 @@ class PredictedTtft(WidePolicy):
         if len(equals) > 1:
             waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
             equals = equals[waiting == waiting.min()]
+        if request.parting is not None and len(equals) > 1:
+            parts = own_parts(request.parting, len(pods.table))[equals]
+            equals = equals[parts == parts.max()]
         if len(equals) > 1:
             is_warm = least_match >= _WARM * request.prompt_tokens
             ids = pods.table.ids
@@ -226,6 +232,7 @@ class PredictedTtft(WidePolicy):
     ) -> Costs:
         """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
         now_s, prompt, weights, usual_s = request.now_s, request.prompt_tokens, self._weights, self._usual_s
+        stall_weight, switch_margin = weights.stall_weight, weights.switch_margin
         speeds = self._speeds(pods)
         # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
         waits_s = [
@@ -238,11 +245,10 @@ class PredictedTtft(WidePolicy):
         least_tokens = max(1, prompt - longest_match)
         costs = Costs(len(pods))
         regret, parting = request.regret, request.parting
-        unseen_s = spared_s = 0.0
+        spared_s = 0.0
         if parting is not None:
-            # A copy is no remedy: it costs more than is not seen.
-            unseen_s, shortest = parting.unseen_s, min([pod.matched_tokens for pod in pods])
-            spared_s = _UNSEEN_COPY_SHARE * speeds[0].token_s * (longest_match - shortest) or math.inf
+            spared_tokens = longest_match - min([pod.matched_tokens for pod in pods])
+            spared_s = spared_unseen_s(parting, min([speed.token_s for speed in speeds]), spared_tokens)
         add_score, add_ttft, add_own = costs.scores.append, costs.ttft_s.append, costs.own_s.append
         last_cost, last_match = None, -1
         for i, (pod, cost, wait_s) in enumerate(zip(pods, speeds, waits_s, strict=True)):
@@ -250,37 +256,45 @@ class PredictedTtft(WidePolicy):
                 last_cost, last_match = cost, pod.matched_tokens  # most pods are equally fast and hold equally much
                 uncached = max(1, prompt - last_match)
                 own_s = prefill_s(cost, uncached, prompt)
-                least_s = prefill_s(cost, least_tokens, prompt) if uncached > least_tokens else own_s
+                is_further = uncached > least_tokens
+                least_s = prefill_s(cost, least_tokens, prompt) if is_further else own_s
                 # What decodes now has ended before a prefill much longer than usual does.
-                stalled_s, least_stalled_s = min(own_s, usual_s), min(least_s, usual_s)
-                externality_s = min(own_s, mean_wait_s)
+                stalled_s = own_s if own_s < usual_s else usual_s
+                least_stalled_s = least_s if least_s < usual_s else usual_s
+                shared_s = min(stalled_s, STEP_TOKENS * cost.token_s)
+                externality_s = own_s if own_s < mean_wait_s else mean_wait_s
                 steps = 1 + further_steps(uncached)
             decoding, in_flight = pod.decoding, pod.in_flight
             step_s = cost.base_s + cost.sequence_s * decoding + cost.context_s * pod.context_tokens  # see `decode_s`
             if in_flight:
-                left_s = step_left_s(step_s, now_s - pod.stepped_s)
+                left_s = step_s - (now_s - pod.stepped_s)  # see `step_left_s`
+                if left_s < step_s / 2:
+                    left_s = step_s / 2
                 if left_s > wait_s:
                     wait_s = left_s
             step_s *= steps
-            sharing_s = min(stalled_s, STEP_TOKENS * cost.token_s) if in_flight > decoding else 0.0
-            stall = weights.stall_weight * decoding
+            sharing_s = shared_s if in_flight > decoding else 0.0
+            stall = stall_weight * decoding
             stall_s = stall * stalled_s
             evict_s = others_s = 0.0
             if regret and (evicted := uncached + request.output_tokens - pod.room_tokens) > 0:
                 evict_s = regret * cost.token_s * evicted
             if parting is not None:
-                others_s = min(unseen_s, spared_s) if last_match == longest_match else unseen_s
+                others_s = spared_s if last_match == longest_match else parting.unseen_s
                 others_s *= 1 - parting.part(i, len(pods))
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
+            if pod.adapter_s:
+                fetch_s += pod.adapter_s
             if pod.kv_used:
                 # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
-            if uncached > least_tokens:
+            if is_further:
                 duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s
-                switch_s = costs.switch_s[i] = weights.switch_margin * duplicate_s
-                credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
+                switch_s = costs.switch_s[i] = switch_margin * duplicate_s
+                if owed_s:
+                    credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
             ttft_s = wait_s + own_s + step_s + fetch_s
             add_ttft(ttft_s)
             add_own(own_s)

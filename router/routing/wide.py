@@ -40,6 +40,8 @@ class WidePods:
     """The most of these."""
     host: Floats | None = None
     disk: Floats | None = None
+    room: Floats | None = None
+    """As `PodView.room_tokens`; None: of no pod known."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """The pods in `rows` hold `tokens` of the prompt; said of fewer pods with more tokens later, that counts."""
@@ -175,12 +177,10 @@ class PodTable:
     def at(self, now_s: float) -> WidePods:
         """The pods as of now, holding nothing."""
         if self._changed:
-            for state in self._changed:
-                self._renew(self._row_of_state[state], now_s)
+            self._renew([self._row_of_state[state] for state in self._changed], now_s)
             self._changed.clear()
         if now_s >= self._valid_until_s:
-            for row in np.flatnonzero(self._columns.valid_until_s <= now_s).tolist():
-                self._renew(row, now_s)
+            self._renew(np.flatnonzero(self._columns.valid_until_s <= now_s).tolist(), now_s)
             self._valid_until_s = float(self._columns.valid_until_s.min())
         return WidePods(self, self._columns)
 
@@ -191,22 +191,27 @@ class PodTable:
             found = self._speeds[same_speed] = self._reckon_speeds(same_speed)
         return found
 
-    def _renew(self, row: int, now_s: float) -> None:
-        state = self._states[row]
-        made = state.row(now_s)
-        self._cells[row] = made
-        if made.valid_until_s < self._valid_until_s:
-            self._valid_until_s = made.valid_until_s
-        cost = state.cost
-        unit = None if made.is_prior else unit_s(cost)
-        if cost is not self.costs[row] or unit != self._units_s[row]:
-            before = self._units_s[row]
-            if before is not None:
-                del self._known[bisect_left(self._known, (before, row))]
-            if unit is not None:
-                insort(self._known, (unit, row))
-            self.costs[row], self._units_s[row] = cost, unit
-            self._speeds.clear()
+    def _renew(self, rows: list[int], now_s: float) -> None:
+        """Make `rows` anew. They are written together: a write costs as much as a row."""
+        states = [self._states[row] for row in rows]
+        made = [state.row(now_s) for state in states]
+        if rows:
+            self._cells[rows] = made
+            self._valid_until_s = min(self._valid_until_s, min([each.valid_until_s for each in made]))
+        for row, state, each in zip(rows, states, made, strict=True):
+            cost = state.cost
+            if cost is not self.costs[row] or each.is_prior is not (self._units_s[row] is None):
+                self._place(row, cost, None if each.is_prior else unit_s(cost))
+
+    def _place(self, row: int, cost: StepCost, unit: float | None) -> None:
+        """The pod in `row` has those constants, and that speed if it is known."""
+        before = self._units_s[row]
+        if before is not None:
+            del self._known[bisect_left(self._known, (before, row))]
+        if unit is not None:
+            insort(self._known, (unit, row))
+        self.costs[row], self._units_s[row] = cost, unit
+        self._speeds.clear()
 
     def _reckon_speeds(self, same_speed: float) -> Speeds:
         known = self._known

@@ -6,7 +6,7 @@ An engine is called `engine` and not `pod`: that label is the gateway's own wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -57,6 +57,10 @@ class GaugeValues:
     """Messages that could not be believed."""
     registry_unknown: int
     """Messages of a version that is not known here."""
+    metrics_pauses_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between two readings of an engine's metrics, by pod id."""
+    metrics_reads: Mapping[str, int] = field(default_factory=dict)
+    """By outcome."""
     limits_alone: bool = False
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
@@ -221,6 +225,19 @@ class Metrics:
             ("engine",),
             registry=registry,
         )
+        self._metrics_pauses = Gauge(
+            "warmroute_gateway_engine_metrics_pause_seconds",
+            "Seconds between two readings of an engine's own metrics: more where they take its time, or do not come",
+            ("engine",),
+            registry=registry,
+        )
+        self._metrics_reads = Tally(
+            "warmroute_gateway_engine_metrics_reads",
+            "Readings of engines' own metrics (read: well, late: none within a second, failed: another error, "
+            "protected: no key for them, none: there are none that are known, odd: more than 4 MiB)",
+            ("outcome",),
+        )
+        registry.register(self._metrics_reads)
         self._model_engines = Gauge(
             "warmroute_gateway_model_engines",
             "Engines that take requests for a known model",
@@ -376,6 +393,7 @@ class Metrics:
         for family, counts in (
             (self._engine_in_flight, values.engine_in_flight),
             (self._engine_ejected, values.engine_ejected),
+            (self._metrics_pauses, values.metrics_pauses_s),
             (self._model_engines, values.model_engines),
             (self._model_waiting, values.model_waiting),
         ):
@@ -383,6 +401,7 @@ class Metrics:
             for label, count in counts.items():
                 family.labels(label).set(count)
         self._ejections.counts[()] = values.ejections
+        self._metrics_reads.counts.update({(outcome,): count for outcome, count in values.metrics_reads.items()})
         self._registry_refused.counts[()] = values.registry_refused
         self._usage_log_lost.counts[()] = values.usage_log_lost
         self._registry_unknown.counts[()] = values.registry_unknown

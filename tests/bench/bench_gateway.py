@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import statistics
 import subprocess
@@ -41,6 +42,8 @@ FURTHER_CHUNK_AIM_US = 6.0
 PROMPT_BYTES = 8192
 SHARED_BYTES = 6144
 PREFIXES = 8
+START_TRIES = 300
+"""Of another router's first request, a fifth of a second apart."""
 EVENT = (
     b"data: "
     + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {"content": "token"}}]}).encode()
@@ -51,6 +54,8 @@ ABOUT = b"HTTP/1.1 200 OK\r\nx-warmroute-cached-tokens: 1536\r\nx-warmroute-prom
 STREAM_HEAD = ABOUT + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TEXT = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "message": {"content": "token" * 20}}]}).encode()
 WHOLE = ABOUT + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(TEXT), TEXT)
+_KIND = re.compile(rb"kind=(\w+)")
+"""In the prompt: not every router passes on headers, or fields, that it does not know."""
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
 
 
@@ -82,8 +87,8 @@ class Engine(asyncio.Protocol):
             about = b"x-warmroute-pod: %b\r\nx-warmroute-epoch: 1\r\ncontent-type: application/json\r\n" % self.pod
             self.transport.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (about, len(MODELS), MODELS))
             return
-        start = lower.find(b"x-kind: ")
-        self.chunks, self.gap_s = KINDS[lower[start + 8 :].partition(b"\r\n")[0].decode()] if start >= 0 else (20, 0.0)
+        asked = _KIND.search(rest)
+        self.chunks, self.gap_s = KINDS[asked[1].decode()] if asked else (20, 0.0)
         self.chunk(0)
 
     def chunk(self, i: int) -> None:
@@ -199,6 +204,14 @@ class Client(asyncio.Protocol):
             self.send()
 
 
+def chat(text: str, kind: str) -> bytes:
+    """A request for an answer of that kind."""
+    messages = [{"role": "user", "content": f"{text} kind={kind}"}]
+    body = json.dumps({"model": "m", "stream": KINDS[kind][0] > 0, "messages": messages}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nAccept: */*\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
 class Load:
     """A closed loop of `connections` clients over `count` requests."""
 
@@ -218,10 +231,7 @@ class Load:
         self.left -= 1
         shared = f"system prompt number {self.left % PREFIXES} ".ljust(SHARED_BYTES, "s")
         text = (shared + f"question {self.left} ").ljust(PROMPT_BYTES, "q")
-        fields = {"model": "m", "stream": KINDS[self.kind][0] > 0, "messages": [{"role": "user", "content": text}]}
-        body = json.dumps(fields).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nAccept: */*\r\n"
-        return f"{head}X-Kind: {self.kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        return chat(text, self.kind)
 
     def end(self, client: Client) -> None:
         self.open -= 1
@@ -272,25 +282,46 @@ OTHERS = {
 def other_router(name: str, engines: list[str]) -> Iterator[tuple[str, psutil.Process]]:
     """Another router in front of the engines; its address and its process. Installs it where it is not there yet."""
     home = Path(tempfile.gettempdir()) / f"warmroute-bench-{name}"
-    python = home / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    python, is_whole = home / "bin" / "python", home / "installed"
+    if not is_whole.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
         subprocess.run([python, "-m", "pip", "--quiet", "install", name], check=True)
-    with socket.socket() as free:
+        is_whole.touch()
+    about = subprocess.run([python, "-m", "pip", "show", name], capture_output=True, text=True, check=True)
+    print(f"{name} {about.stdout.partition('Version: ')[2].partition(chr(10))[0]}", flush=True)
+    with socket.socket() as free, socket.socket() as free_too:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [python, *OTHERS[name], "--port", str(port), "--worker-urls", *engines]
+        free_too.bind(("127.0.0.1", 0))
+        port, metrics_port = free.getsockname()[1], free_too.getsockname()[1]
+    # Without a port of its own for metrics the second router would find that of the first one taken.
+    command = [python, *OTHERS[name], "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--worker-urls", *engines]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             url = f"http://127.0.0.1:{port}"
-            for _ in range(300):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-                assert process.poll() is None, f"{name} did not start"
-                time.sleep(0.1)
+            _wait_serving(name, url, process)
             yield url, psutil.Process(process.pid)
         finally:
             process.kill()
+
+
+def _wait_serving(name: str, url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until a request is answered: these routers say that they are healthy before they know an engine."""
+    asked = chat("hello", "json").partition(b"\r\n\r\n")[2]
+    said = "nothing"
+    for _ in range(START_TRIES):
+        assert process.poll() is None, f"{name} ended"
+        request = urllib.request.Request(f"{url}/v1/chat/completions", asked, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                answer.read()
+                return
+        except urllib.error.HTTPError as error:
+            said = f"{error.code} {error.read()[:300]!r}"
+        except OSError as error:
+            said = str(error)
+        time.sleep(0.2)
+    raise AssertionError(f"{name} answers no request: {said}")
 
 
 def wait_ready(url: str, pods: int) -> None:
@@ -307,7 +338,8 @@ def measure(url: str, process: psutil.Process | None, count: int, connections: i
     """One run of the load client: its medians, and CPU microseconds per request of `process`."""
     before = process.cpu_times() if process else None
     command = [sys.executable, "-m", MODULE, "load", url, str(count), str(connections), kind]
-    result: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout)
     if process and before:
         after = process.cpu_times()
         result["cpu_us"] = 1e6 * (after.user + after.system - before.user - before.system) / count

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import resource
@@ -27,7 +26,7 @@ from engine.contract.settings import load_or_exit
 from router.app import ADMISSION, FLEET, INDEX, build_app
 from router.config import GatewaySettings
 from router.serving import make_runner
-from tests.bench.bench_gateway import Client, Engine, Load
+from tests.bench.bench_gateway import Client, Engine, Load, chat
 
 CONNECTIONS = 32
 PREFIXES = 8
@@ -56,10 +55,7 @@ class Distinct(Load):
         shared = f"system prompt number {self.number % PREFIXES} ".ljust(HALF_BYTES, "s")
         text = shared + f"{self.number} " * (HALF_BYTES // (1 + len(str(self.number))))
         kind = "stream" if self.number % WHOLE_EVERY else "json"
-        fields = {"model": "m", "stream": kind == "stream", "messages": [{"role": "user", "content": text}]}
-        body = json.dumps(fields).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nX-Kind: {kind}\r\nContent-Length: {len(body)}"
-        return f"{head}\r\n\r\n".encode() + body
+        return chat(text, kind)
 
 
 def resident_mib() -> float:

@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "warmroute"
 CI_VALUES = sorted((CHART / "ci").glob("*-values.yaml"))
-PROFILES = [CHART / "values-demo.yaml", CHART / "values-production.yaml"]
+PROFILES = sorted(CHART.glob("values-*.yaml"))
 OLDEST, NEWEST = "1.27", "1.37"
 DEADLINE_S = 60
 

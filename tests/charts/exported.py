@@ -56,6 +56,8 @@ def gateway_text() -> str:
         engine_in_flight={"engine-1": 1},
         engine_ejected={"engine-1": True},
         ejections=1,
+        metrics_pauses_s={"engine-1": 1.0},
+        metrics_reads={"read": 1},
         model_waiting={"m": 1},
         model_engines={"m": 1},
         discovery_synced=True,
@@ -116,11 +118,12 @@ def asked(expr: str) -> Asked:
     grouped = {name for group in _GROUP.findall(bare) for name in _NAME.findall(group)}
     bare = _GROUP.sub("", bare)
     labels: dict[str, set[str]] = {}
-    for metric, matchers in _SELECTOR.findall(bare):
+    for metric, matchers in _SELECTOR.findall(bare.replace("__name__=~", "")):
         labels.setdefault(metric, set()).update(_NAME.findall(matchers))
     bare = re.sub(r"\{[^}]*\}|\[[^]]*\]", " ", bare)
     bare = re.sub(r"\b[0-9][0-9a-zA-Z.]*", " ", bare)
-    metrics = {m[0] for m in _NAME.finditer(bare) if not re.match(r"\s*\(", bare[m.end() :])} - _WORDS
+    named = {name for group in re.findall(r'__name__=~"([^"]*)"', expr) for name in group.split("|")}
+    metrics = named | {m[0] for m in _NAME.finditer(bare) if not re.match(r"\s*\(", bare[m.end() :])} - _WORDS
     return Asked(frozenset(metrics), {name: frozenset(found) for name, found in labels.items()}, frozenset(grouped))
 
 

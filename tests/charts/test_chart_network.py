@@ -37,8 +37,12 @@ def parties(objects: list[Object]) -> dict[str, Party]:
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
-    """A label selector without expressions, which the chart does not use."""
-    assert selector.keys() <= {"matchLabels"}
+    """A label selector; of expressions the chart uses NotIn alone."""
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    for expression in selector.get("matchExpressions", []):
+        assert expression["operator"] == "NotIn"
+        if labels.get(expression["key"]) in expression["values"]:
+            return False
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
@@ -68,6 +72,7 @@ def passes(policies: list[Object], here: Party, there: Party | None, port: int, 
             peers = rule.get("from" if direction == "ingress" else "to")
             ports = [p["port"] for p in rule.get("ports", [])]
             numbers = [receiver.ports.get(p) if isinstance(p, str) and receiver else p for p in ports]
+            numbers += [n for p in rule.get("ports", []) if "endPort" in p for n in range(p["port"], p["endPort"] + 1)]
             is_there = peers is None or (there is not None and any(is_peer(p, there, policy) for p in peers))
             if is_there and (not ports or port in numbers):
                 return True
@@ -176,3 +181,6 @@ def test_existing_engines_are_reached_in_their_namespace(any_helm: Helm):
     assert may(objects, gateway, Party("inference", labels), 8000)
     assert not may(objects, gateway, Party("elsewhere", labels), 8000)
     assert not may(objects, gateway, Party("inference", {"app": "vllm"}), 8000)
+    assert may(objects, gateway, Party("inference", labels), 5558), "KV events of its second rank"
+    assert may(objects, gateway, Party("batch", {"app": "sglang"}), 30000)
+    assert not may(objects, gateway, Party("batch", labels), 8000)

@@ -154,7 +154,7 @@ def test_an_external_redis_by_url(any_helm: Helm, url: str, has_ca: bool, found:
         ({"externalRedis.caSecret": "x"}, "use redis.tls.existingSecret"),
         (
             {"engines.apiKey.existingSecret": "x", "engines.existing.selector": {"app": "vllm"}},
-            "use engines.existing.apiKeySecret",
+            r"use engines\.existing\[\]\.apiKeySecret",
         ),
     ],
 )

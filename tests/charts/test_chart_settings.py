@@ -11,6 +11,7 @@ import pytest
 from charts.schema import PROGRAMS
 from engine.contract.settings import ConfigError
 from engine.model import checkpoint
+from router.kube_targets import KubeTarget
 from router.tenants.tenant import TenantLimits
 from router.tenants.tenant_file import parse_tenants
 from tests.charts.chart import (
@@ -44,6 +45,11 @@ def environment(one: Object) -> dict[str, str]:
     return env
 
 
+def is_foreign(template: Object) -> bool:
+    """Whether the pod is vLLM's or SGLang's (test_foreign_engines.py)."""
+    return "warmroute.io/engine" in template["metadata"]["labels"]
+
+
 def load(one: Object) -> Any:
     """The settings of the program in a container. Raises ConfigError."""
     return CONTAINERS[one["name"]].load(one["args"], prog=one["name"], environ=environment(one))
@@ -54,7 +60,7 @@ def test_programs_accept_all_that_the_chart_gives_them(values: Path, any_helm: H
     seen = []
     for _, template in pod_templates(any_helm.render(values)):
         for one in containers(template):
-            if one["name"] in CONTAINERS:
+            if one["name"] in CONTAINERS and not is_foreign(template):
                 load(one)
                 seen.append(one["name"])
     assert "gateway" in seen
@@ -118,12 +124,16 @@ def test_the_gateway_looks_for_the_pods_that_the_chart_makes(any_helm: Helm):
         engines = [t for t in templates if t["metadata"]["labels"]["app.kubernetes.io/component"] == "engine"]
         (gateway,) = [t for t in templates if t["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway"]
         settings = load(container(gateway, "gateway"))
-        selector = dict(term.split("=") for term in settings.kube_selector.split(","))
+        target = settings.targets[0]
+        selector = dict(term.split("=") for term in target.selector.split(","))
         chosen = [t for t in templates if selector.items() <= t["metadata"]["labels"].items()]
         assert chosen == engines
         for engine in engines:
             one = container(engine, "engine")
-            (port,) = (port for port in one["ports"] if port["name"] == settings.kube_port)
+            (port,) = (port for port in one["ports"] if port["name"] == target.port)
+            if is_foreign(engine):
+                assert f"--port={port['containerPort']}" in one["args"]
+                continue
             assert load(one).port == port["containerPort"]
             assert load(one).stride == settings.stride
 
@@ -132,17 +142,47 @@ def test_existing_engines(any_helm: Helm):
     objects = any_helm.render(CHART / "ci" / "existing-values.yaml")
     template = named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"]
     settings = load(container(template, "gateway"))
-    assert (settings.kube_selector, settings.kube_namespace) == ("app=vllm,tier=prod", "inference")
-    assert (settings.kube_port, settings.models) == ("8000", ["Qwen/Qwen3-8B"])
+    keys = "/etc/warmroute/engine-api-keys"
+    assert settings.targets == (
+        KubeTarget("app=vllm,tier=prod", "inference", 8000, f"{keys}/qwen/token", None, 5557, 5657, 2),
+        KubeTarget("app=sglang", "batch", "http", f"{keys}/existing-1/api-key", "meta-llama/Llama-3.1-8B-Instruct"),
+    )
+    assert settings.models == ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"]
     mounted = {
         mount["mountPath"]: volume["secret"]["secretName"]
         for mount in container(template, "gateway")["volumeMounts"]
         for volume in template["spec"]["volumes"]
         if volume["name"] == mount["name"] and "secret" in volume
     }
-    assert mounted == {"/etc/warmroute/api-keys": "clients", "/etc/warmroute/engine-api-key": "vllm"}
+    assert mounted == {"/etc/warmroute/api-keys": "clients", f"{keys}/qwen": "vllm", f"{keys}/existing-1": "sglang"}
     assert settings.api_keys_file == "/etc/warmroute/api-keys/keys"
-    assert settings.engine_api_key_file == "/etc/warmroute/engine-api-key/token"
+    assert settings.engine_api_key_file is None, "a key of one set is none of the others' business"
+
+
+def test_own_and_existing_engines_are_followed_together(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "foreign-values.yaml")
+    settings = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
+    own, other = settings.targets
+    assert (own.namespace, own.port, own.key_file) == ("ns", "http", "/etc/warmroute/engine-api-key/api-key")
+    assert other == KubeTarget("app=other", "llm", "api")
+
+
+def test_a_single_set_of_existing_engines_may_be_a_mapping(any_helm: Helm):
+    """As values of older releases have it; one without a selector is none."""
+    one = {"selector": {"app": "vllm"}, "namespace": "", "port": 8000, "model": "m", "apiKeySecret": "s"}
+    rendered = [any_helm.render({"engines.existing": form}) for form in (one, [one])]
+    assert [thing for thing in rendered[0] if thing["kind"] != "Secret"] == [
+        thing for thing in rendered[1] if thing["kind"] != "Secret"
+    ]
+    gateway = container(named(rendered[0], "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
+    assert load(gateway).targets == (
+        KubeTarget("app=vllm", "ns", 8000, "/etc/warmroute/engine-api-keys/existing-0/api-key"),
+    )
+    old_default = {"selector": {}, "namespace": "", "port": "http", "model": "", "apiKeySecretKey": "api-key"}
+    for none in (old_default, None, []):
+        objects = any_helm.render({"engines.existing": none})
+        gateway = container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
+        assert load(gateway).kube_targets is None
 
 
 def test_tenants_are_what_the_gateway_reads(any_helm: Helm):

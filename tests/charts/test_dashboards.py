@@ -12,11 +12,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.charts.chart import CHART, Helm, of_kind
-from tests.charts.exported import engine_text, gateway_text, mistakes, samples
-from tests.charts.promtool import check_expressions
+from tests.charts.exported import asked, engine_text, gateway_text, mistakes, samples
+from tests.charts.foreign import SGLANG, VLLM
+from tests.charts.promtool import check_expressions, promtool, write
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
-EXPORTED = {**samples(gateway_text()), **samples(engine_text())}
+OURS = {**samples(gateway_text()), **samples(engine_text())}
+EXPORTED = {**OURS, **{name: OURS.get(name, frozenset()) | of for name, of in {**VLLM, **SGLANG}.items()}}
+ENGINES = {"warmroute": samples(engine_text()), "vllm": VLLM, "sglang": SGLANG}
+ROUTES = {
+    "warmroute_http_responses_total": {"path": "/v1/x"},
+    "http_requests_total": {"handler": "/v1/x"},
+    "sglang:http_responses_total": {"endpoint": "/v1/x"},
+}
+"""Labels by which a panel chooses."""
 UNITS = {"s", "short", "reqps", "ops", "percentunit", "bool_yes_no"}
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
@@ -35,12 +44,12 @@ def queries(board: Any) -> list[str]:
 
 def plain(query: str) -> str:
     """Grafana's variables replaced by what they may stand for."""
-    return re.sub(r"\$\w+", "x", query.replace("$__rate_interval", "5m"))
+    return re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "5m"))
 
 
 def test_there_is_one_for_gateways_engines_routing_and_tenants() -> None:
-    assert [path.stem for path in DASHBOARDS] == ["engines", "gateway", "routing", "tenants"]
-    assert len({load(path)["uid"] for path in DASHBOARDS}) == 4
+    assert [path.stem for path in DASHBOARDS] == ["bundled", "engines", "gateway", "routing", "tenants"]
+    assert len({load(path)["uid"] for path in DASHBOARDS}) == 5
 
 
 @each_dashboard
@@ -110,6 +119,53 @@ def test_queries_are_promql(path: Path, tmp_path: Path) -> None:
     check_expressions([plain(query) for query in queries(load(path))], tmp_path)
 
 
+def of_engines(board: Any) -> list[Any]:
+    """The panels that show what engines export, gateways' left out."""
+    return [panel for panel in panels(board) if "warmroute_gateway_" not in json.dumps(panel)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("stem", ["engines", "routing"])
+def test_no_panel_stays_empty_whichever_engine_there_is(stem: str, kind: str, tmp_path: Path) -> None:
+    """promtool evaluates every panel with one engine's series alone: counters that rise, gauges that are not 0."""
+    shown = of_engines(load(CHART / "dashboards" / f"{stem}.json"))
+    assert shown
+    exported = ENGINES[kind]
+    for panel in shown:
+        named = [asked(plain(target["expr"])).metrics & exported.keys() for target in panel["targets"]]
+        assert any(named), f"{panel['title']} shows nothing of {kind}"
+    series = []
+    for name, labels in exported.items():
+        for le in ("1", "+Inf") if "le" in labels else ("",):
+            values = dict.fromkeys(labels, "x") | {"namespace": "x", "pod": "e-0"} | ({"le": le} if le else {})
+            text = ",".join(f'{label}="{value}"' for label, value in (values | ROUTES.get(name, {})).items())
+            series.append({"series": f"{name}{{{text}}}", "values": "1+60x30"})
+    tests = [
+        {
+            "expr": " or ".join(f"count({plain(target['expr'])}) > bool 0" for target in panel["targets"]),
+            "eval_time": "20m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
+        for panel in shown
+    ]
+    write(tmp_path / "tests.yaml", {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}]})
+    promtool("test", "rules", "tests.yaml", folder=tmp_path)
+
+
+def test_the_bundled_engines_board_is_there_where_it_is(any_helm: Helm) -> None:
+    on = {"monitoring.dashboards.enabled": True}
+    existing = {"engines.existing": [{"selector": {"app": "vllm"}}]}
+    for values, is_there in (
+        (on, True),
+        ({**on, **existing}, False),
+        ({**on, **existing, "models.a": {"source": "/m"}}, True),
+        ({**on, "models.a": {"source": "/m", "engine": "sglang"}}, False),
+    ):
+        names = [thing["metadata"]["name"] for thing in of_kind(any_helm.render(values), "ConfigMap")]
+        assert ("rel-warmroute-dashboard-bundled" in names) == is_there
+        assert "rel-warmroute-dashboard-engines" in names
+
+
 def test_every_metric_has_a_place() -> None:
     shown = " ".join(query for path in DASHBOARDS for query in queries(load(path)))
     families = [*text_string_to_metric_families(gateway_text()), *text_string_to_metric_families(engine_text())]
@@ -136,6 +192,7 @@ def test_the_configmaps_hold_the_files(any_helm: Helm) -> None:
         ('rate(warmroute_gateway_in_fligh{pod="5.."}[5m])', ["metric warmroute_gateway_in_fligh"]),
         ('warmroute_gateway_requests_total{stats="a{b"}', ["label stats of warmroute_gateway_requests_total"]),
         ("max by (engin) (warmroute_gateway_engine_in_flight)", ["label engin"]),
+        ('{__name__=~"vllm:num_requests_running|sglang:num_runing_reqs"}', ["metric sglang:num_runing_reqs"]),
         ("a and on (pod) up offset 5m or vector(1)", ["metric a", "metric up"]),
         ("histogram_quantile(0.5, sum by (le) (rate(warmroute_gateway_first_byte_seconds_bucket[5m])))", []),
         ("histogram_quantile(0.5, sum by (le) (rate(warmroute_gateway_first_byte_seconds_count[5m])))", ["label le"]),

@@ -70,13 +70,14 @@ def _cause(seen: Seen, history: Sequence[Seen], lost: int) -> Cause:
     return Cause.EVICTED if seen.predicted > lost // 2 else Cause.KNOWN_EVICTED
 
 
-def summary(trace: Sequence[Seen], prefix_tokens: int, attainable: int) -> Iterator[str]:
-    """One line for each cause that lost anything, the greatest loss first."""
+def summary(trace: Sequence[Seen], prefix_tokens: int, attainable: int, since: int = 0) -> Iterator[str]:
+    """One line for each cause that lost anything, the greatest first. Requests before number `since` are history."""
     requests: defaultdict[Cause, int] = defaultdict(int)
     tokens: defaultdict[Cause, int] = defaultdict(int)
-    for _, cause, lost in causes(trace, prefix_tokens):
-        requests[cause] += 1
-        tokens[cause] += lost
+    for seen, cause, lost in causes(trace, prefix_tokens):
+        if seen.number >= since:
+            requests[cause] += 1
+            tokens[cause] += lost
     for cause in sorted(tokens, key=tokens.__getitem__, reverse=True):
         if tokens[cause]:
             yield f"{tokens[cause] / attainable:.1%} of the attainable in {requests[cause]} requests: {cause}"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -18,20 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MODEL = "tiny"
 BLOCK_TOKENS = 32
 """vLLM's attention on a CPU takes blocks of a multiple of 32 tokens."""
-START_S = 240.0
-"""Seconds in which a server must answer; 25 to 50 on two idle cores."""
-STOP_S = 20.0
-_END_WITH_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
-"""Becomes the program, to which the kernel sends TERM when the thread that started it ends, even by KILL."""
+START_S = 480.0
+"""Seconds in which a server must answer: 25 to 50 on two idle cores, minutes on busy ones."""
+STOP_S = 10.0
+"""Seconds from TERM to KILL."""
+KEEPER = Path(__file__).with_name("keeper.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,7 @@ class VllmServer:
         port, self.events_port, self.replay_port = free_ports(3)
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"vllm-{port}.log"
+        self._pid_file = folder / f"vllm-{port}.pid"
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -66,7 +62,7 @@ class VllmServer:
             "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
         command = [
-            sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()),
+            sys.executable, str(KEEPER), str(os.getpid()), str(self._pid_file), str(STOP_S),
             str(binaries / "vllm"), "serve", str(checkpoint), "--served-model-name", MODEL,
             "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
             "--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs),
@@ -104,14 +100,15 @@ class VllmServer:
     def wait_ready(self, deadline_s: float = START_S) -> None:
         """Until it answers. Raises RuntimeError with the end of its log where it ends, or takes too long."""
         give_up_at = time.monotonic() + deadline_s
-        while not self._answers():
+        while not self.answers():
             code = self.process.poll()
             if code is not None or time.monotonic() > give_up_at:
                 what = f"ended with {code}" if code is not None else f"does not answer after {deadline_s:g} s"
                 raise RuntimeError(f"vLLM {what}; the end of its log:\n{self.tail()}")
             time.sleep(0.25)
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it says that it is healthy."""
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
             return bool(answer.status == 200)
         return False
@@ -153,15 +150,23 @@ class VllmServer:
                 raise RuntimeError(f"vLLM does not empty its cache within {deadline_s:g} s: {answer}")
             time.sleep(0.2)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the server itself."""
+        return int(self._pid_file.read_text())
+
+    @property
+    def core_pid(self) -> int:
+        """Process id of its engine core, which schedules and computes."""
+        cores = [child.pid for child in psutil.Process(self.pid).children() if "EngineCore" in child.name()]
+        assert len(cores) == 1, f"{len(cores)} processes of the server are named EngineCore"
+        return cores[0]
+
     def stop(self) -> None:
-        """TERM to the server, which ends its workers; KILL to its process group where that takes too long."""
+        """Have it ended, with all that it started."""
         if self.process.poll() is None:
             self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(STOP_S)
+        self.process.wait(2 * STOP_S)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ spec:
         - {{ printf "--admin-url=%s" (include "warmroute.gatewayAdminUrl" .) | quote }}
         - --out=/results
         {{- if not $loadgen.settings.model }}
-        {{- with .Values.engines.existing.model }}
+        {{- with include "warmroute.existingModel" . }}
         - {{ printf "--model=%s" . | quote }}
         {{- end }}
         {{- end }}

@@ -21,8 +21,10 @@ Models: the entries of `models` on top of engines.defaults.
 {{- range include "warmroute.models" . | fromJson }}
 {{- $names = append $names .servedModelName }}
 {{- end }}
-{{- with .Values.engines.existing.model }}
+{{- range include "warmroute.existing" . | fromJsonArray }}
+{{- with .model }}
 {{- $names = append $names . }}
+{{- end }}
 {{- end }}
 {{- $names | uniq | sortAlpha | toJson }}
 {{- end }}
@@ -39,8 +41,82 @@ Models: the entries of `models` on top of engines.defaults.
 {{- end }}
 
 {{- define "warmroute.engineImage" -}}
-{{- $default := ternary "warmroute/engine-cuda" "warmroute/engine-cpu" (eq .model.device "cuda") }}
-{{- include "warmroute.image" (dict "root" .root "image" .model.image "repository" $default) }}
+{{- $isCuda := eq .model.device "cuda" }}
+{{- $repository := ternary "warmroute/engine-cuda" "warmroute/engine-cpu" $isCuda }}
+{{- $image := deepCopy .model.image }}
+{{- if include "warmroute.isForeign" .model }}
+{{- $ofKind := index .root.Values.engines.images .model.engine }}
+{{- $repository = ternary $ofKind.repository ($ofKind.cpuRepository | default $ofKind.repository) $isCuda }}
+{{- if not $image.tag }}
+{{- $_ := set $image "tag" (printf "%s%s" $ofKind.tag (ternary "" ($ofKind.cpuTagSuffix | default "") $isCuda)) }}
+{{- end }}
+{{- end }}
+{{- include "warmroute.image" (dict "root" .root "image" $image "repository" $repository) }}
+{{- end }}
+
+{{/* JSON list: the sets of pods in engines.existing, complete. A single one may be a mapping. */}}
+{{- define "warmroute.existing" -}}
+{{- $given := .Values.engines.existing | default list }}
+{{- $sets := list }}
+{{- range $i, $set := ternary (list $given) $given (kindIs "map" $given) }}
+{{- $own := dict }}
+{{- range $key, $value := $set }}
+{{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) }}
+{{- $_ := set $own $key $value }}
+{{- end }}
+{{- end }}
+{{- $defaults := dict "name" (printf "existing-%d" $i) "namespace" (include "warmroute.namespace" $) "port" "http" "apiKeySecretKey" "api-key" "model" "" "apiKeySecret" "" "selector" dict }}
+{{- if or $own.selector (not (kindIs "map" $given)) }}
+{{- $sets = append $sets (mergeOverwrite $defaults $own) }}
+{{- end }}
+{{- end }}
+{{- toJson $sets }}
+{{- end }}
+
+{{/* The first model that a set of existing engines names; empty: none does. */}}
+{{- define "warmroute.existingModel" -}}
+{{- $model := "" }}
+{{- range include "warmroute.existing" . | fromJsonArray }}
+{{- $model = $model | default .model }}
+{{- end }}
+{{- $model }}
+{{- end }}
+
+{{/* JSON list for the gateways' --kube-targets: the chart's own engines, if there are any, then the existing ones. */}}
+{{- define "warmroute.targets" -}}
+{{- $targets := list }}
+{{- if include "warmroute.models" . | fromJson }}
+{{- $own := dict "selector" (include "warmroute.selectorTerms" (include "warmroute.selectorLabels" (dict "root" . "component" "engine") | fromYaml)) "namespace" (include "warmroute.namespace" .) "port" "http" }}
+{{- if .Values.engines.apiKey.existingSecret }}
+{{- $_ := set $own "api_key_file" (printf "/etc/warmroute/engine-api-key/%s" .Values.engines.apiKey.secretKey) }}
+{{- end }}
+{{- $targets = append $targets $own }}
+{{- end }}
+{{- range include "warmroute.existing" . | fromJsonArray }}
+{{- $target := dict "selector" (include "warmroute.selectorTerms" .selector) "namespace" .namespace "port" (toString .port) }}
+{{- if .onlyModel }}
+{{- $_ := set $target "model" .model }}
+{{- end }}
+{{- if .apiKeySecret }}
+{{- $_ := set $target "api_key_file" (printf "/etc/warmroute/engine-api-keys/%s/%s" .name .apiKeySecretKey) }}
+{{- end }}
+{{- range $key, $value := dict "kv_events_port" .kvEventsPort "kv_events_replay_port" .kvEventsReplayPort "ranks" .ranks }}
+{{- if $value }}
+{{- $_ := set $target $key (int $value) }}
+{{- end }}
+{{- end }}
+{{- $targets = append $targets $target }}
+{{- end }}
+{{- toJson $targets }}
+{{- end }}
+
+{{- define "warmroute.selectorTerms" -}}
+{{- $labels := . }}
+{{- $terms := list }}
+{{- range $label := keys $labels | sortAlpha }}
+{{- $terms = append $terms (printf "%s=%s" $label (index $labels $label)) }}
+{{- end }}
+{{- join "," $terms }}
 {{- end }}
 
 {{/* JSON of a source: kind, where (reference without scheme and suffix), suffix (revision or path), folder in the container. */}}
@@ -98,9 +174,10 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 - name: model
   image: {{ include "warmroute.engineImage" . | quote }}
   imagePullPolicy: {{ .model.image.pullPolicy }}
-  {{- /* dumb-init: as process 1, neither would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period. */}}
+  {{- /* dumb-init: as process 1, neither would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period. The
+  images of vLLM and SGLang do not have it; in their pods no container's process is number 1. */}}
   {{- if eq $source.kind "hf" }}
-  command: [dumb-init, --single-child, --, hf, download]
+  command: [{{ if not (include "warmroute.isForeign" .model) }}dumb-init, --single-child, --, {{ end }}hf, download]
   args:
     - {{ $source.where | quote }}
     - {{ printf "--revision=%s" $source.suffix | quote }}
@@ -108,6 +185,13 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
     - --include=*.safetensors
     - --include=*.json
     - --include=*.jinja
+    {{- if include "warmroute.isForeign" .model }}
+    # Tokenizers of other kinds, and code of models (flags.trust_remote_code).
+    - --include=*.model
+    - --include=*.tiktoken
+    - --include=*.txt
+    - --include=*.py
+    {{- end }}
     # Mistral's repositories have the weights twice.
     - --exclude=consolidated*
   {{- else }}
@@ -120,7 +204,11 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
   {{- end }}
   {{- if eq $source.kind "hf" }}
   {{- /* HF_HOME is on the volume of the checkpoints: what a download keeps beside them is as large as they are. */}}
-  {{- $env := list (dict "name" "HF_HOME" "value" "/models/.hub") }}
+  {{- $env := list }}
+  {{- if include "warmroute.isForeign" .model }}
+  {{- $env = append $env (dict "name" "HOME" "value" "/tmp") }}
+  {{- end }}
+  {{- $env = append $env (dict "name" "HF_HOME" "value" "/models/.hub") }}
   {{- with $hub.endpoint }}
   {{- $env = append $env (dict "name" "HF_ENDPOINT" "value" .) }}
   {{- end }}
@@ -145,7 +233,7 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 {{- define "warmroute.engineResources" -}}
 {{- $resources := deepCopy .resources }}
 {{- if eq .device "cuda" }}
-{{- $gpu := dict .gpu.resourceName 1 }}
+{{- $gpu := dict .gpu.resourceName (include "warmroute.gpuCount" . | int) }}
 {{- $resources = mergeOverwrite $resources (dict "limits" $gpu "requests" (deepCopy $gpu)) }}
 {{- end }}
 {{- toYaml $resources }}

@@ -27,9 +27,18 @@ Names, labels and images. Helpers that take a component want (dict "root" $ "com
 {{- default .Release.Namespace .Values.namespaceOverride }}
 {{- end }}
 
-{{/* Where the engines are: the chart's own namespace, or that of the existing ones. */}}
-{{- define "warmroute.engineNamespace" -}}
-{{- default (include "warmroute.namespace" .) .Values.engines.existing.namespace }}
+{{/* JSON list: the namespaces in which gateways look for engines: of the chart's own, which is first and is there without any
+engine too, and of the existing ones. */}}
+{{- define "warmroute.engineNamespaces" -}}
+{{- $existing := include "warmroute.existing" . | fromJsonArray }}
+{{- $namespaces := list }}
+{{- if or (include "warmroute.models" . | fromJson) (not $existing) }}
+{{- $namespaces = append $namespaces (include "warmroute.namespace" .) }}
+{{- end }}
+{{- range $existing }}
+{{- $namespaces = append $namespaces .namespace }}
+{{- end }}
+{{- uniq $namespaces | toJson }}
 {{- end }}
 
 {{/* What a Deployment selects by, for ever: no version in here. Optional "model": the name of one in `models`. */}}

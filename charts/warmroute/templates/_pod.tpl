@@ -181,15 +181,20 @@ httpGet:
 {{- end }}
 {{- end }}
 
-{{/* JSON: the Secret with the key that gateways show engines, and its entry; empty: they show none. */}}
-{{- define "warmroute.engineKey" -}}
-{{- $existing := .Values.engines.existing }}
-{{- $own := .Values.engines.apiKey }}
-{{- if $existing.apiKeySecret }}
-{{- dict "secret" $existing.apiKeySecret "key" $existing.apiKeySecretKey | toJson }}
-{{- else if $own.existingSecret }}
-{{- dict "secret" $own.existingSecret "key" $own.secretKey | toJson }}
+{{/* JSON list: the Secrets with keys that gateways show engines: volume, folder, secret, key. */}}
+{{- define "warmroute.engineKeys" -}}
+{{- $keys := list }}
+{{- with .Values.engines.apiKey }}
+{{- if .existingSecret }}
+{{- $keys = append $keys (dict "volume" "engine-api-key" "folder" "/etc/warmroute/engine-api-key" "secret" .existingSecret "key" .secretKey) }}
 {{- end }}
+{{- end }}
+{{- range $i, $set := include "warmroute.existing" . | fromJsonArray }}
+{{- if $set.apiKeySecret }}
+{{- $keys = append $keys (dict "volume" (printf "engine-api-key-%d" $i) "folder" (printf "/etc/warmroute/engine-api-keys/%s" $set.name) "secret" $set.apiKeySecret "key" $set.apiKeySecretKey) }}
+{{- end }}
+{{- end }}
+{{- toJson $keys }}
 {{- end }}
 
 {{/* Whether others than the pod itself reach the gateways' port for operators. */}}

@@ -14,13 +14,30 @@ wrong is in values.schema.json.
 {{- end }}
 
 {{- define "warmroute.validateEngines" -}}
-{{- $existing := .Values.engines.existing }}
-{{- if $existing.selector }}
-{{- if include "warmroute.models" . | fromJson }}
-{{- fail "models and engines.existing.selector are both set, and a gateway follows one kind of engines: remove one of them, or install a second release" }}
+{{- $given := .Values.engines.existing | default list }}
+{{- if and (kindIs "map" $given) (not $given.selector) }}
+{{- range $key, $value := omit $given "selector" "apiKeySecretKey" }}
+{{- if and $value (ne (toString $value) "http") }}
+{{- fail (printf "engines.existing.%s is set without engines.existing.selector: give the labels of the engines' pods, e.g. engines.existing.selector.app=vllm" $key) }}
 {{- end }}
-{{- else if or $existing.namespace $existing.model $existing.apiKeySecret (ne (toString $existing.port) "http") }}
-{{- fail "engines.existing is set without engines.existing.selector: give the labels of the engines' pods, e.g. engines.existing.selector.app=vllm" }}
+{{- end }}
+{{- end }}
+{{- $names := list }}
+{{- range $i, $set := include "warmroute.existing" . | fromJsonArray }}
+{{- $path := ternary "engines.existing" (printf "engines.existing[%d]" $i) (kindIs "map" $given) }}
+{{- if not $set.selector }}
+{{- fail (printf "%s.selector is empty: give the labels of the engines' pods, e.g. {app: vllm}" $path) }}
+{{- end }}
+{{- if and $set.onlyModel (not $set.model) }}
+{{- fail (printf "%s.onlyModel needs %s.model: the one model for which requests are sent there" $path $path) }}
+{{- end }}
+{{- if and $set.kvEventsReplayPort (not $set.kvEventsPort) }}
+{{- fail (printf "%s.kvEventsReplayPort needs %s.kvEventsPort: where the events are that are replayed" $path $path) }}
+{{- end }}
+{{- if has $set.name $names }}
+{{- fail (printf "%s.name %q is the name of another set: give each its own" $path $set.name) }}
+{{- end }}
+{{- $names = append $names $set.name }}
 {{- end }}
 {{- if and (not .Values.engines.serviceAccount.create) (not .Values.engines.serviceAccount.name) }}
 {{- fail "engines.serviceAccount.create is false and engines.serviceAccount.name is empty: name the ServiceAccount to use, e.g. default" }}
@@ -96,8 +113,8 @@ wrong is in values.schema.json.
 {{- end }}
 {{- end }}
 {{- end }}
-{{- if and .Values.engines.apiKey.existingSecret .Values.engines.existing.selector }}
-{{- fail "engines.apiKey is of the chart's own engines, and engines.existing.selector is set: use engines.existing.apiKeySecret" }}
+{{- if and .Values.engines.apiKey.existingSecret (include "warmroute.existing" . | fromJsonArray) (not (include "warmroute.models" . | fromJson)) }}
+{{- fail "engines.apiKey is of the chart's own engines, of which there are none in models: use engines.existing[].apiKeySecret" }}
 {{- end }}
 {{- if and .Values.redis.auth.password .Values.redis.auth.existingSecret }}
 {{- fail "redis.auth.password and redis.auth.existingSecret are both set: remove one of them" }}
@@ -118,6 +135,7 @@ wrong is in values.schema.json.
 {{- define "warmroute.validateModel" -}}
 {{- $model := .values }}
 {{- include "warmroute.validateGrace" . }}
+{{- include "warmroute.validateKind" . }}
 {{- if not $model.source }}
 {{- fail (printf "%s.source is empty: say where the checkpoint is, e.g. hf://Qwen/Qwen3-8B, pvc://models/qwen3-8b, or random:// for a demo" .path) }}
 {{- end }}
@@ -146,6 +164,44 @@ wrong is in values.schema.json.
 {{- end }}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
 {{- fail (printf "%s.autoscaling.minReplicas (%v) is above maxReplicas (%v): raise maxReplicas" .path $scaling.minReplicas $scaling.maxReplicas) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What is of one kind of engine alone. */}}
+{{- define "warmroute.validateKind" -}}
+{{- $model := .values }}
+{{- $path := .path }}
+{{- $own := index .root.Values.models (trimPrefix "models." $path) | default dict }}
+{{- if include "warmroute.isForeign" $model }}
+{{- if eq $model.device "sim" }}
+{{- fail (printf "%s.device is sim, which the bundled engine alone has, and %s.engine is %s: give cuda or cpu" $path $path $model.engine) }}
+{{- end }}
+{{- if hasPrefix "random://" $model.source }}
+{{- fail (printf "%s.source is random://, which the bundled engine alone makes, and %s.engine is %s: give hf://, pvc://, hostPath:// or oci://" $path $path $model.engine) }}
+{{- end }}
+{{- if $own.settings }}
+{{- fail (printf "%s.settings is of the bundled engine, and %s.engine is %s: give its flags in %s.flags" $path $path $model.engine $path) }}
+{{- end }}
+{{- $ports := list 8000 }}
+{{- if $model.kvEvents.enabled }}
+{{- range $rank := until (int $model.dataParallel) }}
+{{- range list (add $model.kvEvents.port $rank) (add $model.kvEvents.replayPort $rank) }}
+{{- if or (has (int .) $ports) (gt (int .) 65535) }}
+{{- fail (printf "%s.kvEvents: port %d of rank %d is taken or above 65535: each of the %v ranks has port + rank and replayPort + rank, and 8000 is the port for requests" $path (int .) $rank $model.dataParallel) }}
+{{- end }}
+{{- $ports = append $ports (int .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- else }}
+{{- range list "flags" "tensorParallel" "dataParallel" "maxModelLen" "kvEvents" }}
+{{- if hasKey $own . }}
+{{- fail (printf "%s.%s is of vLLM and SGLang, and %s.engine is warmroute: %s" $path . $path (ternary (printf "use %s.settings" $path) "remove it" (eq . "flags"))) }}
+{{- end }}
+{{- end }}
+{{- if and $model.gpu.count (ne (int $model.gpu.count) 1) }}
+{{- fail (printf "%s.gpu.count is %v, and the bundled engine uses one: remove it" $path $model.gpu.count) }}
 {{- end }}
 {{- end }}
 {{- end }}

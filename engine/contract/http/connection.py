@@ -124,6 +124,11 @@ class Connection(asyncio.Protocol):
             self.transport.write(head)
             self._writing = asyncio.get_running_loop().create_task(self._write(memoryview(body)))
 
+    @property
+    def sink(self) -> Sink | None:
+        """Whose response is under way."""
+        return self._sink
+
     def drop(self, sink: Sink) -> None:
         """Close at once, unless the response to `sink` is complete: then the connection may be another's by now."""
         if self._sink is sink:

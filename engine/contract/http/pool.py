@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import aiohappyeyeballs
 from aiohappyeyeballs import AddrInfoType
 
-from engine.contract.http.connection import Connection
+from engine.contract.http.connection import Connection, Sink
 
 MAX_IDLE_S = 75.0
 """However long the server keeps idle connections."""
@@ -75,6 +75,10 @@ class Pool:
     def size(self) -> int:
         """Connections, in use or not, and those that are being made."""
         return len(self._open) + self._connecting
+
+    def sinks(self) -> list[Sink]:
+        """Of all responses under way."""
+        return [connection.sink for connection in self._open if connection.sink is not None]
 
     def take(self) -> Connection | None:
         """An idle connection, no longer the pool's; None: open one."""

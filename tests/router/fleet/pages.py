@@ -43,24 +43,30 @@ def vllm_page(
     slots: Iterable[tuple[float, int, str, str]] = (),
     phases: int = 4,
     first_rank: int = 0,
+    unused: Sequence[int] = (),
 ) -> bytes:
-    """`slots`: (when, most adapters, running, waiting), a series each."""
+    """`blocks`: of each rank. `unused`: ranks of a server of several processes that had no request yet.
+
+    `slots`: (when, most adapters, running, waiting), a series each.
+    """
     ranks = [f'engine="{first_rank + i}",model_name="tiny"' for i in range(len(loads))]
     kv = "gpu_cache_usage_perc" if old else "kv_cache_usage_perc"
+    used = [i for i in range(len(loads)) if i not in unused]
+    tokens = "" if old else f'kv_cache_size_tokens="{blocks * block_size}",'
     cache = [
         (
             f'block_size="{block_size}",cache_dtype="auto",engine="{first_rank + i}",hash_block_size="None",'
-            f'mamba_block_size="None",num_gpu_blocks="{blocks}",num_gpu_blocks_override="7"',
+            f'{tokens}mamba_block_size="None",num_gpu_blocks="{blocks * len(loads)}",num_gpu_blocks_override="7"',
             "1.0",
         )
         for i in range(len(loads))
     ]
     parts = [
         gauge("python_info", [('implementation="CPython",major="3"', "1.0")]),
-        gauge("vllm:num_requests_running", zip(ranks, (load.running for load in loads), strict=True)),
-        gauge("vllm:num_requests_waiting", zip(ranks, (load.waiting for load in loads), strict=True)),
+        gauge("vllm:num_requests_running", [(ranks[i], loads[i].running) for i in used]),
+        gauge("vllm:num_requests_waiting", [(ranks[i], loads[i].waiting) for i in used]),
         gauge("vllm:num_requests_waiting_by_reason", [(f'{r},reason="capacity"', "99.0") for r in ranks]),
-        gauge(f"vllm:{kv}", zip(ranks, (load.kv_used for load in loads), strict=True)),
+        gauge(f"vllm:{kv}", [(ranks[i], loads[i].kv_used) for i in used]),
         histograms("vllm", ranks, phases),
         gauge("vllm:cache_config_info", cache),
     ]

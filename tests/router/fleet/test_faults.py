@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet.discovery import EngineAddress
-from router.fleet.faults import FIRST_EJECTION_S, LONGEST_EJECTION_S, Fault, Faults
+from router.fleet.faults import FIRST_EJECTION_S, FIRST_LEAVE_S, LONGEST_EJECTION_S, Fault, Faults
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import ProbeFailed
@@ -397,3 +397,77 @@ def test_a_record_has_a_bound() -> None:
     for i in range(5000):
         faults.failed(Fault(i, i, i), is_begun=False)
     assert faults.count == 1000
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_often() -> None:
+    """Its probe goes well all the while. Nobody counts it as a failure, and the others may all leave."""
+    world = world_of(2)
+    async with world.running():
+        pod, other = world.fleet.pods("m")
+        began_s, trials = now_s(), []
+        await asyncio.sleep(0.1)
+        with leased(world.fleet, pod):  # on its way when it said so: ends well, and proves nothing
+            world.fleet.leaves(pod, "it drains")
+            world.fleet.leaves(pod, "it drains")
+            assert world.ids() == ["b"]
+            world.fleet.served(pod, sent_s=began_s)
+        while now_s() < began_s + 300:
+            await asyncio.sleep(0.5)
+            if "a" in world.ids():
+                trials.append(now_s() - began_s)
+                with leased(world.fleet, pod):
+                    assert world.ids() == ["b"], "one request at a time"
+                    world.fleet.leaves(pod, "it drains")
+        gaps = [after - before for before, after in itertools.pairwise((0.0, *trials))]
+        assert gaps[0] >= FIRST_LEAVE_S
+        assert all(after >= before - 2 for before, after in itertools.pairwise(gaps))  # probes come within 1.2 s
+        assert LONGEST_EJECTION_S <= gaps[-1] <= LONGEST_EJECTION_S + 3
+        assert (world.fleet.ejections, pod.faults.count, pod.faults.is_ejected) == (0, 0, False)
+        world.fleet.leaves(other, "it drains too")
+        assert world.ids() == [], "none of them is used for want of others"
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_leaves_is_gone_with_its_first_refused_probe_and_back_as_another() -> None:
+    world = world_of(2)
+    world.probe.pods["http://a"] = identity("a", None)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        world.fleet.leaves(pod, "it drains")
+        world.probe.pods["http://a"] = ProbeFailed("refused")
+        await asyncio.sleep(1.5)
+        world.probe.pods["http://a"] = identity("a", None)
+        await asyncio.sleep(1.5)
+        assert world.ids() == ["a", "b"]
+        assert world.fleet.pods("m")[0] is not pod
+
+
+@pytest.mark.looptime
+async def test_a_wrong_word_is_made_good_by_one_answer() -> None:
+    world = world_of(2)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        world.fleet.leaves(pod, "so it says")
+        await asyncio.sleep(FIRST_LEAVE_S + 2)
+        assert world.ids() == ["a", "b"]
+        serve(world.fleet, pod)
+        assert (world.ids(), pod.faults.is_leaving) == (["a", "b"], False)
+
+
+@pytest.mark.looptime
+async def test_a_pod_that_sleeps_is_out_until_it_is_awake_and_its_requests_are_given_up_once() -> None:
+    world, slept = world_of(2), []
+    world.probe.pods["http://a"] = identity("a", None)
+    world.fleet.listen_for_sleep(slept.append)
+    async with world.running():
+        pod = world.fleet.pods("m")[0]
+        world.probe.pods["http://a"] = ProbeFailed("it sleeps", asleep=True)
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["b"], "one probe later"
+        await asyncio.sleep(10)
+        assert slept == [pod]
+        world.probe.pods["http://a"] = identity("a", None)
+        await asyncio.sleep(1.3)
+        assert world.ids() == ["a", "b"]
+        assert any("a" in change.ended for change in world.changes), "what was believed of its cache is forgotten"

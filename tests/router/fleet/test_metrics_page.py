@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import MAX_REQUESTS
-from router.fleet.facts import MAX_RANKS
 from router.fleet.metrics_page import MAX_LINES, Slots, narrow_query, read_page
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, LONGEST_PERIOD_S, PERIOD_S, SPARING, Pace, period_s
+from router.kube_targets import MAX_RANKS
 from router.routing.reported import Counts
 from tests.router.fleet.pages import Load, gauge, histograms, sglang_page, vllm_page
 
@@ -56,6 +56,25 @@ def test_ranks_are_numbered_over_all_nodes():
     assert list(page.ranks) == [4, 5]
 
 
+def test_ranks_without_a_request_yet_are_there():
+    page = read_page(vllm_page([Load(), Load(2.0, 1.0), Load()], unused=[0, 2]))
+    assert page is not None
+    assert [each.counts for each in page.ranks.values()] == [None, Counts(2, 1, 0.0), None]
+    assert page.whole().counts == Counts(2, 1, 0.0)
+    fresh = read_page(vllm_page([Load(), Load()], unused=[0, 1]))
+    assert fresh is not None
+    assert list(fresh.ranks) == [0, 1]
+    assert fresh.whole().counts is None
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_capacity_is_a_ranks_and_not_that_of_all(old):
+    page = read_page(vllm_page([Load()] * 4, old=old))
+    assert page is not None
+    assert {each.capacity_tokens for each in page.ranks.values()} == {640 * 32}
+    assert page.whole().capacity_tokens == 4 * 640 * 32
+
+
 def test_schedulers_of_one_rank_are_one():
     page = read_page(sglang_page([Load(3.0, 1.0), Load(2.0, 0.0)], tp=4))
     assert page is not None
@@ -76,7 +95,8 @@ def test_the_last_state_of_the_adapters_counts():
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e400", str(MAX_REQUESTS + 1), "nonsense", "", "0x10"])
 def test_what_is_no_number_of_requests_is_not_said(value):
     page = read_page(vllm_page([Load(value, 2.0, 0.5)]))
-    assert page is None, "without the running ones there is no load"
+    assert page is not None
+    assert page.ranks[0].counts is None, "without the running ones there is no load"
     page = read_page(vllm_page([Load(2.0, value, 0.5)]))
     assert page is not None
     assert page.ranks[0].counts is None

@@ -28,7 +28,7 @@ async def looked_at(
 ) -> PodIdentity | ProbeFailed:
     async with aiohttp.ClientSession() as session:
         try:
-            return await HttpProbe(session, timeout_s, lambda: credentials or {}).identify(url)
+            return await HttpProbe(session, timeout_s, lambda _: credentials or {}).identify(url)
         except ProbeFailed as error:
             return error
 

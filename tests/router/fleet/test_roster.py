@@ -15,7 +15,9 @@ MODELS = "mno"
 names = st.sampled_from("abcdef")
 models = st.lists(st.sampled_from(MODELS), min_size=1, max_size=3)
 puts = st.tuples(st.just("put"), names, models, st.booleans(), st.booleans())
-steps = st.lists(puts | st.tuples(st.just("drop"), names) | st.tuples(st.just("eject"), names), max_size=30)
+steps = st.lists(
+    puts | st.tuples(st.just("drop"), names) | st.tuples(st.sampled_from(("eject", "leave")), names), max_size=30
+)
 
 
 def pod_of(name: str, models: list[str]) -> Pod:
@@ -39,6 +41,10 @@ def test_it_equals_one_made_anew(steps: list[tuple]):
             pod, answers = pods[name]
             eject(pod)
             roster.put(pod, answers=answers)
+        elif kind == "leave" and name in pods:
+            pod, answers = pods[name]
+            pod.faults.leave(0.0)
+            roster.put(pod, answers=answers)
         elif kind == "put":
             models, answers, is_same = rest
             pod = pod_of(name, models)
@@ -61,6 +67,7 @@ def check(roster: Roster, pods: dict[str, tuple[Pod, bool]]) -> None:
         serving = [(pod, answers) for pod, answers in in_order if model in [m.name for m in pod.identity.models]]
         answering = tuple(pod for pod, answers in serving if answers)
         assert roster.answering(model) == answering
-        assert roster.pods(model) == (tuple(pod for pod in answering if not pod.faults.is_out) or answering)
+        staying = tuple(pod for pod in answering if not pod.faults.is_leaving)
+        assert roster.pods(model) == (tuple(pod for pod in answering if not pod.faults.is_out) or staying)
     assert all(roster.get(PodId(name)) is pod for name, (pod, _) in pods.items())
     assert roster.get(PodId("nobody")) is None

@@ -53,6 +53,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reset_prefix_cache", self._reset)
+        self._more_routes(app)
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -64,6 +65,9 @@ class ScriptedEngine:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    def _more_routes(self, app: web.Application) -> None:
+        """Of engines that have some."""
 
     async def _models(self, request: web.Request) -> web.Response:
         about = {} if self.pod is None else {headers.POD: self.pod, headers.EPOCH: str(self.epoch)}
@@ -201,7 +205,7 @@ class Gateway:
     @property
     def in_flight(self) -> int:
         """Requests inside and their bytes, as the gateway and each pod count them; 0 when every count is."""
-        pods = [member.pod for member in self.app[FLEET].members() if member.pod]
+        pods = [pod for member in self.app[FLEET].members() for pod in member.pods]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
         return (
@@ -278,7 +282,9 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
                 await engine.start()
             stack.push_async_callback(engine.stop)
         values: dict[str, Any] = {"policy": "round_robin", "probe_interval_s": 0.1, "probe_timeout_s": 1.0, **settings}
-        app = build_app(GatewaySettings(engines=[engine.url for engine in engines], **values))
+        if "discovery" not in values:
+            values["engines"] = [engine.url for engine in engines]
+        app = build_app(GatewaySettings(**values))
         runner = make_runner(app)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -68,7 +68,7 @@ def relay(chunks: list[bytes], error: Exception | None = None, *, ends_at_once: 
         try:
             await it.copy(chunks[0])
         except UpstreamBroke:
-            await it.end_with(ERROR)
+            await it.end_with(ERROR_EVENT)
             return sink, True
         return sink, False
 

@@ -184,13 +184,23 @@ async def test_an_engine_that_tells_of_its_failure_is_made_good(joined: bool) ->
     assert pods == {"a": 1, "b": 0}
 
 
-@pytest.mark.parametrize("code", [400, 500])
-async def test_an_error_that_nobody_makes_good_is_passed_on_as_it_is(code: int) -> None:
-    chunks = [*words(" w1"), error_event(code), b": and more\n\n", b"data: [DONE]\n\n"]
+async def test_an_error_of_the_client_is_passed_on_as_it_is() -> None:
+    chunks = [*words(" w1"), error_event(400), b": and more\n\n", b"data: [DONE]\n\n"]
     async with running(ScriptedEngine("a", streams(chunks, gap_s=0.01)), eject_after=10) as gateway:
         answer = await gateway.post(asked(1))
     assert answer.body == b"".join(chunks)
     assert answer.is_whole
+
+
+async def test_an_error_that_nobody_makes_good_is_the_last_event_in_the_engines_words() -> None:
+    """The engine ends its stream with [DONE] all the same; whoever waits for that would take it for whole."""
+    chunks = [*words(" w1"), error_event(500), b": and more\n\n", b"data: [DONE]\n\n"]
+    async with running(ScriptedEngine("a", streams(chunks, gap_s=0.01)), eject_after=10) as gateway:
+        answer = await gateway.post(asked(1))
+        what = await counted(gateway)
+    assert answer.body == b"".join(chunks[:2])
+    assert not answer.is_whole
+    assert what == {"engine": 1.0}
 
 
 @pytest.mark.parametrize("retries", [2, 3])

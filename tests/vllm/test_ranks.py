@@ -1,0 +1,61 @@
+"""A real vLLM with two data-parallel ranks is two targets, each with a cache of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.programs import Program
+from tests.redis_server import RedisServer
+from tests.vllm.conftest import StartServers
+from tests.vllm.servers import BLOCK_TOKENS, ServerSpec, VllmServer
+from tests.vllm.table import gateways, hits, play
+from tests.vllm.workload import Workload, attainable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+RANKS = 2
+BAR = 0.97
+POOL = ServerSpec(blocks=640, flags=("--data-parallel-size", str(RANKS)))
+
+
+@pytest.fixture(scope="module")
+def ranked(start_servers: StartServers) -> Iterator[VllmServer]:
+    """One server with two ranks, each with room for 20,480 tokens."""
+    with start_servers(POOL) as (server,):
+        yield server
+
+
+def pods(gateway: Program) -> set[str]:
+    """What the gateway calls the targets that it knows."""
+    with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
+        return {str(pod["pod"]) for pod in json.loads(answer.read())["pods"]}
+
+
+def wait_for(gateway: Program, targets: set[str], deadline_s: float = 60.0) -> None:
+    """Ranks are found by what the engine's metrics say, a moment after the first probe."""
+    give_up_at = time.monotonic() + deadline_s
+    while (known := pods(gateway)) != targets:
+        assert time.monotonic() < give_up_at, f"the gateway knows {known}"
+        time.sleep(0.1)
+
+
+def test_ranks_are_found_and_each_prefix_keeps_to_one(ranked: VllmServer, redis: RedisServer) -> None:
+    asks = Workload(96, prefixes=12).asks()
+    name = ranked.url.removeprefix("http://")
+    targets = {f"{name}/{rank}" for rank in range(RANKS)}
+    with gateways([ranked], 1, "predicted_ttft", redis.url) as programs:
+        wait_for(programs[0], targets)
+        before = hits([ranked])
+        seen = asyncio.run(play(programs, asks))
+        reused = hits([ranked]) - before
+    assert {each.pod for each in seen} == targets
+    copies = Counter(prefix for prefix, _ in {(each.prefix, each.pod) for each in seen})
+    best = attainable([ranked.tokenize(ask.prompt) for ask in asks], BLOCK_TOKENS)
+    assert reused >= BAR * best, f"{reused / best:.1%} of {best} tokens; ranks that each prefix went to: {copies}"
