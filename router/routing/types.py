@@ -62,14 +62,14 @@ class PodView:
     """Learnt constants of the pod; never all zero (a prior stands in until something is known)."""
     cost_is_prior: bool = False
     """Whether nothing was heard of the pod's speed lately: it is to be taken for as fast as its peers."""
-    adapter_s: float = 0.0
-    """Seconds until the adapter that the request wants is loaded; 0 where it is, or nothing is known."""
     kv_used: float = 0.0
     """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
-    room_tokens: float = math.inf
-    """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
     weight: float = 1.0
     """Traffic it is meant to take beside others, for policies that do not learn what a pod can do; above 0."""
+    adapter_s: float = 0.0
+    """Seconds until the adapter that the request wants is loaded; 0 where it is, or nothing is known."""
+    room_tokens: float = math.inf
+    """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
