@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
+import socket
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -22,18 +22,13 @@ from engine.contract.files import FollowedFile
 from engine.contract.redis_client import connect as connect_redis
 from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
-from router.fleet.discovery import Discovery, OverTls, StaticDiscovery
-from router.fleet.dns import DnsDiscovery, SystemResolver
+from router.fleet.discovery import Discovery, OverTls
 from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
-from router.fleet.kubernetes import KubernetesDiscovery
-from router.fleet.kubernetes_login import connect, login
-from router.fleet.kubernetes_pods import annotations_of
 from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
-from router.fleet.several import SeveralDiscoveries
 from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
 from router.gateway.admission import MIB, Admission
@@ -51,16 +46,18 @@ from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.registry import NoRegistry
 from router.gateway.shadow import Shadows
+from router.gateway.sharing import NoSharing, Sharing, new_notebook
 from router.gateway.status import Status
+from router.gateway.telling import Telling
 from router.gateway.tls import Certificate, engine_context
 from router.gateway.waiting import RoomLimits, WaitingRoom
-from router.kube_targets import KubeTarget
 from router.overload.line import LineLimits
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.types import Policy
+from router.sources import make_discovery
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import Metrics
 from router.tenants.isolation import Isolation, parse_secret
@@ -92,6 +89,9 @@ DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+TELLING = web.AppKey("telling", Telling)
+"""Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
+SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
@@ -169,35 +169,6 @@ def _to(
         return await method(request.app[key], request)
 
     return handle
-
-
-def make_discovery(settings: GatewaySettings) -> Discovery:
-    """The source of engines that the settings name."""
-    match settings.discovery:
-        case "kubernetes":
-            followed = [(followed_pods(settings, target), target) for target in settings.targets]
-            if len(followed) == 1:
-                return followed[0][0]
-            return SeveralDiscoveries([one for one, _ in followed], [str(target) for _, target in followed])
-        case "dns":
-            assert settings.dns_name is not None
-            return DnsDiscovery(
-                SystemResolver(), settings.dns_name, settings.dns_port, max_ttl_s=settings.dns_max_ttl_s
-            )
-        case "static":
-            return StaticDiscovery(settings.engines)
-
-
-def followed_pods(settings: GatewaySettings, target: KubeTarget) -> KubernetesDiscovery:
-    """The discovery of one set of pods."""
-    credentials = partial(login, settings.kube_config, target.namespace, environ=os.environ)
-    return KubernetesDiscovery(
-        partial(connect, credentials, target.selector),
-        port=target.port,
-        annotations=annotations_of(target),
-        key=target.key_file or "",
-        name=str(target) if settings.kube_targets else "",
-    )
 
 
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
@@ -363,6 +334,10 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         wakes_models=settings.activation_timeout_s > 0,
     )
 
+    shares = settings.redis_url is not None and settings.share_beliefs
+    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    app[TELLING] = telling = Telling(registry.reports, notebook, asyncio.get_running_loop().time)
+
     def make_policies() -> dict[str, Policy]:
         return {name: make_policy(name, options) for name in POLICY_NAMES}
 
@@ -378,7 +353,11 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         speculation_ttl_s=settings.speculation_ttl_s,
         foreign_ttl_s=settings.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
+        telling=telling,
     )
+    app[SHARING] = NoSharing()
+    if settings.redis_url is not None and notebook is not None:
+        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
@@ -423,6 +402,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         metrics,
         app[LIMITER],
         app[USAGE_LOG],
+        app[SHARING],
         app[SCRAPER],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
@@ -431,13 +411,16 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
+    index, metrics, registry, sharing = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
             if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
                 index.drop(pod)
+                app[CHOOSER].tell_forgotten(pod, is_sure=False)
+        if isinstance(sharing, Sharing):
+            sharing.fleet_changed(change)
 
     async def sweep() -> None:
         while True:
@@ -446,8 +429,12 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 
     async def warm_up() -> None:
         await app[FLEET].wait_probed()
-        if isinstance(registry, RegistryReader) and not await registry.wait_warm(app[SETTINGS].warm_timeout_s):
-            log.warning("registry: not loaded within %g s; going on without it", app[SETTINGS].warm_timeout_s)
+        loop, timeout_s = asyncio.get_running_loop(), app[SETTINGS].warm_timeout_s
+        until_s = loop.time() + timeout_s
+        if isinstance(registry, RegistryReader) and not await registry.wait_warm(timeout_s):
+            log.warning("registry: not loaded within %g s; going on without it", timeout_s)
+        if isinstance(sharing, Sharing) and not await sharing.reader.wait_warm(max(0.0, until_s - loop.time())):
+            log.warning("gateways: what others know is not loaded within %g s; going on without it", timeout_s)
         app[STATUS].is_warm = True
 
     app[FLEET].listen(forget)
@@ -456,6 +443,10 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the registry", registry.run()))
             shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
+        if isinstance(sharing, Sharing):
+            running.push_async_callback(sharing.close)
+            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
+            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:
             await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))

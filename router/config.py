@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -10,7 +9,7 @@ import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings, check_redis_url, check_unique, check_url, flag_of
+from engine.contract.settings import Settings, check_bind_address, check_redis_url, check_unique, check_url, flag_of
 from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
@@ -27,8 +26,6 @@ SPECULATION_TTL_S = 10.0
 FOREIGN_TTL_S = 600.0
 RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
-
-BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
 
 class GatewaySettings(Settings):
@@ -163,8 +160,15 @@ class GatewaySettings(Settings):
     lease_s: float = Field(
         15.0, gt=0, description="seconds of silence after which a pod's registry entries are dropped"
     )
+    share_beliefs: bool = Field(
+        True,
+        description="with --redis-url: gateways tell each other what they send to engines that publish nothing; "
+        "false: each goes by its own requests",
+    )
     warm_timeout_s: float = Field(
-        5.0, ge=0, description="seconds that readiness waits for the registry before going on without it"
+        5.0,
+        ge=0,
+        description="seconds that readiness waits for the registry and for what other gateways know",
     )
 
     policy: PolicyName = Field("predicted_ttft", description="routing policy")
@@ -462,16 +466,12 @@ class GatewaySettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_bodies(self) -> Self:
+    def _check_room_and_admin(self) -> Self:
         if self.max_in_flight_body_bytes < self.max_body_bytes:
             raise ValueError(
                 f"--max-in-flight-body-mib {self.max_in_flight_body_mib} has no room for one body of --max-body-bytes "
                 f"{self.max_body_bytes}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_admin(self) -> Self:
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
         return self
@@ -479,9 +479,7 @@ class GatewaySettings(Settings):
     @field_validator("kv_events_bind")
     @classmethod
     def _check_kv_events_bind(cls, address: str | None) -> str | None:
-        if address is not None and not BIND_ADDRESS.fullmatch(address):
-            raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
-        return address
+        return address if address is None else check_bind_address(address)
 
     @model_validator(mode="after")
     def _check_kv_events(self) -> Self:

@@ -31,6 +31,7 @@ LONGEST_ABOUT = 400
 """Characters of a description that an error message repeats."""
 _PASSWORD = re.compile(r"(://[^:/@\s]*:)\S*@")
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
+_BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
 
 class ConfigError(Exception):
@@ -182,6 +183,13 @@ def check_url(url: str, schemes: tuple[str, ...]) -> str:
     if parts.scheme in ("http", "https") and (parts.query or parts.fragment):
         raise ValueError(f"{url!r} must not have a query or a fragment")
     return url
+
+
+def check_bind_address(address: str) -> str:
+    """`address`, where it is one that a ZMQ socket can bind to. Raises ValueError."""
+    if not _BIND_ADDRESS.fullmatch(address):
+        raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
+    return address
 
 
 def check_redis_url(url: str) -> str:

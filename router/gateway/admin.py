@@ -106,6 +106,7 @@ class Admin:
             return said
         for rank in self._fleet.ranks_of(pod):  # what a publishing pod holds from here on, its reports say
             self._index.drop(rank.pod_id)
+            self._chooser.tell_forgotten(rank.pod_id, is_sure=True)
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.contract.events import Keys
 from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.gateway.chooser import Choice
@@ -50,13 +51,18 @@ class Attempt:
     def __exit__(self, *exc: object) -> None:
         self.lease.__exit__()
         if self.told is not None:
-            self.told.ended(has_run=self.has_run)
+            self.told.ended()
 
     def first_token(self, cached_tokens: int | None) -> None:
         """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
         self.lease.first_token(cached_tokens)
         if self.told is not None:
             self.told.began(cached_tokens)
+
+    def undone(self, keys: Keys) -> None:
+        """It never ran, so that the pod holds these no more."""
+        if self.told is not None:
+            self.told.undone(keys)
 
     def failed(self, outcome: Outcome, now_s: float) -> None:
         """Without a first byte for the client. A pod that turns one request away while it answers others is full."""

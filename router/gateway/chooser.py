@@ -218,9 +218,9 @@ class Chooser:
             seen.room = np.array([self._index.room_tokens(pod_id) for pod_id in table.ids])
         return seen, sets
 
-    def undo(self, inbound: Inbound, choice: Choice) -> None:
-        """The request did not run on the chosen pod."""
-        self._index.retract(choice.pod.pod_id, inbound.keys)
+    def undo(self, inbound: Inbound, choice: Choice) -> Keys:
+        """The request did not run on the chosen pod. The keys that it counts as holding no more."""
+        return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
     def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
         """What tells others of the request on its pod; None where nobody is told."""
@@ -300,14 +300,19 @@ class Chooser:
         tokens = prompt_tokens + round(estimate.output_tokens)
         return Taken(tokens, key_tokens, facts.kv_capacity_tokens, facts.block_tokens)
 
-    def retract(self, pod: PodId, keys: Keys) -> None:
-        """The request did not run there."""
-        self._index.retract(pod, keys)
+    def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+        """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""
+        self._index.unbelieve(pod, keys, used_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
         """The pod had held only so many of `keys`. It holds them all now: the answer that told so has computed them."""
         self._index.refute(pod, keys, held_strides, now_s)
         self.remember(pod, keys, now_s)
+
+    def tell_forgotten(self, pod: PodId, *, is_sure: bool) -> None:
+        """Nothing is believed of the pod here any more; see Telling."""
+        if self._telling is not None:
+            self._telling.forgotten(pod, is_sure=is_sure)
 
     def forget(self, pod: PodId) -> None:
         """Nothing is believed of the pod."""

@@ -58,9 +58,9 @@ class Hearsay:
         if (found := self._pod_of(pod)) is not None:
             found.state.finished_elsewhere(request, now_s=at_s)
 
-    def undone(self, pod: PodId, keys: Keys) -> None:
+    def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """See BeliefSink."""
-        self._chooser.retract(pod, keys)
+        self._chooser.unbelieve(pod, keys, used_at_s)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         """See BeliefSink."""

@@ -240,7 +240,7 @@ class Proxy:
                 opened.close()
             self._end_retry(attempt)
             if not attempt.has_run:
-                self._chooser.undo(inbound, attempt.choice)
+                attempt.undone(self._chooser.undo(inbound, attempt.choice))
 
     def _end_retry(self, attempt: Attempt) -> None:
         """It has begun to answer, or will not: it may have been a further attempt until now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +23,11 @@ from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
 from router.gateway.keys import tenant_of
 from router.gateway.registry import NoRegistry, RegistryView
+from router.gateway.sharing import SharingView
 from router.gateway.waiting import WaitingRoom
+from router.registry.beliefs_reader import BeliefStatus
+from router.routing.types import PodId
+from router.telemetry.beliefs import BeliefValues
 from router.telemetry.metrics import GaugeValues, Metrics
 from router.tenants.limiter import Limiter
 from router.tenants.usage_log import UsageLog
@@ -45,6 +50,7 @@ class Status:
         metrics: Metrics,
         limiter: Limiter,
         usage_log: UsageLog | None,
+        sharing: SharingView,
         scraper: Scraper | None = None,
     ) -> None:
         self._scraper = scraper
@@ -58,6 +64,7 @@ class Status:
         self._metrics = metrics
         self._limiter = limiter
         self._usage_log = usage_log
+        self._sharing = sharing
         self._has_registry = not isinstance(registry, NoRegistry)
         self.is_warm = not self._has_registry
         self._clock = asyncio.get_running_loop().time
@@ -95,6 +102,7 @@ class Status:
                 "problem": discovery.problem,
             },
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
+            "sharing": _few_facts(self._sharing.status()),
         }
         return json_response(detail, status=503 if missing else 200)
 
@@ -146,8 +154,28 @@ class Status:
             usage_log_pending_bytes=self._usage_log.pending_bytes if self._usage_log else 0,
             usage_log_lost=self._usage_log.lost if self._usage_log else 0,
             registry_unknown=status.unknown,
+            beliefs=self._belief_values(),
         )
         return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _belief_values(self) -> BeliefValues:
+        status = self._sharing.status()
+        return BeliefValues(
+            gateways=len(status.gateways),
+            connected=status.connected,
+            engines=status.pods,
+            in_flight=sum(other.in_flight for other in status.gateways),
+            waiting=status.waiting,
+            lag_seconds=status.lag_s,
+            sent=status.sent,
+            sent_bytes=status.sent_bytes,
+            written=status.written,
+            heard=status.heard,
+            refused=status.refused,
+            unknown=status.unknown,
+            lost=status.lost,
+            gaps=status.gaps,
+        )
 
     async def models(self, request: web.Request) -> web.Response:
         """The union of the pods' model lists, as far as the tenant may use them, each as its first pod describes it."""
@@ -163,16 +191,21 @@ class Status:
 
     async def pods(self, request: web.Request) -> web.Response:
         """Every engine of discovery, each data-parallel rank by itself: who it is, whether it takes requests, its load
-        as the policies see it.
+        as the policies see it; and what the other gateways tell.
 
         It takes requests when it is `ready`, as discovery has it, and `admitted`, as the probe has it, and is not
         `ejected` for failing them.
         """
         now_s = self._clock()
-        shown = [self._pod(member, pod, now_s) for member in self._fleet.members() for pod in member.pods or (None,)]
-        return json_response({"pods": shown})
+        elsewhere = self._sharing.in_flight()
+        shown = [
+            self._pod(member, pod, elsewhere, now_s)
+            for member in self._fleet.members()
+            for pod in member.pods or (None,)
+        ]
+        return json_response({"pods": shown, "sharing": asdict(self._sharing.status())})
 
-    def _pod(self, member: Member, pod: Pod | None, now_s: float) -> dict[str, Any]:
+    def _pod(self, member: Member, pod: Pod | None, elsewhere: Counter[PodId], now_s: float) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "url": member.url,
             "pod": pod.pod_id if pod else None,
@@ -186,6 +219,7 @@ class Status:
                 "epoch": None if pod.epoch is None else str(pod.epoch),
                 "models": [model.name for model in pod.identity.models],
                 "in_flight": pod.in_flight,
+                "in_flight_of_others": elsewhere[pod.pod_id],
                 "ejected": pod.faults.is_ejected,
                 "leaving": pod.faults.is_leaving,
                 "failed_in_a_row": pod.faults.count,
@@ -197,6 +231,16 @@ class Status:
                 "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
             }
         return shown
+
+
+def _few_facts(status: BeliefStatus) -> dict[str, Any]:
+    """Without names: whoever may ask whether the gateway is ready."""
+    return {
+        "sharing": status.sharing,
+        "connected": status.connected,
+        "gateways": len(status.gateways),
+        "last_error": status.last_error,
+    }
 
 
 def _few(wanted: str | None, admitted: int) -> list[str]:

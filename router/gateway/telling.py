@@ -20,6 +20,7 @@ class Told:
         "_output_tokens",
         "_pod",
         "_prompt_tokens",
+        "_sent_s",
         "_session_id",
         "_telling",
         "_uncached_tokens",
@@ -43,11 +44,12 @@ class Told:
         self._uncached_tokens = uncached_tokens
         self._output_tokens = output_tokens
         self._number = -1
+        self._sent_s = 0.0
 
     def sent(self) -> None:
         """It goes there."""
         telling = self._telling
-        now_s = telling.clock()
+        now_s = self._sent_s = telling.clock()
         telling.heard(self._pod, self._session_id, self._keys, self._prompt_tokens, now_s)
         if telling.notebook is not None:
             self._number = telling.notebook.routed(
@@ -65,14 +67,15 @@ class Told:
         if self._telling.notebook is not None:
             self._telling.notebook.began(self._number, self._telling.clock(), cached_tokens)
 
-    def ended(self, *, has_run: bool) -> None:
-        """It has left its pod, where it did what was asked or did not begin to."""
-        notebook = self._telling.notebook
-        if notebook is not None:
-            now_s = self._telling.clock()
-            notebook.ended(self._number, now_s)
-            if not has_run:
-                notebook.undone(self._pod, self._keys, now_s)
+    def ended(self) -> None:
+        """It has left its pod."""
+        if self._telling.notebook is not None:
+            self._telling.notebook.ended(self._number, self._telling.clock())
+
+    def undone(self, keys: Keys) -> None:
+        """It never ran there; `keys` count as held no more."""
+        if self._telling.notebook is not None and self._number >= 0:
+            self._telling.notebook.undone(self._pod, keys, self._sent_s)
 
 
 class Telling:

@@ -64,9 +64,10 @@ class Ended(NamedTuple):
 
 
 class Undone(NamedTuple):
-    """A request that went to a pod never ran there."""
+    """A request that went to a pod never ran there. `keys`: those of it that no other request vouched for."""
 
     age_s: float
+    """Since it went there."""
     pod: PodId
     keys: Keys
 
@@ -154,8 +155,8 @@ class BeliefSink(Protocol):
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         """It is not in flight any more."""
 
-    def undone(self, pod: PodId, keys: Keys) -> None:
-        """Take one `routed` back."""
+    def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+        """The pod does not hold these, unless a later request than the one at `used_at_s` has used them."""
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         """See Refuted."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.registry.beliefs import (
@@ -27,6 +29,8 @@ LEASE_S = 7.0
 """What a gateway that is silent for so long had in flight does not count any more: three heartbeats."""
 FORGET_S = 600.0
 """One that is silent for so long is forgotten: should it be heard again, it counts as new."""
+SAME_S = 0.01
+"""Times of one event that two messages tell differ by less: Redis counts milliseconds."""
 MAX_GATEWAYS = 1024
 MAX_IN_FLIGHT = 65_536
 """Requests of one gateway that count."""
@@ -59,9 +63,16 @@ class Heard:
     answered: list[PodId] = field(default_factory=list)
     """... or others told more in answer to that."""
     is_wished: bool = False
-    """This gateway, or any, is to write what it believes."""
+    """Any gateway is to write what it believes."""
+    is_missed: bool = False
+    """Somebody did not hear what this gateway told."""
+    forgotten: list[PodId] = field(default_factory=list)
+    """Pods that were emptied."""
     changed: set[PodId] = field(default_factory=set)
     """Pods of which something else is believed now."""
+
+
+_NOBODY = Other(ANY_LIFE, "", 0, 0.0)
 
 
 class Others:
@@ -79,26 +90,40 @@ class Others:
         """Those that were heard within FORGET_S and have not said goodbye, in the order of becoming known."""
         return list(self._gateways.values())
 
-    def in_flight(self, pod: PodId) -> int:
-        """Requests of others on a pod. Takes time in all requests in flight: for operators."""
-        return sum(list(other.in_flight.values()).count(pod) for other in self._gateways.values())
+    def in_flight(self) -> Counter[PodId]:
+        """Requests of others, by pod. Takes time in all of them: for operators."""
+        counts: Counter[PodId] = Counter()
+        for other in self._gateways.values():
+            counts.update(other.in_flight.values())
+        return counts
 
     def apply(
-        self, message: BeliefMessage, sent_at_s: float, now_s: float, fresh: Container[PodId] = frozenset()
+        self,
+        message: BeliefMessage,
+        sent_at_s: float,
+        now_s: float,
+        fresh: Container[PodId] = frozenset(),
+        *,
+        is_past: bool = False,
     ) -> Heard:
         """Take up a message, sent at `sent_at_s` of this process's clock, which may be a while ago.
 
-        `fresh`: pods of which nothing was known when it was sent; so others have to say when they restarted.
+        `fresh`: pods of which nothing was known when it was sent; so others have to say when they restarted. `is_past`:
+        it was sent before this gateway listened, so what is missing before it was loaded.
         """
         sent_at_s = min(sent_at_s, now_s)
         heard = Heard()
         if message.life == self._own:
             heard.is_news = False
+            for event in message.events:  # what was loaded meanwhile may be from before it
+                if isinstance(event, Undone):
+                    self._take(_NOBODY, event, sent_at_s - event.age_s, Heard(), fresh)
             return heard
         other = self._gateways.get(message.life)
         if other is None:
             self._make_room()
             other = self._gateways[message.life] = Other(message.life, message.name, message.seq, sent_at_s)
+            heard.is_gap = message.seq > 1 and not is_past
         elif message.seq <= other.seq:
             heard.is_news = False
             return heard
@@ -115,20 +140,37 @@ class Others:
             del self._gateways[message.life]
         return heard
 
-    def replay(self, message: BeliefMessage, sent_at_s: float, now_s: float, fresh: Container[PodId]) -> None:
-        """Take up a message that was heard already for the pods `fresh`, which were not known then."""
+    def replay(
+        self,
+        message: BeliefMessage,
+        sent_at_s: float,
+        now_s: float,
+        fresh: Container[PodId],
+        stale: Mapping[PodId, float],
+    ) -> None:
+        """Take up a message that was heard already.
+
+        `fresh`: pods that were not known then. `stale`: pods whose beliefs have been loaded again, as they were a while
+        ago: what happened since, this gateway's own deeds too, happens to the index once more; but for what was before
+        the time that each has here, when it was emptied.
+        """
         other = self._gateways.get(message.life)
-        if other is None:  # this gateway, or one that has said goodbye since
-            return
-        heard = Heard()
+        sink, heard = self._sink, Heard()
         for event in message.events:
             at_s = min(sent_at_s, now_s) - event.age_s
             match event:
                 case Routed() | Aboard() | Undone() | Refuted() | Forgotten():
                     if event.pod in fresh:
-                        self._take(other, event, at_s, heard, fresh)
+                        if other is not None:  # else it has stopped since, or it is this gateway
+                            self._take(other, event, at_s, heard, fresh)
+                    elif at_s <= stale.get(event.pod, math.inf) or isinstance(event, Forgotten):
+                        continue
+                    elif isinstance(event, Routed):
+                        sink.routed(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
+                    elif not isinstance(event, Aboard):
+                        self._take(other or _NOBODY, event, at_s, heard, fresh)
                 case Began() | Ended():
-                    if other.in_flight.get(event.number) in fresh:
+                    if other is not None and other.in_flight.get(event.number) in fresh:
                         self._take(other, event, at_s, heard, fresh)
 
     def expire(self, now_s: float) -> None:
@@ -166,7 +208,7 @@ class Others:
                     sink.began(event.pod, _request(other.life, event.number), at_s)
             case Undone():
                 if sink.knows(event.pod):
-                    sink.undone(event.pod, event.keys)
+                    sink.undone(event.pod, event.keys, at_s + SAME_S)
                     heard.changed.add(event.pod)
             case Refuted():
                 if sink.knows(event.pod):
@@ -176,6 +218,7 @@ class Others:
                 if sink.knows(event.pod) and (event.is_sure or event.pod in fresh):
                     sink.forgotten(event.pod)
                     heard.changed.add(event.pod)
+                    heard.forgotten.append(event.pod)
             case Written():
                 heard.written.append(event.pod)
                 if event.is_recovery:
@@ -183,7 +226,8 @@ class Others:
                 if event.is_answer:
                     heard.answered.append(event.pod)
             case Wish():
-                heard.is_wished |= event.life in (self._own, ANY_LIFE)
+                heard.is_wished |= event.life == ANY_LIFE
+                heard.is_missed |= event.life == self._own
 
     def _send(self, other: Other, event: Routed | Aboard, at_s: float) -> None:
         if event.number in other.in_flight:

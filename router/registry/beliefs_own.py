@@ -75,6 +75,8 @@ class Notebook:
         """Events that were lost, of all time."""
         self.touched: set[PodId] = set()
         """Pods of which something was told; for the publisher to empty."""
+        self.forgotten_s: dict[PodId, float] = {}
+        """When a pod was last forgotten; for the reader to prune."""
         self.on_first: Callable[[], None] = _nothing
         """Called when there is something to tell after there was nothing."""
 
@@ -88,7 +90,7 @@ class Notebook:
 
     @property
     def oldest_s(self) -> float | None:
-        """When the first event that is not taken came."""
+        """When the first event that is not taken came, or before."""
         return self._events[0][0] if self._events else None
 
     def routed(
@@ -126,11 +128,11 @@ class Notebook:
         if self._open.pop(number, None) is not None:
             self._add(Ended(0.0, number), now_s)
 
-    def undone(self, pod: PodId, keys: Keys, now_s: float) -> None:
-        """It never ran there."""
+    def undone(self, pod: PodId, keys: Keys, sent_at_s: float) -> None:
+        """A request that was sent then never ran there; its keys that no other request vouched for."""
         if keys:
             self.touched.add(pod)
-            self._add(Undone(0.0, pod, keys), now_s, KEY_BYTES * len(keys))
+            self._add(Undone(0.0, pod, keys), sent_at_s, KEY_BYTES * len(keys))
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int, now_s: float) -> None:
         """The pod had held less than was believed."""
@@ -140,6 +142,7 @@ class Notebook:
     def forgotten(self, pod: PodId, now_s: float, *, is_sure: bool) -> None:
         """Nothing is believed of the pod any more."""
         self.touched.add(pod)
+        self.forgotten_s[pod] = now_s
         self._add(Forgotten(0.0, pod, is_sure), now_s)
 
     def written(

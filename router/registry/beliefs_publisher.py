@@ -31,6 +31,8 @@ LIST_S = 10.0
 """Requests in flight are listed this often, for those who came later or missed something."""
 TICK_S = 0.1
 """How often what else there is to do is looked for."""
+EARLY_S = 0.001
+"""What is due so soon is due: timers and sums of times are rounded."""
 CLOCK_S = 30.0
 """Redis's clock is looked at this often."""
 LONGEST_BACKOFF_S = 0.5
@@ -114,7 +116,7 @@ class BeliefPublisher:
 
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
-        while (due_s := self._due_s()) > loop.time():
+        while (due_s := self._due_s()) > loop.time() + EARLY_S:
             timer = loop.call_at(due_s, self._wake.set)
             try:
                 await self._wake.wait()
@@ -125,7 +127,7 @@ class BeliefPublisher:
     # -- what -------------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time() + EARLY_S
         if now_s - self._clock.synced_at_s > CLOCK_S:
             await self._clock.sync(self._wire)
         if now_s >= self._tick_s + TICK_S:

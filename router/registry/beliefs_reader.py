@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.contract.events import DecodeError, UnknownVersion
@@ -21,7 +21,7 @@ from router.registry.beliefs_others import Heard, Others
 from router.registry.beliefs_own import Notebook
 from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_snapshot import decode_snapshot
-from router.registry.beliefs_wire import READ_ENTRIES, RETAIN_S, BeliefWire, Entry, RedisClock, sent_at
+from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, BeliefWire, Entry, RedisClock, sent_at
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class BeliefReader:
         """Pods of which nothing was found, though there are other gateways."""
         self._told: set[PodId] = set()
         """Pods of which others told something."""
-        self._restarted_s: dict[PodId, float] = {}
-        """Since when what was believed of a pod before is void; by this process's clock."""
+        self._void_s: dict[PodId, float] = {}
+        """When a pod restarted or was emptied, by this process's clock: what was believed before is void."""
         self._wishes: dict[Life, float] = {}
         """When each may be made; of a gateway whose messages are missing, or ANY_LIFE."""
         self._tail = b"0-0"
@@ -126,16 +126,16 @@ class BeliefReader:
         self._others.drop({*gone, *ended})
         self._plan.drop(gone)
         for pod in ended:
-            self._restarted_s[pod] = now_s
+            self._void_s[pod] = now_s
         for known in (self._fresh, self._unfound, self._told):
             known -= gone
         for pod in gone:
             self._stale.pop(pod, None)
         self._fresh |= set(pods) - self._pods
         self._pods = set(pods)
-        self._restarted_s = {
-            pod: at_s for pod, at_s in self._restarted_s.items() if pod in self._pods or now_s - at_s < 10 * RETAIN_S
-        }
+        for times in (self._void_s, self._notebook.forgotten_s):
+            for pod in [pod for pod, at_s in times.items() if pod not in pods and now_s - at_s > KEPT_S]:
+                del times[pod]
 
     async def wait_warm(self, timeout_s: float) -> bool:
         """Until what is believed of every known pod is loaded, as far as anybody wrote it. False: not in time."""
@@ -201,7 +201,7 @@ class BeliefReader:
             entries = await self._wire.read(self._tail, POLL_MS)
             for entry in entries:
                 self._tail = entry[0]
-                self._take(entry, frozenset())
+                self._take(entry)
             if entries:
                 self._heard_at_s = clock()
                 self._lag_s = max(0.0, clock() - self._clock.here(sent_at(self._tail)))
@@ -216,7 +216,14 @@ class BeliefReader:
             if len(entries) < READ_ENTRIES:
                 await asyncio.sleep(PAUSE_S)
 
-    def _take(self, entry: Entry, fresh: Collection[PodId], *, is_past: bool = False) -> None:
+    def _take(
+        self,
+        entry: Entry,
+        fresh: Collection[PodId] = (),
+        stale: Mapping[PodId, float] | None = None,
+        *,
+        is_past: bool = False,
+    ) -> None:
         """One message. `is_past`: it was sent before this gateway listened; who asked then is not answered now."""
         name, data = entry
         try:
@@ -238,15 +245,17 @@ class BeliefReader:
             return
         now_s = asyncio.get_running_loop().time()
         sent_at_s = self._clock.here(sent_at(name))
-        heard = self._others.apply(message, sent_at_s, now_s, fresh)
+        heard = self._others.apply(message, sent_at_s, now_s, fresh, is_past=is_past)
         if not heard.is_news:
-            if fresh:
-                self._others.replay(message, sent_at_s, now_s, fresh)
+            if fresh or stale:
+                self._others.replay(message, sent_at_s, now_s, fresh, stale or {})
             return
         self._heard += 1
         self._told |= heard.changed
         for pod in heard.changed:
             self._plan.changed(pod, now_s)
+        for pod in heard.forgotten:
+            self._void_s[pod] = now_s
         if heard.is_gap:
             self._gaps += 1
             self._wishes.setdefault(message.life, now_s)
@@ -265,6 +274,8 @@ class BeliefReader:
             self._stale.setdefault(pod, False)
         if heard.is_wished:
             self._plan.asked(now_s)
+        if heard.is_missed:
+            self._notebook.has_lost = True
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -281,11 +292,11 @@ class BeliefReader:
                     self._enter(pod, data, answers=stale.get(pod, False))
                 elif pod in fresh and pod in self._pods:
                     self._unfound.add(pod)
-        if fresh or catches_up:
+        if pods or catches_up:
             now_s = asyncio.get_running_loop().time()
             async for page in self._wire.range(self._clock.there(now_s) - RETAIN_S, self._tail):
                 for entry in page:
-                    self._take(entry, fresh, is_past=True)
+                    self._take(entry, fresh, {pod: self._void(pod) for pod in stale}, is_past=True)
                 await asyncio.sleep(0)
         self._fresh -= fresh
         if self._unfound:
@@ -312,7 +323,7 @@ class BeliefReader:
             )
             return
         now_s = asyncio.get_running_loop().time()
-        since_s = self._restarted_s.get(pod, -math.inf)
+        since_s = self._void(pod)
         runs = [(min(now_s, self._clock.here(at_s)), keys) for at_s, keys in snapshot.runs]
         runs = [(at_s, keys) for at_s, keys in runs if at_s > since_s]
         if runs:
@@ -321,9 +332,13 @@ class BeliefReader:
             self._plan.changed(pod, now_s)
             self._plan.written(pod, now_s)
         if answers:
-            known = self._sink.believed(pod) or ()
-            if sum(len(keys) for _, keys in known) > sum(len(keys) for _, keys in snapshot.runs):
+            told = {key for _, keys in snapshot.runs for key in keys}
+            if any(not told.issuperset(keys) for _, keys in self._sink.believed(pod) or ()):
                 self._plan.answer(pod, now_s)
+
+    def _void(self, pod: PodId) -> float:
+        """Until when what was believed of the pod is void."""
+        return max(self._void_s.get(pod, -math.inf), self._notebook.forgotten_s.get(pod, -math.inf))
 
     def _make_wishes(self) -> None:
         now_s = asyncio.get_running_loop().time()

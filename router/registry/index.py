@@ -268,10 +268,19 @@ class PrefixIndex:
                     self._regret.lost(gone)
             self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
-    def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> None:
-        """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay."""
+    def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
+        """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay. Those that
+        do not."""
         if speculation := self._speculations.get(pod):
-            self._change(speculation.retract(keys), self._slots[pod], 0)
+            dropped = speculation.retract(keys)
+            self._change(dropped, self._slots[pod], 0)
+            return dropped
+        return ()
+
+    def unbelieve(self, pod: PodId, keys: Sequence[PrefixKey], used_at_s: float) -> None:
+        """Forget what is speculated of `keys`, but for those used after `used_at_s`."""
+        if speculation := self._speculations.get(pod):
+            self._change(speculation.discard(speculation.unused_since(keys, used_at_s)), self._slots[pod], 0)
 
     def refute(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, now_s: float) -> None:
         """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.

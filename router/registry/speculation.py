@@ -16,6 +16,8 @@ SETTLED_S = 5.0
 """A use older than this has been computed (or lost) for good; a younger one may still be in the pod's queue."""
 _EXPIRY_GRID_S = 0.0625
 """Entries expire up to this late, many at a time: the oldest is found slowly in a dict whose front has been emptied."""
+_SAME_USE_S = 0.01
+"""Times of one use differ by less, after having been told by another clock."""
 _ROOM_SHARE = 1 / 64
 """At the limit, this share of it is given up at a time; for the same reason. So it is where the pod's cache is full."""
 _LEAST_GHOSTS = 64
@@ -167,7 +169,7 @@ class Speculation:
             use = _use(used_at_s, expires_at_s)
             for key in keys:
                 old = found.get(key) or uses.get(key)
-                if old is None or _unpack(old)[0] < used_at_s:
+                if old is None or _unpack(old)[0] + _SAME_USE_S < used_at_s:
                     found[key] = use
         if not found:
             return (), ()
@@ -184,6 +186,11 @@ class Speculation:
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
         """Drop those of `keys` that one use alone vouches for; the dropped."""
         return self.discard([key for key in keys if (use := self._uses.get(key)) is not None and _unpack(use)[3]])
+
+    def unused_since(self, keys: Iterable[PrefixKey], used_at_s: float) -> list[PrefixKey]:
+        """Those of `keys` that were last used at `used_at_s` or before."""
+        uses = self._uses
+        return [key for key in keys if (use := uses.get(key)) is not None and _unpack(use)[0] <= used_at_s]
 
     def refute(self, keys: Sequence[PrefixKey], strides: int) -> list[PrefixKey]:
         """Drop `keys[strides:]`, and all that was last used before `keys[strides]` had been (LRU evicts it earlier)."""

@@ -209,6 +209,7 @@ class PodState:
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False
+        self._reported.known_since(now_s)
         self.sent(
             request_id,
             prompt_tokens=prompt_tokens,
@@ -289,6 +290,7 @@ class PodState:
             running=others, uncached_tokens=tokens, decoding=others - waiting, context_tokens=context
         )
         self._reported.others_until_s = now_s + self._queued_s(tokens)
+        self._reported.is_count = True
 
     def view(
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
@@ -299,7 +301,7 @@ class PodState:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         decoding, speed = len(self._decoding), self._speed
-        view = PodView(  # in the order of its fields: names would cost more
+        view = PodView(
             pod_id,
             matched_tokens,
             host_tokens,
@@ -311,9 +313,8 @@ class PodState:
             free_at_s,
             self._stepped_s,
             speed.cost,
-            not speed.is_known(now_s),
-            0.0,
-            self._weight,
+            cost_is_prior=not speed.is_known(now_s),
+            weight=self._weight,
         )
         if self._reported.load is not None:
             self._reported.add_to(view, now_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.contract.load import LoadReport
 from router.routing.types import PodView
@@ -35,11 +35,13 @@ class Counts:
 class Reported:
     """The last report of a pod. Every time is seconds of the clock of its `PodState`."""
 
-    __slots__ = ("_waiting_since_s", "at_s", "kv_used", "load", "others", "others_until_s")
+    __slots__ = ("_waiting_since_s", "at_s", "is_count", "kv_used", "load", "others", "others_until_s")
 
     def __init__(self) -> None:
         self.load: LoadReport | None = None
         self.at_s = 0.0
+        self.is_count = False
+        """Whether it was the engine's count of its requests, of which some may be heard of later."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
@@ -52,9 +54,29 @@ class Reported:
     def note(self, load: LoadReport, now_s: float) -> None:
         """A report has come. What of it is the others' share is for the caller to say."""
         self.load, self.at_s = load, now_s
+        self.is_count = False
         is_used = load.blocks_free < load.blocks_total
         self.kv_used = min(1.0, 1 - load.blocks_free / load.blocks_total) if is_used else 0.0
         self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
+
+    def known_since(self, sent_s: float) -> None:
+        """A request that another gateway sent at `sent_s` is known from now on. Where it was counted, as one of the
+        others', it is so no more: else it would be there twice until the next count."""
+        others = self.others
+        if not self.is_count or sent_s > self.at_s or not others.running:
+            return
+        waiting = others.running - others.decoding
+        if waiting:
+            left = (waiting - 1) / waiting
+            self.others_until_s = self.at_s + left * (self.others_until_s - self.at_s)
+            self.others = replace(
+                others, running=others.running - 1, uncached_tokens=round(left * others.uncached_tokens)
+            )
+        else:
+            context = others.context_tokens * (others.decoding - 1) // others.decoding
+            self.others = replace(
+                others, running=others.running - 1, decoding=others.decoding - 1, context_tokens=context
+            )
 
     def trust(self, now_s: float) -> float:
         """How much the last report counts: 1 while it is fresh, 0 once it is stale, and where there is none."""

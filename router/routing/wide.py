@@ -177,10 +177,12 @@ class PodTable:
     def at(self, now_s: float) -> WidePods:
         """The pods as of now, holding nothing."""
         if self._changed:
-            self._renew([self._row_of_state[state] for state in self._changed], now_s)
+            for state in self._changed:
+                self._renew(self._row_of_state[state], now_s)
             self._changed.clear()
         if now_s >= self._valid_until_s:
-            self._renew(np.flatnonzero(self._columns.valid_until_s <= now_s).tolist(), now_s)
+            for row in np.flatnonzero(self._columns.valid_until_s <= now_s).tolist():
+                self._renew(row, now_s)
             self._valid_until_s = float(self._columns.valid_until_s.min())
         return WidePods(self, self._columns)
 
@@ -191,17 +193,15 @@ class PodTable:
             found = self._speeds[same_speed] = self._reckon_speeds(same_speed)
         return found
 
-    def _renew(self, rows: list[int], now_s: float) -> None:
-        """Make `rows` anew. They are written together: a write costs as much as a row."""
-        states = [self._states[row] for row in rows]
-        made = [state.row(now_s) for state in states]
-        if rows:
-            self._cells[rows] = made
-            self._valid_until_s = min(self._valid_until_s, min([each.valid_until_s for each in made]))
-        for row, state, each in zip(rows, states, made, strict=True):
-            cost = state.cost
-            if cost is not self.costs[row] or each.is_prior is not (self._units_s[row] is None):
-                self._place(row, cost, None if each.is_prior else unit_s(cost))
+    def _renew(self, row: int, now_s: float) -> None:
+        state = self._states[row]
+        made = state.row(now_s)
+        self._cells[row] = made  # one at a time: several at once are slower, as each has to be taken apart first
+        if made.valid_until_s < self._valid_until_s:
+            self._valid_until_s = made.valid_until_s
+        cost = state.cost
+        if cost is not self.costs[row] or made.is_prior is not (self._units_s[row] is None):
+            self._place(row, cost, None if made.is_prior else unit_s(cost))
 
     def _place(self, row: int, cost: StepCost, unit: float | None) -> None:
         """The pod in `row` has those constants, and that speed if it is known."""

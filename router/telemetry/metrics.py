@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
 from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
 
@@ -62,6 +63,8 @@ class GaugeValues:
     metrics_reads: Mapping[str, int] = field(default_factory=dict)
     """By outcome."""
     limits_alone: bool = False
+    beliefs: BeliefValues = field(default_factory=BeliefValues)
+    """Of other gateways; all zero where nothing is shared."""
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
 
@@ -209,6 +212,7 @@ class Metrics:
         ):
             registry.register(collector)
         self.tenants = TenantMetrics(registry)
+        self._beliefs = BeliefMetrics(registry)
         self._usage_log_lost = Tally(
             "warmroute_gateway_usage_log_lost", "Lines of the usage log that were lost, as it could not be written", ()
         )
@@ -400,6 +404,7 @@ class Metrics:
             family.clear()
             for label, count in counts.items():
                 family.labels(label).set(count)
+        self._beliefs.set(values.beliefs)
         self._ejections.counts[()] = values.ejections
         self._metrics_reads.counts.update({(outcome,): count for outcome, count in values.metrics_reads.items()})
         self._registry_refused.counts[()] = values.registry_refused

@@ -36,6 +36,8 @@ IDS = 2000
 WARM_TOKENS = 64
 """Behind a prefix that is cached."""
 STREAMS, OUTPUT_TOKENS = 16, 64
+SETTLE_S = 0.5
+"""For what a server makes up for once it runs again."""
 CASES = ("cold", "warm", "decode")
 
 
@@ -70,13 +72,15 @@ class Contender:
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """It runs within the block alone."""
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self.signal(signal.SIGSTOP)
 
-    def _signal(self, what: signal.Signals) -> None:
+    def signal(self, what: signal.Signals) -> None:
+        """Send it to all its processes."""
         for pid in self.processes():
             os.kill(pid, what)
 
@@ -170,7 +174,7 @@ def main() -> None:
                                     figures.clear()
                 finally:
                     for contender in contenders:
-                        contender._signal(signal.SIGCONT)
+                        contender.signal(signal.SIGCONT)
                 show(*contenders)
         finally:
             engine.stop()

@@ -61,7 +61,7 @@ def test_lint_is_strict_and_silent(helm: Helm):
 def test_both_helms_render_the_same(values: Path, helm: Helm, any_helm: Helm):
     by_name = [
         {
-            f"{o['kind']} {o['metadata']['namespace']}/{o['metadata']['name']}": o
+            f"{o['kind']} {o['metadata'].get('namespace', '-')}/{o['metadata']['name']}": o
             for o in without_made_password(h.render(values))
         }
         for h in (helm, any_helm)

@@ -7,23 +7,24 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from charts.values_doc import read_values
 from engine.contract.requests import Endpoint
 from router.app import build_app
 from router.config import GatewaySettings
+from router.fleet import kubernetes_pods
 from router.routing.policies import POLICY_NAMES
 from tests.charts.chart import CHART, ROOT, Helm, container, named, of_kind
-from tests.charts.exported import engine_text, gateway_text, samples
+from tests.charts.test_alerts import FOREIGN, groups
 from tests.charts.test_chart_notes import notes
 
 TITLE = "In front of vLLM and SGLang"
 SECTION = (ROOT / "charts/README.head.md").read_text().partition(f"\n## {TITLE}\n")[2].partition("\n## ")[0]
 QUOTED = re.findall(r"`([^`]+)`", SECTION)
-EXISTING = {"engines.existing": {"selector": {"app": "vllm"}, "port": 8000}}
+EXISTING = {"engines.existing": [{"selector": {"app": "vllm"}, "port": 8000}]}
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 GATEWAY_SETTINGS = SCHEMA["definitions"]["gatewaySettings"]["properties"]
-METRIC = re.compile(r"\b(warmroute_\w+|vllm:\w+)")
 
 
 def expressions(helm: Helm) -> dict[str, str]:
@@ -52,7 +53,7 @@ def test_the_values_and_settings_it_names_exist():
     defaults = {name: field.default for name, field in GatewaySettings.model_fields.items()}
     roots = {name.partition(".")[0] for name in known}
     paths = {words.partition(":")[0] for words in QUOTED if words.partition(".")[0] in roots}
-    assert {"gateway.replicas", "engines.existing.apiKeySecret", "monitoring.podMonitor.enabled"} <= paths
+    assert {"gateway.replicas", "engines.existing", "monitoring.podMonitor.enabled"} <= paths
     assert paths <= known
     assert f"`gateway.settings.foreign_ttl_s` ({defaults['foreign_ttl_s']:g})" in SECTION
     policies = set(re.findall(r"^\| `(\w+)`", SECTION, re.MULTILINE))
@@ -75,33 +76,36 @@ def test_both_ways_to_run_gateways_are_taken(any_helm: Helm, advice: dict[str, A
         assert any(quoted.startswith(words) for quoted in QUOTED), words
 
 
-def test_the_alerts_it_calls_blind_are_those(any_helm: Helm):
-    rules = expressions(any_helm)
+def test_the_alerts_it_names_are_made_where_it_says(any_helm: Helm):
+    here = expressions(any_helm)
     said = {words for words in QUOTED if words.startswith("Warmroute")}
-    assert said <= rules.keys()
-    of_engines = {
-        name
-        for name, rule in rules.items()
-        if not any(metric.startswith("warmroute_gateway_") for metric in METRIC.findall(rule))
-    }
-    of_cached_tokens = {name for name, rule in rules.items() if 'kind="cached"' in rule}
-    of_publishing = {name for name, rule in rules.items() if "warmroute_gateway_registry_expired" in rule}
-    assert said == of_engines | of_cached_tokens | of_publishing
+    everywhere = {rule["alert"] for group in groups(any_helm, FOREIGN) for rule in group["rules"]}
+    assert said <= everywhere
+    assert said - here.keys() == {"WarmrouteQueueGrowing", "WarmrouteStepFailures"}, "of bundled engines alone"
+    of_cached_tokens = {name for name, rule in here.items() if 'kind="cached"' in rule}
+    of_publishing = {name for name, rule in here.items() if "warmroute_gateway_registry_expired" in rule}
+    of_engines = {name for name, rule in here.items() if re.search(r"\b(vllm|sglang):", rule)}
+    assert said & here.keys() == of_cached_tokens | of_publishing | of_engines
 
 
-def test_the_dashboard_of_engines_reads_the_names_it_says():
-    board = json.loads((CHART / "dashboards" / "engines.json").read_text())
-    asked = {
-        metric
-        for panel in board["panels"]
-        for target in panel.get("targets", [])
-        for metric in METRIC.findall(target["expr"])
-    }
-    assert {metric.partition(":")[0].partition("_")[0] for metric in asked} == {"vllm", "warmroute"}
-    assert "`vllm:*`" in SECTION
-    assert "`warmroute_*`" in SECTION
-    exported = {**samples(gateway_text()), **samples(engine_text())}
-    assert all(words in exported for words in QUOTED if re.fullmatch(r"vllm:\w+", words))
+def test_the_example_is_taken_and_every_word_of_an_entry_is_explained(any_helm: Helm):
+    (example,) = re.findall(r"\n\n(    engines:\n.*?)\n\n", SECTION, re.DOTALL)
+    sets = yaml.safe_load(example)["engines"]["existing"]
+    rendered = any_helm.render({"engines.existing": sets})
+    gateway = container(named(rendered, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
+    settings = GatewaySettings.load(gateway["args"], prog="gateway", environ={})
+    assert [(target.selector, target.namespace, target.port) for target in settings.targets] == [
+        ("app=vllm", "llm", 8000),
+        ("app=sglang", "batch", 30000),
+    ]
+    about = {".".join(value.path): value.about for value in read_values()}["engines.existing"]
+    entry = SCHEMA["properties"]["engines"]["properties"]["existing"]["items"]["properties"]
+    assert not [key for key in entry if not re.search(rf"\b{key}\b", about)]
+
+
+def test_the_annotations_it_names_are_those_of_discovery():
+    said = set(re.findall(r"`(warmroute\.io/[\w-]+)`", SECTION))
+    assert said == {getattr(kubernetes_pods, name) for name in dir(kubernetes_pods) if name.endswith("_ANNOTATION")}
 
 
 def test_what_passes_is_what_the_gateway_serves():
@@ -117,10 +121,6 @@ def test_what_passes_is_what_the_gateway_serves():
     assert not [path for _, path in served for word in refused if word in path]
 
 
-def test_pods_get_the_key_and_the_time_that_it_says(any_helm: Helm):
-    objects = any_helm.render(CHART / "ci" / "existing-values.yaml")
-    gateway = container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway")
-    (flag,) = {words for words in QUOTED if "api-key" in words}
-    assert any(argument.startswith(f"{flag}=") for argument in gateway["args"])
+def test_pods_get_the_time_that_it_says():
     delay_s = next(value.default for value in read_values() if value.path[-3:] == ("defaults", "drain", "delaySeconds"))
     assert f"`preStop` that sleeps {delay_s} seconds" in SECTION, "as long as the chart gives its own engines"

@@ -12,8 +12,9 @@ from redis.exceptions import NoPermissionError
 from engine.contract.events import Tier
 from engine.contract.prefix_key import PrefixKey
 from engine.contract.redis_client import connect
-from engine.contract.redis_keys import resync_key, shares_key, snapshot_key, stream_key
+from engine.contract.redis_keys import BELIEFS_STREAM, belief_key, resync_key, shares_key, snapshot_key, stream_key
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
+from router.registry.beliefs_wire import RedisWire
 from router.registry.share_sync import ShareSync
 from router.routing.shares import TrafficShares
 from router.tenants.ledger import Report
@@ -66,6 +67,19 @@ async def test_gateways_exchange_shares_as_their_user(users: RedisServer):
         await client.hdel(shares_key(MODEL), "one")
 
 
+async def test_gateways_tell_each_other_as_their_user(users: RedisServer):
+    wire = RedisWire(As(users, "gateway").url)
+    try:
+        await wire.append(b"told", await wire.time())
+        newest = await wire.newest()
+        assert await wire.read(b"0-0", 1) == [(newest, b"told")]
+        assert [page async for page in wire.range(0.0, newest)] == [[(newest, b"told")]]
+        await wire.put("a", b"believed")
+        assert await wire.get(["a", "b"]) == [b"believed", None]
+    finally:
+        await wire.close()
+
+
 async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer):
     report = Report("t", TenantLimits(5), 3, 0, 9, 0, 0, 0)
     async with connect(As(users, "gateway").url) as client:
@@ -82,7 +96,9 @@ async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer)
         ("engine", ("HGETALL", shares_key(MODEL))),
         ("engine", ("SET", shares_key(MODEL), "x")),
         ("engine", ("SET", "other", "x")),
-        ("gateway", ("XADD", stream_key(MODEL), "*", "p", "a")),
+        ("engine", ("XADD", BELIEFS_STREAM, "*", "d", "a")),
+        ("engine", ("SET", belief_key("a"), "x")),
+        ("gateway", ("XADD", "other", "*", "p", "a")),
         ("gateway", ("DEL", snapshot_key(MODEL, "a"))),
         ("gateway", ("GETDEL", resync_key(MODEL, "a"))),
         ("gateway", ("MGET", "other")),

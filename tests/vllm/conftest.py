@@ -1,4 +1,4 @@
-"""Real vLLM servers for the tests that ask for them: started once for all, empty at the beginning of each test."""
+"""Real vLLM servers for the tests that ask for them: started once a file, empty at the beginning of each test."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def start_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_servers(start_servers: StartServers) -> Iterator[list[VllmServer]]:
-    """Two servers with room for 20,480 tokens each, for all tests that leave them as they are."""
+    """Two servers with room for 20,480 tokens each, until the file's end: an idle one takes memory and turns."""
     with start_servers(*[ServerSpec()] * SERVERS) as servers:
         yield servers
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from engine.contract import headers
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
 from tests.vllm.conftest import StartServers
-from tests.vllm.servers import BLOCK_TOKENS, ServerSpec, VllmServer
+from tests.vllm.servers import BLOCK_TOKENS, MODEL, ServerSpec, VllmServer
 from tests.vllm.table import gateways, hits, play
 from tests.vllm.workload import Workload, attainable
 
@@ -32,10 +35,16 @@ def ranked(start_servers: StartServers) -> Iterator[VllmServer]:
         yield server
 
 
+def shown(gateway: Program) -> list[dict[str, Any]]:
+    """What the gateway tells of its targets."""
+    with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
+        pods: list[dict[str, Any]] = json.loads(answer.read())["pods"]
+    return pods
+
+
 def pods(gateway: Program) -> set[str]:
     """What the gateway calls the targets that it knows."""
-    with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
-        return {str(pod["pod"]) for pod in json.loads(answer.read())["pods"]}
+    return {str(pod["pod"]) for pod in shown(gateway)}
 
 
 def wait_for(gateway: Program, targets: set[str], deadline_s: float = 60.0) -> None:
@@ -59,3 +68,38 @@ def test_ranks_are_found_and_each_prefix_keeps_to_one(ranked: VllmServer, redis:
     copies = Counter(prefix for prefix, _ in {(each.prefix, each.pod) for each in seen})
     best = attainable([ranked.tokenize(ask.prompt) for ask in asks], BLOCK_TOKENS)
     assert reused >= BAR * best, f"{reused / best:.1%} of {best} tokens; ranks that each prefix went to: {copies}"
+
+
+def served(server: VllmServer) -> Counter[str]:
+    """Requests that each rank has ended, by vLLM's own count."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as answer:
+        page = answer.read().decode()
+    counts: Counter[str] = Counter()
+    for rank, value in re.findall(r'^vllm:request_success_total\{engine="(\d+)".*\} (\S+)$', page, re.MULTILINE):
+        counts[rank] += int(float(value))
+    return counts
+
+
+def test_a_request_is_computed_by_the_rank_that_the_gateway_names(ranked: VllmServer, redis: RedisServer) -> None:
+    name = ranked.url.removeprefix("http://")
+    with gateways([ranked], 1, "round_robin", redis.url) as (gateway,):
+        wait_for(gateway, {f"{name}/{rank}" for rank in range(RANKS)})
+        for pod in shown(gateway):
+            facts = pod["engine"]
+            assert (facts["kv_capacity_tokens"], facts["block_tokens"], facts["ranks"]) == (
+                POOL.tokens,
+                BLOCK_TOKENS,
+                2,
+            )
+        before, named = served(ranked), Counter[str]()
+        for number in range(9):
+            request = urllib.request.Request(
+                f"{gateway.url}/v1/completions",
+                json.dumps({"model": MODEL, "prompt": f"Entry {number}.", "max_tokens": 1}).encode(),
+                {"Content-Type": "application/json", headers.DATA_PARALLEL_RANK: "0"},  # a client's own is dropped
+            )
+            with urllib.request.urlopen(request, timeout=120.0) as answer:
+                answer.read()
+                named[answer.headers[headers.POD].rpartition("/")[2]] += 1
+        assert sorted(named.values()) == [4, 5]
+        assert served(ranked) - before == named

@@ -82,5 +82,6 @@ async def stream(http: aiohttp.ClientSession, url: str, prompt: str, tokens: int
     reasons = [choice["finish_reason"] for event in parsed for choice in event["choices"] if choice["finish_reason"]]
     assert reasons == ["length"], reasons
     usage: dict[str, Any] = parsed[-1]["usage"]
-    assert usage["completion_tokens"] == tokens, usage
+    # Where another server gave the rest, it made tokens of its own of the text so far, which random weights wrote.
+    assert tokens / 2 <= usage["completion_tokens"] <= 2 * tokens, usage
     return usage

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from engine.contract.settings import ConfigError
-from router.app import make_discovery
 from router.config import GatewaySettings
 from router.fleet.discovery import EngineAddress, StaticDiscovery
 from router.fleet.dns import DnsDiscovery
 from router.fleet.kubernetes import KubernetesDiscovery
+from router.sources import make_discovery
 from tests.router.fleet.kube import SELECTOR, ScriptedApi, pod, serving
 
 

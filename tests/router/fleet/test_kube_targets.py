@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.settings import ConfigError
-from router.app import make_discovery
 from router.config import GatewaySettings
 from router.fleet.kubernetes_pods import Pod, PodTable, annotations_of
 from router.kube_targets import MAX_TARGETS, KubeTarget, parse_targets
+from router.sources import make_discovery
 from tests.router.fleet.kube import SELECTOR, ScriptedApi, pod
 from tests.router.gateway.helpers import ScriptedEngine, event, running, streams
 from tests.router.gateway.test_keys import ProtectedEngine

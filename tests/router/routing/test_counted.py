@@ -61,6 +61,20 @@ def test_what_begins_or_ends_while_the_page_is_on_its_way_is_nobodys_twice(first
     assert view(state, 10.0).in_flight == max(0, first - ended) + begun
 
 
+@given(running=st.integers(0, 6), waiting=st.integers(0, 6), heard=st.integers(0, 8), later=st.integers(0, 3))
+def test_a_request_of_another_gateway_that_is_heard_of_after_the_count_is_there_once(running, waiting, heard, later):
+    state = PodState()
+    count(state, Counts(running, waiting, 0.5), capacity_tokens=10_000)
+    for number in range(heard + later):
+        sent_s = 9.99 if number < heard else 10.01
+        state.sent_elsewhere(f"g{number}", prompt_tokens=100, uncached_tokens=80, output_tokens=10, now_s=sent_s)
+    seen = view(state, 10.02)
+    assert seen.in_flight == max(running + waiting, heard) + later
+    assert seen.context_tokens >= 0
+    if heard >= running + waiting:
+        assert seen.in_flight_uncached_tokens <= 80 * (heard + later)
+
+
 def test_the_correction_fades_with_age_and_is_gone():
     state = PodState()
     count(state, Counts(running=8, waiting=0, kv_used=0.5))

@@ -275,3 +275,11 @@ def test_counts_match_the_open_requests_whatever_is_called(calls: list[tuple[str
         assert (seen.in_flight, seen.decoding) == (len(waiting) + len(decoding), len(decoding))
         assert seen.in_flight_uncached_tokens == 100 * len(waiting)
         assert seen.context_tokens == 150 * len(decoding)
+
+
+def test_a_view_of_a_pod_of_which_nothing_was_heard_has_its_weight_and_nothing_else() -> None:
+    state = PodState()
+    state.weight = 3.0
+    seen = state.view(PodId("pod-0"), now_s=100.0, matched_tokens=30, host_tokens=20, disk_tokens=10)
+    expected = PodView(PodId("pod-0"), matched_tokens=30, host_tokens=20, disk_tokens=10, weight=3.0)
+    assert seen == replace(expected, cost=seen.cost, cost_is_prior=True)

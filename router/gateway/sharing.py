@@ -1,0 +1,95 @@
+"""What gateways share of pods that publish nothing, put together; and what stands in its place without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from router.fleet.fleet import FleetChange
+from router.fleet.pod import Pod
+from router.gateway.chooser import Chooser
+from router.gateway.hearsay import Hearsay
+from router.gateway.telling import Telling
+from router.registry.beliefs import Life
+from router.registry.beliefs_others import Others
+from router.registry.beliefs_own import Notebook
+from router.registry.beliefs_plan import WritePlan
+from router.registry.beliefs_publisher import BeliefPublisher
+from router.registry.beliefs_reader import BeliefReader, BeliefStatus
+from router.registry.beliefs_wire import RedisWire
+from router.routing.types import PodId
+
+
+class SharingView(Protocol):
+    """What operators are shown of it."""
+
+    def status(self) -> BeliefStatus:
+        """Counters and state."""
+
+    def in_flight(self) -> Counter[PodId]:
+        """Requests of other gateways, by pod."""
+
+
+class NoSharing:
+    """A gateway that goes by what it did itself."""
+
+    def status(self) -> BeliefStatus:
+        """Nothing is shared."""
+        return BeliefStatus()
+
+    def in_flight(self) -> Counter[PodId]:
+        """Of others nothing is known."""
+        return Counter()
+
+
+def new_notebook(name: str, stride: int) -> Notebook:
+    """For a gateway that has just started. `name`: for operators; others tell gateways apart by a random number."""
+    return Notebook(Life(secrets.randbits(64) or 1), name, stride)
+
+
+class Sharing:
+    """Needs a running loop. The tasks `publisher.run` and `reader.run` are for the caller to keep."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        notebook: Notebook,
+        pod_of: Callable[[PodId], Pod | None],
+        chooser: Chooser,
+        telling: Telling,
+        *,
+        stride: int,
+    ) -> None:
+        sink = Hearsay(pod_of, chooser, telling, clock=asyncio.get_running_loop().time)
+        self._others, plan = Others(sink, notebook.life), WritePlan()
+        self._reader_wire = RedisWire(redis_url)
+        self.publisher = BeliefPublisher(RedisWire(redis_url), notebook, self._others, plan, sink, stride=stride)
+        self.reader = BeliefReader(self._reader_wire, notebook, self._others, plan, sink, stride=stride)
+
+    def fleet_changed(self, change: FleetChange) -> None:
+        """Which pods there are. Call it after what was believed of ended lives has been dropped."""
+        self.reader.set_pods(change.pods.keys(), change.ended)
+
+    def status(self) -> BeliefStatus:
+        """See SharingView."""
+        status, publisher = self.reader.status(), self.publisher
+        return replace(
+            status,
+            sent=publisher.sent,
+            sent_bytes=publisher.sent_bytes,
+            written=publisher.written,
+            last_error=status.last_error or publisher.last_error,
+        )
+
+    def in_flight(self) -> Counter[PodId]:
+        """See SharingView."""
+        return self._others.in_flight()
+
+    async def close(self) -> None:
+        """The tasks have ended: say goodbye to the others."""
+        await self.publisher.close()
+        await self._reader_wire.close()

@@ -1,0 +1,162 @@
+"""Whatever happens to Redis or to gateways: after a quiet while, all of them believe the same.
+
+In virtual time, before a scripted server. What gateways do is compared with one index to which all of it happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import looptime
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.contract.events import Keys
+from engine.contract.keys import prefix_keys
+from router.registry.index import PrefixIndex
+from router.routing.types import PodId
+from tests.registry.belief_ends import TTL_S, End, ScriptedServer, ScriptedWire
+
+PODS = [PodId("a"), PodId("b")]
+QUIET_S = 8.0
+
+
+def chain(text: str) -> Keys:
+    return prefix_keys(text.encode(), 0, 2)
+
+
+POD = st.sampled_from(PODS)
+CHAIN = st.text("ab", min_size=2, max_size=12).map(chain)
+WHO = st.integers(0, 2)
+DEEDS: Any = st.one_of(
+    st.tuples(st.just("route"), WHO, POD, CHAIN),
+    st.tuples(st.just("route"), WHO, POD, CHAIN),
+    st.tuples(st.just("undo"), WHO, POD, CHAIN),
+    st.tuples(st.just("refute"), WHO, POD, CHAIN, st.integers(0, 6)),
+    st.tuples(st.just("forget"), WHO, POD),
+    st.tuples(st.just("wait"), st.sampled_from([1.0, 6.0])),
+)
+FAULTS: Any = st.one_of(
+    st.tuples(st.just("lose"), st.integers(1, 3)),
+    st.tuples(st.just("trim")),
+    st.tuples(st.just("flush")),
+    st.tuples(st.just("away"), st.sampled_from([0.3, 8.0])),
+    st.tuples(st.just("kill"), WHO),
+    st.tuples(st.just("stop"), WHO),
+)
+
+
+class Play:
+    """Three gateways, any of which may be replaced, and the index to which all happens that they do."""
+
+    def __init__(self, backlog_bytes: int = 2**20) -> None:
+        self.server = ScriptedServer()
+        self.model = PrefixIndex()
+        self.routed: dict[PodId, set[int]] = {pod: set() for pod in PODS}
+        self._backlog_bytes = backlog_bytes
+        self._number = 0
+        self.ends: list[End] = []
+
+    async def add(self) -> End:
+        self._number += 1
+        wires = ScriptedWire(self.server), ScriptedWire(self.server)
+        end = End(self._number, PODS, wires, backlog_bytes=self._backlog_bytes)
+        await end.start()
+        return end
+
+    async def begin(self) -> None:
+        self.ends = [await self.add() for _ in range(3)]
+        await asyncio.sleep(1.0)
+
+    async def end(self) -> None:
+        for end in self.ends:
+            await end.kill()
+
+    async def act(self, deed: tuple[Any, ...]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        match deed:
+            case "route", who, pod, keys:
+                end = self.ends[who]
+                end.notebook.ended(end.route(pod, keys), now_s)
+                self.model.speculate(pod, keys, now_s, TTL_S)
+                self.routed[pod] |= set(keys)
+            case "undo", who, pod, keys:
+                end = self.ends[who]
+                number = end.route(pod, keys)
+                self.model.speculate(pod, keys, now_s, TTL_S)
+                await asyncio.sleep(0.3)
+                end.undo(pod, keys, number, now_s)
+                self.model.retract(pod, keys)
+            case "refute", who, pod, keys, held:
+                self.ends[who].refute(pod, keys, held)
+                self.model.refute(pod, keys, held, now_s)
+                self.model.speculate(pod, keys, now_s, TTL_S)
+                self.routed[pod] |= set(keys)
+            case "forget", who, pod:
+                self.ends[who].forget(pod)
+                self.model.drop(pod)
+            case "wait", seconds:
+                await asyncio.sleep(seconds)
+            case "lose", count:
+                self.server.loses = count
+            case ("trim",):
+                self.server.trim()
+            case ("flush",):
+                self.server.flush()
+            case "away", seconds:
+                self.server.is_away = True
+                await asyncio.sleep(seconds)
+                self.server.is_away = False
+            case "kill" | "stop" as how, who:
+                await (self.ends[who].kill() if how == "kill" else self.ends[who].stop())
+                self.ends[who] = await self.add()
+                assert await self.ends[who].reader.wait_warm(5.0) or self.server.is_away
+        await asyncio.sleep(0.3)
+
+
+def believed(index: PrefixIndex) -> dict[PodId, set[int]]:
+    return {pod: {key for _, keys in index.believed(pod) for key in keys} for pod in PODS}
+
+
+def played(play: Play, deeds: list[tuple[Any, ...]]) -> list[dict[PodId, set[int]]]:
+    """What each gateway believes in the end, a new one too."""
+
+    async def run() -> list[dict[PodId, set[int]]]:
+        await play.begin()
+        try:
+            for deed in deeds:
+                await play.act(deed)
+            await asyncio.sleep(QUIET_S)
+            play.ends.append(await play.add())
+            await asyncio.sleep(QUIET_S)
+            assert not any(end.sink.in_flight for end in play.ends), "all requests have ended"
+            return [believed(end.sink.index) for end in play.ends]
+        finally:
+            await play.end()
+
+    loop = looptime.new_event_loop()
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+@given(deeds=st.lists(DEEDS, max_size=10))
+@settings(max_examples=10)
+def test_gateways_know_what_one_would_know_that_did_it_all(deeds: list[tuple[Any, ...]]) -> None:
+    play = Play()
+    for found in played(play, deeds):
+        assert found == believed(play.model)
+
+
+@given(deeds=st.lists(st.one_of(DEEDS, FAULTS), max_size=10), small=st.booleans())
+@settings(max_examples=15)
+def test_gateways_agree_again_after_any_fault(deeds: list[tuple[Any, ...]], small: bool) -> None:
+    """A backlog that is too small for what comes while Redis is away is one of the faults."""
+    play = Play(backlog_bytes=400 if small else 2**20)
+    first, *others = played(play, deeds)
+    for found in others:
+        assert found == first
+    for pod in PODS:
+        assert first[pod] <= play.routed[pod], "nothing was ever made up"
