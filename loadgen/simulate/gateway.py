@@ -179,12 +179,14 @@ class Gateway:
         opened = self._open.pop(request.number)
         opened.lease.__exit__()
         if opened.told is not None:
-            opened.told.ended(has_run=completed or opened.cached_tokens is not None)
+            opened.told.ended()
         if completed:
             usage = Usage(len(request.tokens), request.output_tokens, opened.cached_tokens)
             self._chooser.learn(opened.inbound, opened.choice, usage)
         elif opened.cached_tokens is None:
-            self._chooser.undo(opened.inbound, opened.choice)
+            undone = self._chooser.undo(opened.inbound, opened.choice)
+            if opened.told is not None:
+                opened.told.undone(undone)
 
     def reported(self, pod: str, report: Report, now_s: float) -> None:
         """See `Router`."""
