@@ -49,6 +49,6 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         simulation.timeline,
         stride=stride,
         publishes=spec.publishes,
-        facts=simulation.facts,
+        capacity=simulation.told_capacity,
         life=0 if spec.publishes or spec.share_s is None else seed + 1,
     )

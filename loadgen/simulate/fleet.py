@@ -20,8 +20,6 @@ from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
-from router.fleet.facts import EngineFacts
-from router.registry.beliefs_own import Notebook
 
 SHARES_EVERY_S = 1.0
 SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
@@ -127,13 +125,12 @@ class Simulation:
         """Whether a request is on its way or still to come."""
         return not self._started_all or bool(self._flights) or self._unstarted > 0
 
-    def facts(self, name: str) -> EngineFacts:
-        """What a pod tells a gateway of itself."""
+    def told_capacity(self, name: str) -> tuple[int, int] | None:
+        """Tokens that a pod tells its cache holds, and those of a block; None where it tells nothing."""
         pod = self.pods.get(name)
         if pod is None or self.spec.publishes or not self.spec.tells_capacity:
-            return EngineFacts()
-        spec = pod.spec
-        return EngineFacts("vllm", None, spec.kv_tokens or spec.profile.kv_tokens, spec.block_size)
+            return None
+        return pod.spec.kv_tokens or pod.spec.profile.kv_tokens, pod.spec.block_size
 
     def run(self, routers: Sequence[Router]) -> None:
         """Play everything, requests dealt to the routers in turn."""
@@ -144,9 +141,9 @@ class Simulation:
                 self._again(_Periodic(router.scrape_s, partial(self._scrape, router)))
         for fault in self.spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
-        for gateway in self._gateways():
-            if gateway.notebook is not None and len(routers) > 1:
-                gateway.notebook.on_first = partial(self._tell_soon, gateway, gateway.notebook)
+        if len(routers) > 1:
+            for gateway in self._gateways():
+                gateway.tell_with(partial(self._tell_soon, gateway))
         if len(self._gateways()) > 1:
             self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
         self._begin_sessions()
@@ -396,15 +393,14 @@ class Simulation:
     def _gateways(self) -> list[Gateway]:
         return [router for router in self._routers if isinstance(router, Gateway)]
 
-    def _tell_soon(self, by: Gateway, notebook: Notebook) -> None:
+    def _tell_soon(self, by: Gateway) -> None:
         """What `router.registry.beliefs_publisher` does through Redis."""
         assert self.spec.share_s is not None
-        self.timeline.after(self.spec.share_s, partial(self._share, by, notebook))
+        self.timeline.after(self.spec.share_s, partial(self._tell, by))
 
-    def _share(self, by: Gateway, notebook: Notebook) -> None:
+    def _tell(self, by: Gateway) -> None:
         sent_at_s = self.timeline.now_s
-        while len(notebook):
-            message = notebook.take(sent_at_s)
+        for message in by.told(sent_at_s):
             for gateway in self._gateways():
                 if gateway is not by:
                     self.timeline.after(self.spec.share_delay_s, partial(gateway.heard, message, sent_at_s))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.errors import Unavailable
@@ -84,25 +84,25 @@ class Gateway:
         publishes: bool = True,
         made: Policy | None = None,
         speculation_ttl_s: float = SPECULATION_TTL_S,
-        facts: Callable[[str], EngineFacts] = lambda name: EngineFacts(),
+        capacity: Callable[[str], tuple[int, int] | None] = lambda name: None,
         life: int = 0,
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
-        `made`: the policy, where it is not the one called `policy`. `facts`: of a pod by its name. `life`: above 0, it
-        keeps a `notebook` for other gateways of what it sends to pods that publish nothing.
+        `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its blocks, by its name, if it tells. `life`: above 0, it
+        tells other gateways what it sends to pods that publish nothing.
         """
         self.name = policy
         self.takes_reports = publishes
-        self.notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
+        self._notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
         self._clock = timeline.clock
-        self._facts = facts
+        self._capacity = capacity
         self._stride = stride
         self._serving = _Serving()
         self._index = PrefixIndex()
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
         self._policy: Policy = make_policy(policy) if made is None else made
-        self._telling = Telling(lambda pod: publishes, self.notebook, self._clock)
+        self._telling = Telling(lambda pod: publishes, self._notebook, self._clock)
         self._chooser = Chooser(
             self._serving,
             self._index,
@@ -125,14 +125,15 @@ class Gateway:
         """See `Router`."""
         serving = self._serving
         gone = serving.by_name.keys() - set(pods)
-        for name in gone:
-            self._index.drop(name)
-            del serving.by_name[name]
+        for pod_id in gone:
+            self._index.drop(pod_id)
+            del serving.by_name[pod_id]
         self._others.drop(gone)
         for name in pods:
             if PodId(name) not in serving.by_name:
                 pod = Pod(f"http://{name}", PodIdentity(PodId(name), None, (ServedModel(MODEL, b"{}"),)))
-                pod.facts = self._facts(name)
+                if (told := self._capacity(name)) is not None:
+                    pod.facts = EngineFacts("vllm", None, *told)
                 serving.by_name[PodId(name)] = pod
         serving.listed = [serving.by_name[PodId(name)] for name in sorted(pods)]
 
@@ -194,6 +195,16 @@ class Gateway:
         if known is not None:
             self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
             known.report(report.load, now_s=now_s)
+
+    def tell_with(self, on_first: Callable[[], None]) -> None:
+        """Have `on_first` called when there is something to tell after there was nothing, if it tells anything."""
+        if self._notebook is not None:
+            self._notebook.on_first = on_first
+
+    def told(self, now_s: float) -> Iterator[BeliefMessage]:
+        """What it has to tell."""
+        while self._notebook is not None and len(self._notebook):
+            yield self._notebook.take(now_s)
 
     def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
         """What another gateway told of pods that publish nothing."""
