@@ -88,8 +88,9 @@ class Gateway:
         life: int = 0,
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
-        `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its blocks, by its name, if it tells. `life`: above 0, it
-        tells other gateways what it sends to pods that publish nothing.
+        `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its
+        blocks, by its name, if it tells. `life`: above 0, it tells other gateways what it sends to pods that publish
+        nothing.
         """
         self.name = policy
         self.takes_reports = publishes
