@@ -13,13 +13,7 @@ from engine.contract.settings import Settings, check_bind_address, check_redis_u
 from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
 
 PolicyName = Literal[
-    "round_robin",
-    "least_loaded",
-    "prefix_hash",
-    "bounded_hash",
-    "cache_aware",
-    "affinity_groups",
-    "predicted_ttft",
+    "round_robin", "least_loaded", "prefix_hash", "bounded_hash", "cache_aware", "affinity_groups", "predicted_ttft"
 ]
 
 SPECULATION_TTL_S = 10.0
@@ -162,8 +156,7 @@ class GatewaySettings(Settings):
     )
     share_beliefs: bool = Field(
         True,
-        description="with --redis-url: gateways tell each other what they send to engines that publish nothing; "
-        "false: each goes by its own requests",
+        description="with --redis-url: gateways share what they know of engines that publish nothing",
     )
     warm_timeout_s: float = Field(
         5.0,
@@ -192,7 +185,9 @@ class GatewaySettings(Settings):
         description="seconds a routed prefix counts as held by a pod that publishes to the registry",
     )
     foreign_ttl_s: float = Field(
-        FOREIGN_TTL_S, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
+        FOREIGN_TTL_S,
+        gt=0,
+        description="seconds a routed prefix counts as held by a pod that publishes nothing and tells no KV capacity",
     )
 
     kv_events: bool = Field(

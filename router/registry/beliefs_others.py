@@ -151,11 +151,11 @@ class Others:
         """Take up a message that was heard already.
 
         `fresh`: pods that were not known then. `stale`: pods whose beliefs have been loaded again, as they were a while
-        ago: what happened since, this gateway's own deeds too, happens to the index once more; but for what was before
-        the time that each has here, when it was emptied.
+        ago: what was taken back since, by this gateway too, is taken back once more, but for what was before the time
+        that each has here, when it was emptied.
         """
         other = self._gateways.get(message.life)
-        sink, heard = self._sink, Heard()
+        heard = Heard()
         for event in message.events:
             at_s = min(sent_at_s, now_s) - event.age_s
             match event:
@@ -163,11 +163,7 @@ class Others:
                     if event.pod in fresh:
                         if other is not None:  # else it has stopped since, or it is this gateway
                             self._take(other, event, at_s, heard, fresh)
-                    elif at_s <= stale.get(event.pod, math.inf) or isinstance(event, Forgotten):
-                        continue
-                    elif isinstance(event, Routed):
-                        sink.routed(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
-                    elif not isinstance(event, Aboard):
+                    elif isinstance(event, Undone | Refuted) and at_s > stale.get(event.pod, math.inf):
                         self._take(other or _NOBODY, event, at_s, heard, fresh)
                 case Began() | Ended():
                     if other is not None and other.in_flight.get(event.number) in fresh:

@@ -40,9 +40,10 @@ STEP_S = 3600.0
 class Distinct(Load):
     """Requests that are made when they are sent: a million of them would be the memory that is looked for."""
 
-    def __init__(self, count: int, first: int) -> None:
+    def __init__(self, count: int, first: int, prompts: int) -> None:
         super().__init__(count, CONNECTIONS, "stream")
         self.number = first
+        self.prompts = prompts
 
     def next_request(self) -> bytes | None:
         if not self.left:
@@ -53,7 +54,8 @@ class Distinct(Load):
         self.first_byte_s.clear()
         self.total_s.clear()
         shared = f"system prompt number {self.number % PREFIXES} ".ljust(HALF_BYTES, "s")
-        text = shared + f"{self.number} " * (HALF_BYTES // (1 + len(str(self.number))))
+        own = f"{self.number % self.prompts if self.prompts else self.number} "
+        text = shared + own * (HALF_BYTES // len(own))
         kind = "stream" if self.number % WHOLE_EVERY else "json"
         return chat(text, kind)
 
@@ -64,7 +66,7 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def run(requests: int, step: int, pods: int) -> None:
+async def run(requests: int, step: int, pods: int, prompts: int) -> None:
     """Send them, and print a line for every `step`."""
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as running:
@@ -89,7 +91,7 @@ async def run(requests: int, step: int, pods: int) -> None:
         for first in range(0, requests, step):
             began_s = time.process_time()
             load_size = min(step, requests - first)
-            load = Distinct(load_size, first)
+            load = Distinct(load_size, first, prompts)
             for _ in range(CONNECTIONS):
                 await loop.create_connection(lambda load=load: Client(load), "127.0.0.1", port)  # type: ignore[misc]
             async with asyncio.timeout(STEP_S):
@@ -112,9 +114,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--step", type=int, default=100_000, help="requests between two lines")
     parser.add_argument("--pods", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=0, help="that differ; 0: all do, and the index fills")
     arguments = parser.parse_args()
     logging.disable()
-    uvloop.run(run(arguments.requests, arguments.step, arguments.pods))
+    uvloop.run(run(arguments.requests, arguments.step, arguments.pods, arguments.prompts))
 
 
 if __name__ == "__main__":

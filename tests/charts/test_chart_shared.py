@@ -161,7 +161,7 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
             may["engine"].xadd("warmroute:{m}:events", {"p": "a"})
             assert len(may["gateway"].xrange("warmroute:{m}:events")) == 1
             for user, other in (
-                ("gateway", "xadd"),
+                ("gateway", "del"),
                 ("engine", "xrange"),
                 ("engine", "flushall"),
                 ("gateway", "config"),

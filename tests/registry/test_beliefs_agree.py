@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 import looptime
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.contract.events import Keys
@@ -20,6 +20,8 @@ from tests.registry.belief_ends import TTL_S, End, ScriptedServer, ScriptedWire
 
 PODS = [PodId("a"), PodId("b")]
 QUIET_S = 8.0
+PHASES = (Phase.explicit, Phase.generate)
+"""A failing example takes seconds, and thousands of shorter ones minutes."""
 
 
 def chain(text: str) -> Keys:
@@ -143,7 +145,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]]) -> list[dict[PodId, set[int
 
 
 @given(deeds=st.lists(DEEDS, max_size=10))
-@settings(max_examples=10)
+@settings(max_examples=10, phases=PHASES)
 def test_gateways_know_what_one_would_know_that_did_it_all(deeds: list[tuple[Any, ...]]) -> None:
     play = Play()
     for found in played(play, deeds):
@@ -151,7 +153,7 @@ def test_gateways_know_what_one_would_know_that_did_it_all(deeds: list[tuple[Any
 
 
 @given(deeds=st.lists(st.one_of(DEEDS, FAULTS), max_size=10), small=st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=15, phases=PHASES)
 def test_gateways_agree_again_after_any_fault(deeds: list[tuple[Any, ...]], small: bool) -> None:
     """A backlog that is too small for what comes while Redis is away is one of the faults."""
     play = Play(backlog_bytes=400 if small else 2**20)
