@@ -314,9 +314,9 @@ class Chooser:
         if self._telling is not None:
             self._telling.forgotten(pod, is_sure=is_sure)
 
-    def forget(self, pod: PodId) -> None:
-        """Nothing is believed of the pod."""
-        self._index.drop(pod)
+    def forget(self, pod: PodId, at_s: float) -> None:
+        """Nothing is believed of the pod but what later requests brought."""
+        self._index.forget_until(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
         """What another gateway believed of the pod."""

@@ -66,9 +66,9 @@ class Hearsay:
         """See BeliefSink."""
         self._chooser.refute(pod, keys, held_strides, at_s)
 
-    def forgotten(self, pod: PodId) -> None:
+    def forgotten(self, pod: PodId, at_s: float) -> None:
         """See BeliefSink."""
-        self._chooser.forget(pod)
+        self._chooser.forget(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
         """See BeliefSink."""

@@ -338,6 +338,16 @@ class PrefixIndex:
         """Part of what pods that report nothing evicted that was asked for again and computed once more, 0 to 1."""
         return self._regret.share
 
+    def forget_until(self, pod: PodId, used_at_s: float) -> None:
+        """Forget a pod, but for what is speculated of keys used after `used_at_s`."""
+        later = [run for run in self.believed(pod) if run[0] > used_at_s]
+        if not later:
+            self.drop(pod)
+            return
+        for at_s, keys in self.believed(pod):
+            if at_s <= used_at_s:
+                self.unbelieve(pod, keys, used_at_s)
+
     def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
         """The keys the pod has reported, by tier. Scans the whole index: for tests and debugging."""
         tiers: dict[Tier, set[PrefixKey]] = {tier: set() for tier in Tier}
