@@ -93,6 +93,7 @@ def _connected(socket: zmq.Socket[bytes], deadline_s: float = 10.0) -> Iterator[
         time.sleep(0.2)  # the subscription itself is a message that the publisher has to read
     finally:
         socket.disable_monitor()
+        monitor.close(linger=0)  # which that does not do
 
 
 def replayed(server: VllmServer, first: int) -> list[list[bytes]]:
