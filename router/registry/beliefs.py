@@ -161,8 +161,8 @@ class BeliefSink(Protocol):
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         """See Refuted."""
 
-    def forgotten(self, pod: PodId) -> None:
-        """Nothing is believed of it."""
+    def forgotten(self, pod: PodId, at_s: float) -> None:
+        """Nothing is believed of it but what later requests brought."""
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
         """What gateways before this one believed. `runs`: uses and their keys, the first to be dropped first."""

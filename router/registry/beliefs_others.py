@@ -212,7 +212,7 @@ class Others:
                     heard.changed.add(event.pod)
             case Forgotten():
                 if sink.knows(event.pod) and (event.is_sure or event.pod in fresh):
-                    sink.forgotten(event.pod)
+                    sink.forgotten(event.pod, at_s)
                     heard.changed.add(event.pod)
                     heard.forgotten.append(event.pod)
             case Written():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Sequence
 
 from engine.contract.events import Keys
@@ -156,8 +157,8 @@ class Beliefs:
         self.index.refute(pod, keys, held_strides, at_s)
         self.index.speculate(pod, keys, at_s, TTL_S)
 
-    def forgotten(self, pod: PodId) -> None:
-        self.index.drop(pod)
+    def forgotten(self, pod: PodId, at_s: float) -> None:
+        self.index.forget_until(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
         self.index.believe(pod, runs, asyncio.get_running_loop().time(), TTL_S)
@@ -183,7 +184,7 @@ class End:
     ) -> None:
         self.sink = Beliefs(pods)
         self.notebook = Notebook(Life(number), f"gateway-{number}", stride, backlog_bytes)
-        self.others, plan = Others(self.sink, Life(number)), WritePlan()
+        self.others, plan = Others(self.sink, Life(number)), WritePlan(random.Random(number))
         self.publisher = BeliefPublisher(wires[0], self.notebook, self.others, plan, self.sink, stride=stride)
         self.reader = BeliefReader(wires[1], self.notebook, self.others, plan, self.sink, stride=stride)
         self._wires = wires

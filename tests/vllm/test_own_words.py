@@ -11,18 +11,15 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from engine.model.checkpoint import make_checkpoint
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
 from tests.vllm.conftest import StartServers
-from tests.vllm.environment import Environment
-from tests.vllm.servers import MODEL, ServerSpec, VllmServer, running_servers
+from tests.vllm.servers import ServerSpec, VllmServer
 from tests.vllm.table import gateway
 from tests.vllm.traffic import Traffic, stream
 
@@ -30,8 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 FOUND_S = 8.0
 """A probe every 2 s, a fifth more by chance, one answer, and a busy machine."""
-LONG_TOKENS = 60_000
-"""In one step: half a minute on a CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -213,40 +208,3 @@ async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[V
     assert traffic.failures == []
     assert await front.metric('warmroute_gateway_broken_attempts_total{then="resumed"}') > 0
     await front.check_no_noise()
-
-
-@pytest.fixture
-def long_server(start_servers: StartServers, tmp_path: Path) -> Iterator[VllmServer]:
-    """One that computes a long prompt in one step."""
-    make_checkpoint(tmp_path / "long", max_position=2**16)
-    flags = ("--max-num-batched-tokens", str(2**16))
-    spec = ServerSpec(blocks=2**16 // 32, max_model_len=2**16, max_num_seqs=4, flags=flags)
-    with running_servers(Environment.default().binaries, tmp_path / "long", tmp_path, [spec]) as (server,):
-        yield server
-
-
-async def test_a_server_that_computes_for_long_is_never_taken_to_sleep(
-    long_server: VllmServer, redis: RedisServer
-) -> None:
-    """It gives no token and no word, and its metrics have no request that runs."""
-    program = gateway([long_server], "round_robin", redis.url)
-    try:
-        await asyncio.to_thread(program.wait_ready)
-        async with aiohttp.ClientSession() as http:
-            front = Front(program, http)
-            body = {"model": MODEL, "prompt": [7 + i % 1000 for i in range(LONG_TOKENS)], "max_tokens": 1}
-            sent_s, looks, silent = time.monotonic(), 0, 0
-            call = asyncio.create_task(http.post(f"{program.url}/v1/completions", json=body))
-            while not call.done():
-                await asyncio.sleep(0.25)
-                pod = await front.pod(long_server)
-                looks += 1
-                silent += pod["last_error"] is not None
-                assert pod["admitted"], f"out after {time.monotonic() - sent_s:.1f} s: {pod['last_error']}"
-            async with await call as answer:
-                usage = (await answer.json())["usage"]
-            took_s = time.monotonic() - sent_s
-            print(f"{LONG_TOKENS} tokens in {took_s:.1f} s: {looks} looks, all admitted, {silent} mute")
-    finally:
-        program.stop()
-    assert usage["prompt_tokens"] == LONG_TOKENS
