@@ -22,6 +22,8 @@ from engine.contract.files import FollowedFile
 from engine.contract.redis_client import connect as connect_redis
 from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
+from router.events.feed import EventFeed
+from router.events.follow import Streams
 from router.fleet.discovery import Discovery, OverTls
 from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
@@ -38,16 +40,19 @@ from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_conn
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
 from router.gateway.estimates import Estimates
+from router.gateway.event_sources import sources
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
-from router.gateway.registry import NoRegistry
+from router.gateway.registry import NoRegistry, WithEvents
+from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
 from router.gateway.sharing import NoSharing, Sharing, new_notebook
 from router.gateway.status import Status
+from router.gateway.tasks import running_task
 from router.gateway.telling import Telling
 from router.gateway.tls import Certificate, engine_context
 from router.gateway.waiting import RoomLimits, WaitingRoom
@@ -92,6 +97,8 @@ REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 TELLING = web.AppKey("telling", Telling)
 """Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
 SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
+EVENTS = web.AppKey("events", EventFeed)
+STREAMS = web.AppKey("streams", Streams)
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
@@ -141,7 +148,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _handlers, _background)
+        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
     )
     app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:
@@ -319,8 +326,21 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
+async def _events(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    app[EVENTS] = events = EventFeed(
+        app[INDEX],
+        stride=settings.stride,
+        belief_ttl_s=settings.foreign_ttl_s,
+        clock=asyncio.get_running_loop().time,
+    )
+    app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
+    yield
+
+
 async def _handlers(app: web.Application) -> AsyncIterator[None]:
-    settings, fleet, metrics, index, registry = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX], app[REGISTRY]
+    settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
+    registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()
     options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
     reader = Reader(
@@ -336,7 +356,8 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 
     shares = settings.redis_url is not None and settings.share_beliefs
     notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
-    app[TELLING] = telling = Telling(registry.reports, notebook, asyncio.get_running_loop().time)
+    app[TELLING] = telling = Telling(app[REGISTRY].reports, notebook, asyncio.get_running_loop().time)
+    telling.listen(app[EVENTS].on_routed)
 
     def make_policies() -> dict[str, Policy]:
         return {name: make_policy(name, options) for name in POLICY_NAMES}
@@ -377,7 +398,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits)
+    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
     app[GENERATE] = Generate(
         app[ADMISSION],
         reader,
@@ -389,12 +410,14 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[LACKS],
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
+        sessions,
         total_timeout_s=settings.total_timeout_s,
     )
     app[STATUS] = Status(
         app[DISCOVERY],
         fleet,
         registry,
+        isinstance(app[REGISTRY], RegistryReader),
         app[ADMISSION],
         app[DOOR],
         app[LACKS],
@@ -403,6 +426,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         app[USAGE_LOG],
         app[SHARING],
+        app[STREAMS],
         app[SCRAPER],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
@@ -411,11 +435,13 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry, sharing = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING]
+    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
+    sharing, streams = app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
+            streams.leave(pod)
             if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
                 index.drop(pod)
                 app[CHOOSER].tell_forgotten(pod, is_sure=False)
@@ -438,6 +464,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         app[STATUS].is_warm = True
 
     app[FLEET].listen(forget)
+    app[FLEET].listen(lambda change: streams.set_sources(sources(app[FLEET].members(), app[SETTINGS])))
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
@@ -447,6 +474,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             running.push_async_callback(sharing.close)
             await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
             await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
+        await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:
             await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
@@ -454,17 +482,6 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))
         yield
-
-
-@contextlib.asynccontextmanager
-async def running_task(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """`work` as a task while the block lasts."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
 
 
 @contextlib.asynccontextmanager

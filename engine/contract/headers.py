@@ -29,6 +29,9 @@ PROMPT_TOKENS = "x-warmroute-prompt-tokens"
 REQUEST_ID = "x-request-id"
 """Request and response: the client's id for a request; made by the gateway where absent."""
 
+SESSION = "x-session-id"
+"""Request to an engine: what it calls the request in its KV events (vLLM). A client's own is kept by the gateway."""
+
 PODS = "x-warmroute-pods"
 """Request of a gateway's probe (`/v1/models`): how many engines it follows, a decimal number. An engine that publishes
 does so the less often, the larger that fleet is."""

@@ -22,6 +22,10 @@ class EngineAddress:
     """The one model requests are sent for; None: every model the engine lists."""
     weight: float = 1.0
     """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+    kv_events_port: int | None = None
+    """TCP port at which it publishes KV events, as far as discovery knows."""
+    kv_replay_port: int | None = None
+    """TCP port at which it replays them."""
     ranks: int | None = None
     """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
     name: str | None = field(default=None, compare=False)

@@ -222,10 +222,18 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
         is_ready=is_ready,
         model=_annotations(pod).get(MODEL_ANNOTATION) or None,
         weight=_weight_of(pod) or 1.0,
+        kv_events_port=_annotated_port(pod, KV_EVENTS_ANNOTATION),
+        kv_replay_port=_annotated_port(pod, KV_REPLAY_ANNOTATION),
         ranks=_ranks_of(pod),
         name=pod.metadata.name,
         born=pod.metadata.created,
     )
+
+
+def _annotated_port(pod: Pod, annotation: str) -> int | None:
+    """None where there is none, or no port: then it is as if it were not there."""
+    given = _annotations(pod).get(annotation, "")
+    return int(given) if _PORT.fullmatch(given) and 0 < int(given) < 65536 else None
 
 
 def annotations_of(target: KubeTarget) -> dict[str, str]:

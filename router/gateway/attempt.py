@@ -22,6 +22,8 @@ class Attempt:
     sent_s: float
     told: Told | None = None
     """For the other gateways; None where they hear nothing of it."""
+    session_id: str | None = None
+    """Under which the pod's KV events tell of its blocks; None: the client's own, if any, goes on."""
     outcome: Outcome | None = None
     """None while it is under way, and where it was cancelled."""
     reason: str = ""

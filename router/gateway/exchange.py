@@ -26,6 +26,8 @@ class Exchange:
     arrived_s: float
     deadline_s: float
     tenant: Tenant = DEFAULT
+    client_session: str | None = None
+    """What the client calls its session, if it does."""
     inbound: Inbound | None = None
     attempts: list[Attempt] = field(default_factory=list)
     answer: web.Response | None = None

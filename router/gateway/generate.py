@@ -7,6 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
+from engine.contract import headers
 from engine.contract.errors import ApiError
 from engine.contract.requests import Endpoint
 from router.fleet.lack import Lacks
@@ -21,6 +22,7 @@ from router.gateway.headers import request_id
 from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
 from router.gateway.keys import tenant_of
 from router.gateway.proxy import Proxy
+from router.gateway.sessions import Sessions
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
@@ -41,6 +43,7 @@ class Generate:
         lacks: Lacks,
         limiter: Limiter,
         accounts: Accounts | None,
+        sessions: Sessions,
         *,
         total_timeout_s: float,
     ) -> None:
@@ -54,6 +57,7 @@ class Generate:
         self._lacks = lacks
         self._limiter = limiter
         self._accounts = accounts
+        self._sessions = sessions
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
 
@@ -61,6 +65,7 @@ class Generate:
         """The answer to a request."""
         now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
+        exchange.client_session = request.headers.get(headers.SESSION)
         try:
             with self._admission.request() as admitted:
                 inbound = exchange.inbound = self._reader.read(
@@ -117,6 +122,7 @@ class Generate:
             self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
             if exchange.status == 200:
                 self._chooser.learn(inbound, choice, exchange.usage)
+                self._sessions.ended(exchange)
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)

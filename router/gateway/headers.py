@@ -62,6 +62,7 @@ class UpstreamHeaders:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
         own = set() if passes_authorization else {"authorization"}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
+        self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
         self._shown: dict[str, bytes] = {}
         """By the name of the key; the one for all engines has none."""
         self._credentials: dict[str, dict[str, str]] = {}
@@ -81,9 +82,12 @@ class UpstreamHeaders:
         """What engines that want the key of that name are shown of the gateway itself."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
-    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None) -> bytes:
-        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank."""
-        dropped = self._dropped
+    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None, session_id: str | None = None) -> bytes:
+        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank.
+
+        `session_id`: in place of the client's.
+        """
+        dropped = self._dropped if session_id is None else self._dropped_with_session
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
             said = [
@@ -94,6 +98,8 @@ class UpstreamHeaders:
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
+        if session_id is not None:
+            lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())
         if pod is not None:
             lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
             lines.append(pod.rank_field)

@@ -27,6 +27,7 @@ from router.gateway.outcome import Outcome
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
 from router.gateway.resume import Way
 from router.gateway.said import Record
+from router.gateway.sessions import Sessions, restore
 from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.gateway.waiting import WaitingRoom
@@ -52,6 +53,7 @@ class Proxy:
         room: WaitingRoom,
         metrics: Metrics,
         limits: Limits,
+        sessions: Sessions,
     ) -> None:
         self._client = client
         self._upstream = upstream
@@ -61,6 +63,7 @@ class Proxy:
         self._blame = Blame(fleet, metrics)
         self._metrics = metrics
         self._limits = limits
+        self._sessions = sessions
         self._inside = 0
         """Requests on their way through here."""
         self._retries = RetryBudget()
@@ -152,7 +155,10 @@ class Proxy:
             output_tokens=inbound.output_tokens,
             streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
         )
-        attempt = Attempt(choice, lease, self._clock(), self._chooser.told(inbound, choice, exchange.request_id))
+        now_s = self._clock()
+        session_id = self._sessions.begin(choice.pod, inbound, now_s)
+        told = self._chooser.told(inbound, choice, session_id or exchange.request_id)
+        attempt = Attempt(choice, lease, now_s, told, session_id)
         exchange.attempts.append(attempt)
         return attempt
 
@@ -193,7 +199,7 @@ class Proxy:
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.pod),
+                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.pod, attempt.session_id),
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),
@@ -435,6 +441,7 @@ class Proxy:
         """The engine's headers, why the request went there, and what the tenant has left."""
         tells_cache = self._limits.tells_cache and exchange.tenant.tells_cache
         passed = answer_headers(upstream.headers, tells_cache=tells_cache)
+        restore(passed, exchange)
         if tells_cache:
             passed[headers.POD] = choice.pod.pod_id
             passed[headers.POLICY] = choice.policy

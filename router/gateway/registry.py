@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from router.events.feed import EventFeed
 from router.registry.reader import RegistryStatus
 from router.routing.types import PodId
 
@@ -20,6 +21,27 @@ class RegistryView(Protocol):
 
     def status(self) -> RegistryStatus:
         """Counters and state."""
+
+
+class WithEvents:
+    """A registry, and the KV events of engines that publish to none."""
+
+    def __init__(self, registry: RegistryView, events: EventFeed) -> None:
+        self._registry = registry
+        self._events = events
+
+    def reports(self, pod: PodId) -> bool:
+        """Whether the pod says what it holds, to the registry or in events."""
+        return self._registry.reports(pod) or self._events.reports(pod)
+
+    @property
+    def expired(self) -> bool:
+        """Whether every lease has run out, and no engine's events are heard."""
+        return self._registry.expired and not self._events.is_any_reporting
+
+    def status(self) -> RegistryStatus:
+        """The registry's."""
+        return self._registry.status()
 
 
 class NoRegistry:

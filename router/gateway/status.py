@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.contract.errors import BadRequest, quoted
+from router.events.follow import Streams
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
@@ -22,7 +23,7 @@ from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
 from router.gateway.keys import tenant_of
-from router.gateway.registry import NoRegistry, RegistryView
+from router.gateway.registry import RegistryView
 from router.gateway.sharing import SharingView
 from router.gateway.waiting import WaitingRoom
 from router.registry.beliefs_reader import BeliefStatus
@@ -43,6 +44,7 @@ class Status:
         discovery: Discovery,
         fleet: Fleet,
         registry: RegistryView,
+        has_registry: bool,
         admission: Admission,
         door: Door,
         lacks: Lacks,
@@ -51,6 +53,7 @@ class Status:
         limiter: Limiter,
         usage_log: UsageLog | None,
         sharing: SharingView,
+        events: Streams,
         scraper: Scraper | None = None,
     ) -> None:
         self._scraper = scraper
@@ -65,7 +68,8 @@ class Status:
         self._limiter = limiter
         self._usage_log = usage_log
         self._sharing = sharing
-        self._has_registry = not isinstance(registry, NoRegistry)
+        self._events = events
+        self._has_registry = has_registry
         self.is_warm = not self._has_registry
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
@@ -155,6 +159,8 @@ class Status:
             usage_log_lost=self._usage_log.lost if self._usage_log else 0,
             registry_unknown=status.unknown,
             beliefs=self._belief_values(),
+            kv_event_streams=Counter(self._events.states().values()),
+            kv_events=self._events.totals(),
         )
         return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -225,6 +231,7 @@ class Status:
                 "failed_in_a_row": pod.faults.count,
                 "weight": pod.weight,
                 "publishes": self._registry.reports(pod.pod_id),
+                "kv_events": self._events.status(pod.pod_id),
                 "engine": {**asdict(pod.facts), "adapters": sorted(pod.facts.adapters)},
                 "adapters_loaded": pod.adapters.loaded,
                 "metrics": self._scraper and self._scraper.status(member.url),

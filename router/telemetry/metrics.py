@@ -67,6 +67,10 @@ class GaugeValues:
     """Of other gateways; all zero where nothing is shared."""
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
+    kv_event_streams: Mapping[str, int] = field(default_factory=dict)
+    """By state."""
+    kv_events: Mapping[str, int] = field(default_factory=dict)
+    """By what."""
 
 
 class Metrics:
@@ -211,6 +215,21 @@ class Metrics:
             ),
         ):
             registry.register(collector)
+        self._kv_events = Tally(
+            "warmroute_gateway_kv_events",
+            "What engines' streams of KV events brought: batches, blocks stored and removed, caches cleared; gaps, "
+            "restarts, and times that what an engine holds had to be forgotten (lost); batches or events that were "
+            "refused, or not known here; blocks of which the beginning is not known (orphans)",
+            ("what",),
+        )
+        registry.register(self._kv_events)
+        self._kv_event_streams = Gauge(
+            "warmroute_gateway_kv_event_streams",
+            "Engines whose KV events are to be followed, by state: following; waiting for the first block of a request "
+            "from here; no_sessions: the engine is too old to tell whose a block is; unheard",
+            ("state",),
+            registry=registry,
+        )
         self.tenants = TenantMetrics(registry)
         self._beliefs = BeliefMetrics(registry)
         self._usage_log_lost = Tally(
@@ -400,12 +419,14 @@ class Metrics:
             (self._metrics_pauses, values.metrics_pauses_s),
             (self._model_engines, values.model_engines),
             (self._model_waiting, values.model_waiting),
+            (self._kv_event_streams, values.kv_event_streams),
         ):
             family.clear()
             for label, count in counts.items():
                 family.labels(label).set(count)
         self._beliefs.set(values.beliefs)
         self._ejections.counts[()] = values.ejections
+        self._kv_events.counts.update({(what,): count for what, count in values.kv_events.items()})
         self._metrics_reads.counts.update({(outcome,): count for outcome, count in values.metrics_reads.items()})
         self._registry_refused.counts[()] = values.registry_refused
         self._usage_log_lost.counts[()] = values.usage_log_lost

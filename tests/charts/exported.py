@@ -70,6 +70,8 @@ def gateway_text() -> str:
         registry_pods_synced=1,
         registry_refused=1,
         registry_unknown=1,
+        kv_event_streams={"following": 1},
+        kv_events={"batches": 1},
     )
     return metrics.render(values).decode()
 

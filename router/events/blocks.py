@@ -1,0 +1,136 @@
+"""What one pod's events say of its blocks: copies counted, in which tier, whether they count at all. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.contract.events import Tier
+from router.events.tree import BlockTree, Node, digests
+from router.events.wire import Removed, Stored
+
+_COPY_BITS = 20
+_ONE = tuple(1 << _COPY_BITS * tier for tier in Tier)
+_COUNT = (1 << _COPY_BITS) - 1
+
+
+@dataclass(slots=True)
+class BlockCounts:
+    """Of one pod, since the start."""
+
+    stored: int = 0
+    removed: int = 0
+    orphans: int = 0
+    """Blocks whose beginning is not known: they were stored before anybody listened."""
+    passed_over: int = 0
+    """Blocks that are no part of full attention: a prefix cannot be reused by them alone."""
+
+
+class PodBlocks:
+    """The blocks of one life of a pod, or of one data-parallel rank, in the tree.
+
+    A block may lie there in several copies; a removal is of one of them. Most have one, on the GPU: only others have a
+    count of their own.
+    """
+
+    def __init__(self, tree: BlockTree, bit: int, counts: BlockCounts) -> None:
+        self.tree = tree
+        self.bit = bit
+        self._counts = counts
+        self._copies: dict[Node, int] = {}
+        self._inferred: set[Node] = set()
+        """Held because a block behind them was stored; their own event was not heard."""
+        self._full: dict[int, bool] = {}
+        """Whether a group of layers has full attention."""
+
+    def tier(self, node: Node) -> Tier:
+        """The fastest tier that has the block, which the pod holds."""
+        copies = self._copies.get(node)
+        if copies is None or copies & _COUNT:
+            return Tier.GPU
+        return Tier.HOST if copies >> _COPY_BITS & _COUNT else Tier.DISK
+
+    def store(self, event: Stored) -> Node | None:
+        """Enter an event. The last block of it, where it is known."""
+        if not self._is_counted(event.group, is_full=event.is_full_attention):
+            self._counts.passed_over += len(event.hashes)
+            return None
+        self._counts.stored += len(event.hashes)
+        if not event.tokens:
+            self._moved(event)
+            return None
+        said = digests(event.tokens, len(event.hashes), event.extra)
+        nodes = self.tree.path(event.parent, event.space, said, event.hashes)
+        if nodes is None:
+            self._counts.orphans += len(event.hashes)
+            return None
+        if event.tier is Tier.GPU:
+            self._infer(nodes[0].parent)
+        for node in nodes:
+            self._add(node, event.tier)
+        return nodes[-1]
+
+    def remove(self, event: Removed) -> None:
+        """Enter an event. Blocks that are not known are none of those that count."""
+        if not self._full.get(event.group, True):
+            return
+        self._counts.removed += len(event.hashes)
+        for name in event.hashes:
+            node = self.tree.by_name.get(name)
+            if node is not None and node.held & self.bit:
+                self._drop(node, event.tier)
+
+    def _is_counted(self, group: int, *, is_full: bool) -> bool:
+        """Of several groups with full attention the first is followed: they hold the same tokens."""
+        if group not in self._full:
+            self._full[group] = is_full and not any(self._full.values())
+        return self._full[group]
+
+    def _moved(self, event: Stored) -> None:
+        """Blocks that a slower tier has now, by the names that they have on the GPU."""
+        for name in event.hashes:
+            node = self.tree.by_name.get(name)
+            if node is None:
+                self._counts.orphans += 1
+            else:
+                self._add(node, event.tier)
+
+    def _infer(self, node: Node | None) -> None:
+        """What a stored block continues lies there too, though its event may have been missed."""
+        while node is not None and not node.held & self.bit:
+            self.tree.hold(node, self.bit)
+            self._inferred.add(node)
+            node = node.parent
+
+    def _add(self, node: Node, tier: Tier) -> None:
+        bit = self.bit
+        if not node.held & bit:
+            if tier is not Tier.GPU:
+                self._copies[node] = _ONE[tier]
+            self.tree.hold(node, bit)
+            return
+        if node in self._inferred and tier is Tier.GPU:
+            self._inferred.discard(node)  # this is the copy that was inferred
+            return
+        before = self.tier(node)
+        self._copies[node] = self._copies.get(node, 1) + _ONE[tier]
+        self._retold(node, before)
+
+    def _drop(self, node: Node, tier: Tier) -> None:
+        copies = self._copies.get(node, 1)
+        if not copies >> _COPY_BITS * tier & _COUNT:
+            return  # a copy that was never heard of
+        before = self.tier(node)
+        copies -= _ONE[tier]
+        if copies and copies != 1:
+            self._copies[node] = copies
+        else:
+            self._copies.pop(node, None)
+        if not copies:
+            self._inferred.discard(node)
+            self.tree.release(node, self.bit)
+        else:
+            self._retold(node, before)
+
+    def _retold(self, node: Node, before: Tier) -> None:
+        if self.tier(node) is not before:
+            self.tree.retell(node, self.bit)

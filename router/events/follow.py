@@ -1,0 +1,255 @@
+"""The streams of all pods: one for each life of a pod whose ports are known, or one door for engines that connect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import zmq
+
+from router.events.feed import EventFeed
+from router.events.subscribe import PIECE, Stream, options, tcp
+from router.routing.types import PodId
+
+log = logging.getLogger(__name__)
+
+_MAX_SOCKETS = 65_536
+_TICK_S = 0.05
+_TOPIC_ADDRESS = re.compile(r"@([^@\s]+)@")
+_MAX_STRANGERS = 256
+"""Publishers that are no engine of the fleet, as far as they are remembered to be complained of once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a pod's events come from. Equal sources of one life: the same stream."""
+
+    model: str
+    host: str
+    http_port: int
+    port: int | None
+    """At which the engine publishes; None: it connects to the gateway."""
+    replay_port: int | None
+    life: str = ""
+    """Of the pod: another one is another stream."""
+
+
+class Streams:
+    """Follows the streams of the pods that it is given. `run` does, until cancelled."""
+
+    def __init__(self, feed: EventFeed, *, topic: str = "", bind: str | None = None) -> None:
+        """`bind`: ZMQ address at which engines connect. Needs a running loop."""
+        self._feed = feed
+        self._topic = topic
+        self._bind = bind
+        self._is_running = False
+        self._context: zmq.Context[Any] | None = None
+        """Made with the first stream: it has a thread."""
+        self._door: zmq.Socket[Any] | None = None
+        self._wanted: Mapping[PodId, Source] = {}
+        self._streams: dict[PodId, tuple[Source, Stream, asyncio.Task[None]]] = {}
+        self._by_address: dict[str, Stream | None] = {}
+        """For engines that connect, by `IP` and `IP:PORT`; None: several engines have it."""
+        self._strangers: set[str] = set()
+        self._gone: Counter[str] = Counter()
+        self._rng = random.Random()
+        self._loop = asyncio.get_running_loop()
+
+    def set_sources(self, sources: Mapping[PodId, Source]) -> None:
+        """From now on follow these pods and no others."""
+        self._wanted = dict(sources)
+        if self._is_running:
+            self._update()
+
+    def leave(self, pod_id: PodId) -> None:
+        """The pod's life has ended. If it is still among the sources, that is another one, followed from the next
+        `set_sources` on."""
+        if pod_id in self._streams:
+            self._end(pod_id)
+
+    async def run(self) -> None:
+        """Follow the streams of the pods. Raises ZMQError where `bind` cannot be had."""
+        self._is_running = True
+        try:
+            if self._bind is not None:
+                self._open_door()
+            self._update()
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self._feed.tick()
+        finally:
+            if self._door is not None:
+                self._loop.remove_reader(self._door.fileno())
+                self._door.close(0)
+                self._door = None
+            tasks = [task for _, _, task in self._streams.values()]
+            for pod_id in list(self._streams):
+                self._end(pod_id)
+            if tasks:
+                await asyncio.wait(tasks)
+            self._is_running = False
+            if self._context is not None:
+                self._context.destroy(0)
+                self._context = None
+
+    def status(self, pod_id: PodId) -> dict[str, Any] | None:
+        """Of a pod's stream, for operators; None if it is not followed."""
+        followed = self._streams.get(pod_id)
+        counts = self._feed.counts(pod_id)
+        if followed is None or counts is None:
+            return None
+        stream = followed[1]
+        return {
+            "state": self.state(pod_id),
+            "address": stream.address or f"connects to {self._bind}",
+            "replay_address": stream.replay_address,
+            "failed_replays": stream.failed_replays,
+            **asdict(stream.counts),
+            **asdict(counts),
+        }
+
+    def state(self, pod_id: PodId) -> str:
+        """Of a pod's stream, in a word: `following` where the index goes by it, else why it does not."""
+        followed = self._streams.get(pod_id)
+        if followed is None:
+            return "none"
+        if self._feed.reports(pod_id):
+            return "following"
+        if not followed[1].is_flowing:
+            return "unheard"
+        return "no_sessions" if self._feed.is_silent(pod_id) else "waiting"
+
+    def states(self) -> dict[PodId, str]:
+        """The state of every pod that is followed."""
+        return {pod_id: self.state(pod_id) for pod_id in self._streams}
+
+    def _update(self) -> None:
+        for pod_id, (source, _, task) in list(self._streams.items()):
+            if self._wanted.get(pod_id) != source or task.done():
+                self._end(pod_id)
+        for pod_id, source in self._wanted.items():
+            if pod_id not in self._streams:
+                self._begin(pod_id, source)
+        if self._bind is not None:
+            self._by_address = {}
+            for source, stream, _ in self._streams.values():
+                if source.port is None:
+                    for name in (source.host, f"{source.host}:{source.http_port}"):
+                        self._by_address[name] = None if name in self._by_address else stream
+
+    def _zmq(self) -> zmq.Context[Any]:
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        return self._context
+
+    def _begin(self, pod_id: PodId, source: Source) -> None:
+        feed = self._feed
+        feed.follow(pod_id, source.model)
+        stream = Stream(
+            self._zmq(),
+            address=None if source.port is None else tcp(source.host, source.port),
+            replay_address=None if source.replay_port is None else tcp(source.host, source.replay_port),
+            topic=self._topic,
+            apply=partial(feed.batch, pod_id),
+            forget=partial(feed.forget, pod_id),
+            stale=partial(feed.stale, pod_id),
+            flows=lambda is_flowing: feed.flows(pod_id, is_flowing=is_flowing),
+            rng=self._rng,
+        )
+        task = self._loop.create_task(stream.run())
+        task.add_done_callback(partial(_look, pod_id))
+        self._streams[pod_id] = (source, stream, task)
+
+    def totals(self) -> Counter[str]:
+        """What happened since the start, of all streams, those that have ended included."""
+        total = Counter(self._gone)
+        for pod_id in self._streams:
+            total.update(self._counts(pod_id))
+        return total
+
+    def _counts(self, pod_id: PodId) -> dict[str, int]:
+        counts = self._feed.counts(pod_id)
+        assert counts is not None
+        wire, order = counts.wire, self._streams[pod_id][1].counts
+        return {
+            "batches": counts.batches,
+            "stored": counts.blocks.stored,
+            "removed": counts.blocks.removed,
+            "cleared": counts.cleared,
+            "gaps": order.gaps,
+            "restarts": order.restarts,
+            "lost": order.lost,
+            "refused": counts.refused + wire.bad_events,
+            "unknown": wire.unknown_events + wire.unknown_fields,
+            "orphans": counts.blocks.orphans,
+        }
+
+    def _end(self, pod_id: PodId) -> None:
+        self._gone.update(self._counts(pod_id))
+        _, _, task = self._streams.pop(pod_id)
+        task.cancel()
+        self._feed.leave(pod_id)
+
+    # -- engines that connect -----------------------------------------------------------------------------------
+
+    def _open_door(self) -> None:
+        assert self._bind is not None
+        self._door = door = self._zmq().socket(zmq.SUB)
+        options(door)
+        door.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
+        door.bind(self._bind)
+        self._loop.add_reader(door.fileno(), self._read_door)
+        self._loop.call_soon(self._read_door)
+
+    def _read_door(self) -> None:
+        for _ in range(PIECE):
+            if self._door is None:
+                return
+            try:
+                frames = self._door.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) < 2:
+                continue
+            stream = self._publisher(frames)
+            if stream is not None:
+                stream.live(frames[-2].bytes, frames[-1].bytes)
+        self._loop.call_soon(self._read_door)
+
+    def _publisher(self, frames: list[Any]) -> Stream | None:
+        """Whose batch it is: by the address in its topic, or by the address that it comes from."""
+        topic = frames[0].bytes[:256].decode("utf-8", "replace") if len(frames) > 2 else ""
+        named = _TOPIC_ADDRESS.search(topic)
+        try:
+            peer = str(frames[-1].get("Peer-Address"))
+        except zmq.ZMQError:
+            peer = ""
+        peer = peer.removeprefix("::ffff:")
+        names = [named[1]] if named else [peer]
+        for name in names:
+            stream = self._by_address.get(name)
+            if stream is not None:
+                return stream
+        who = f"{peer} with topic {topic!r}"
+        if len(self._strangers) < _MAX_STRANGERS and who not in self._strangers:
+            self._strangers.add(who)
+            log.warning(
+                "KV events from %s: it is not known whose they are. An engine is known by its IP address where no "
+                "other engine has it, or by a topic such as kv@HOST:PORT@MODEL",
+                who,
+            )
+        return None
+
+
+def _look(pod_id: PodId, task: asyncio.Task[None]) -> None:
+    """A stream that cannot be followed ends alone."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("KV events of %s: they are not followed any more", pod_id, exc_info=error)

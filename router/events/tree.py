@@ -1,0 +1,246 @@
+"""Every block that engines told of, by what it holds: a tree whose paths are prefixes in whole blocks. Pure.
+
+A node is a block of certain tokens after certain others, whichever pod holds it and however that pod names it. Pods are
+bits: `held` has the pods where the block lies, `rooted` those where it can be reused, as all before it lie there too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from engine.contract.keys import PrefixKey
+
+MAX_GHOSTS = 262_144
+"""Blocks that are remembered though no pod holds them, so that keys find their place when they come back."""
+_PRUNED_AT_ONCE = 64
+_SWEPT_AT_ONCE = 2_000
+_MAX_NAMES = 16
+"""Of one block. Engines with unlike seeds have one each."""
+_EVERY_POD = -1
+_PRUNED = -1
+"""As the digest of a node that is in the tree no more."""
+
+
+class Node:
+    """One block. `depth`: blocks of the path that ends with it; 0: the beginning of all prompts."""
+
+    __slots__ = ("children", "depth", "digest", "held", "keys", "names", "parent", "rooted")
+
+    def __init__(self, parent: Node | None, digest: int) -> None:
+        self.parent = parent
+        self.digest = digest
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[int, Node] | None = None
+        self.keys: list[PrefixKey] | None = None
+        """Prefix keys that are held where this block is rooted, as it is the last whole one that they cover."""
+        self.names: tuple[int, ...] = ()
+        """What engines call it: one hash, or several if their hashes are seeded."""
+        self.held = self.rooted = _EVERY_POD if parent is None else 0
+
+
+class BlockTree:
+    """The blocks of one model in one size of block."""
+
+    def __init__(
+        self, on_keys: Callable[[int, Iterable[PrefixKey]], None], on_pruned: Callable[[PrefixKey], None]
+    ) -> None:
+        """`on_keys(pods, keys)`: these pods began or ceased to hold the keys. `on_pruned`: the key's block is
+        forgotten."""
+        self._on_keys = on_keys
+        self._on_pruned = on_pruned
+        self.roots: dict[str, Node] = {}
+        """By space: adapter and salt."""
+        self.by_name: dict[int, Node] = {}
+        self._ghosts: dict[Node, None] = {}
+        self._strays: dict[Node, None] = {}
+        """Nodes that lost a name to another one."""
+        self._sweeper: Iterator[int] | None = None
+        self._retired = 0
+        """Bits of pods that are gone, still set in some nodes."""
+        self.live = 0
+        """Bits of pods that are there."""
+
+    def path(self, parent: int | None, space: str, digests: Sequence[int], names: Sequence[int]) -> list[Node] | None:
+        """The nodes of consecutive blocks, made where they are new; None if nothing is known of their parent."""
+        if parent is None:
+            node = self.roots.get(space)
+            if node is None:
+                node = self.roots[space] = Node(None, 0)
+        else:
+            found = self.by_name.get(parent)
+            if found is None:
+                return None
+            node = found
+        nodes = []
+        by_name = self.by_name
+        for digest, name in zip(digests, names, strict=True):
+            children = node.children
+            if children is None:
+                children = node.children = {}
+            child = children.get(digest)
+            if child is None:
+                child = children[digest] = Node(node, digest)
+                self._ghosts[child] = None
+            if by_name.get(name) is not child:
+                self._name(child, name)
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def _name(self, node: Node, name: int) -> None:
+        other = self.by_name.get(name)
+        if other is not None:
+            self._strays[other] = None
+        self.by_name[name] = node
+        node.names += (name,)
+        if len(node.names) > _MAX_NAMES:
+            oldest, *names = node.names
+            node.names = tuple(names)
+            if self.by_name.get(oldest) is node:
+                del self.by_name[oldest]
+                self._strays[node] = None
+
+    def hold(self, node: Node, pod: int) -> None:
+        """The pod holds the block from now on."""
+        node.held |= pod
+        self._ghosts.pop(node, None)
+        assert node.parent is not None
+        if node.parent.rooted & pod:
+            self._spread(node, pod, is_rooted=True)
+
+    def release(self, node: Node, pod: int) -> None:
+        """The pod holds the block no more."""
+        if node.rooted & pod:
+            self._spread(node, pod, is_rooted=False)
+        node.held &= ~pod
+        if not node.held & self.live:
+            self._ghosts[node] = None
+
+    def retell(self, node: Node, pod: int) -> None:
+        """The pod holds the block in another tier now."""
+        if node.rooted & pod and node.keys:
+            self._on_keys(pod, node.keys)
+
+    def _spread(self, start: Node, pod: int, *, is_rooted: bool) -> None:
+        """Root, or uproot, a block and all that the pod holds behind it."""
+        todo = [start]
+        while todo:
+            node = todo.pop()
+            node.rooted ^= pod
+            if node.keys:
+                self._on_keys(pod, node.keys)
+            if node.children:
+                todo += [
+                    child
+                    for child in node.children.values()
+                    if child.held & pod and bool(child.rooted & pod) is not is_rooted
+                ]
+
+    def retire(self, pod: int) -> None:
+        """The pod is gone; its bit is free for another once `sweep` has returned it."""
+        self.live &= ~pod
+        self._retired |= pod
+
+    def sweep(self) -> int:
+        """Do a piece of what is left to do: prune what no pod has held for long, and clear the bits of retired pods.
+        Bits that are free from now on."""
+        for _ in range(_PRUNED_AT_ONCE):
+            if len(self._ghosts) <= MAX_GHOSTS:
+                break
+            self._prune(next(iter(self._ghosts)))
+        if self._sweeper is None:
+            if not self._retired:
+                return 0
+            self._sweeper = self._sweep(self._retired)
+        free = next(self._sweeper)
+        if free:
+            self._sweeper = None
+        return free
+
+    def _sweep(self, dead: int) -> Iterator[int]:
+        nodes = [*self.by_name.values(), *self._strays]
+        for at in range(0, len(nodes), _SWEPT_AT_ONCE):
+            for node in nodes[at : at + _SWEPT_AT_ONCE]:
+                if (node.held | node.rooted) & dead:
+                    node.held &= ~dead
+                    node.rooted &= ~dead
+                    if not node.held & self.live:
+                        self._ghosts[node] = None
+            yield 0
+        self._retired ^= dead
+        yield dead
+
+    def _prune(self, node: Node) -> None:
+        del self._ghosts[node]
+        if node.children:
+            return  # it is a ghost again when the last of them goes
+        self._strays.pop(node, None)
+        for name in node.names:
+            if self.by_name.get(name) is node:
+                del self.by_name[name]
+        for key in node.keys or ():
+            self._on_pruned(key)
+        node.keys = None
+        node.digest, digest = _PRUNED, node.digest
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[digest]
+        if parent.parent is not None and not parent.children and not parent.held & self.live:
+            self._ghosts[parent] = None
+
+
+def kept(tip: Node) -> Node:
+    """The node, or the last one before it that is still in the tree."""
+    while tip.digest == _PRUNED:
+        assert tip.parent is not None
+        tip = tip.parent
+    return tip
+
+
+def chain(tip: Node) -> list[Node]:
+    """The path to a node: that of depth d at d - 1."""
+    nodes = []
+    node: Node | None = tip
+    while node is not None and node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    nodes.reverse()
+    return nodes
+
+
+def common_depth(one: Node, other: Node) -> int:
+    """Blocks that two paths share; -1 if they do not even begin in the same space."""
+    while one.depth > other.depth:
+        assert one.parent is not None
+        one = one.parent
+    while other.depth > one.depth:
+        assert other.parent is not None
+        other = other.parent
+    while one is not other:
+        if one.parent is None or other.parent is None:
+            return -1
+        one, other = one.parent, other.parent
+    return one.depth
+
+
+def digests(tokens: Sequence[Any], blocks: int, extra: Sequence[Any] | None) -> list[int]:
+    """What tells each of so many blocks from others after the same ones. Tokens may be pairs of ids (EAGLE)."""
+    per_block = len(tokens) // blocks
+    try:
+        data = array("q", tokens).tobytes()
+        size = 8 * per_block
+        found = [xxh3_64_intdigest(data[at : at + size]) for at in range(0, len(data), size)]
+    except (TypeError, OverflowError):
+        pieces = (tokens[at : at + per_block] for at in range(0, len(tokens), per_block))
+        found = [xxh3_64_intdigest(repr(piece).encode()) for piece in pieces]
+    if extra is not None:
+        found = [
+            digest if not more else xxh3_64_intdigest(repr(more).encode(), digest)
+            for digest, more in zip(found, extra, strict=True)
+        ]
+    return found

@@ -1,0 +1,117 @@
+"""An engine as far as its prefix cache and its events: whole blocks, least recently used first out, a toy tokenizer.
+
+As in vLLM, blocks that are reused are not told of, a request's blocks are freed last to first, and a store is told of
+with the session of its request. Written for the tests alone, from tokens, not from what `router.events` makes of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from engine.contract.keys import PrefixKey, key_seed, prefix_keys
+
+STRIDE = 16
+MODEL = "m"
+
+
+def uniform_tokens(text: bytes) -> list[tuple[int, int]]:
+    """Token ids and where each ends, all of four bytes; the last may be shorter."""
+    return [(int.from_bytes(text[at : at + 4], "big"), min(at + 4, len(text))) for at in range(0, len(text), 4)]
+
+
+def uneven_tokens(text: bytes) -> list[tuple[int, int]]:
+    """The same of one to eight bytes, as the bytes have it."""
+    tokens, start = [], 0
+    for at in range(1, len(text) + 1):
+        if at - start == 8 or text[at - 1] % 5 == 0 or at == len(text):
+            tokens.append((int.from_bytes(text[start:at], "big"), at))
+            start = at
+    return tokens
+
+
+def keys_of(text: bytes) -> tuple[PrefixKey, ...]:
+    """The prefix keys of a prompt."""
+    return prefix_keys(text, key_seed(MODEL), STRIDE)
+
+
+def chain(tokens: Sequence[int], size: int) -> list[int]:
+    """What the engine calls each whole block of `tokens`: a hash of all up to its end."""
+    names, last = [], 0
+    for end in range(size, len(tokens) + 1, size):
+        last = hash((last, *tokens[end - size : end])) & 0xFFFF_FFFF_FFFF_FFFF
+        names.append(last)
+    return names
+
+
+class ModelEngine:
+    """`batches` are what it published, encoded; `room` is in blocks."""
+
+    def __init__(self, room: int, block_tokens: int) -> None:
+        self.room = room
+        self.block_tokens = block_tokens
+        self.used: dict[int, None] = {}
+        """Blocks held, the longest unused first."""
+        self.batches: list[bytes] = []
+
+    def serve(self, tokens: Sequence[int], session: str | None, *, generated: Sequence[int] = ()) -> int:
+        """One request from its beginning to its end. How many tokens of its prompt were reused."""
+        size, everything = self.block_tokens, [*tokens, *generated]
+        names = chain(everything, size)[: self.room]
+        held = 0
+        while held < len(names) and names[held] in self.used:
+            held += 1
+        new = {name for name in names if name not in self.used}
+        events: list[Any] = []
+        for name in names:
+            self.used.pop(name, None)
+        while len(self.used) + len(names) > self.room:
+            oldest = next(iter(self.used))
+            del self.used[oldest]
+            events.append({"type": "BlockRemoved", "block_hashes": [oldest], "medium": "GPU", "group_idx": 0})
+        for is_new, run in itertools.groupby(enumerate(names), key=lambda one: one[1] in new):
+            if is_new:
+                run_names = [name for _, name in run]
+                at = names.index(run_names[0])
+                text = everything[at * size : (at + len(run_names)) * size]
+                events.append(stored(run_names, names[at - 1] if at else None, text, size, session))
+        for name in reversed(names):
+            self.used[name] = None
+        self.publish(events)
+        return min(held * size, (len(tokens) - 1) // size * size)
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self.used.clear()
+        self.publish([{"type": "AllBlocksCleared"}])
+
+    def publish(self, events: list[Any]) -> None:
+        """A batch of these events."""
+        self.batches.append(msgpack.packb([float(len(self.batches)), events, 0]))
+
+    def held_blocks(self, tokens: Sequence[int]) -> int:
+        """How many blocks at the beginning of `tokens` are held."""
+        names = chain(tokens, self.block_tokens)
+        return next((at for at, name in enumerate(names) if name not in self.used), len(names))
+
+
+def stored(
+    names: list[int], parent: int | None, tokens: Sequence[int], size: int, session: str | None = None
+) -> dict[str, Any]:
+    """An event as vLLM 0.32 sends it."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return event if session is None else event | {"session_id": session}

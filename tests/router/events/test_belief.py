@@ -1,0 +1,118 @@
+"""What the index believes of a pod is what its model engine holds, whatever it was sent."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.events.feed import EventFeed
+from router.registry.index import PrefixIndex
+from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
+
+POD = "pod"
+BLOCK = 2
+PIECES = st.integers(0, 5)
+ALPHABET = bytes(range(65, 90))
+
+
+def piece(number: int, length: int) -> bytes:
+    """The same text for the same number, of other texture for another one."""
+    step = 1 + number * 3
+    return bytes(ALPHABET[(number + at * step) % (7 + 3 * number)] for at in range(length))
+
+
+class Belief(RuleBasedStateMachine):
+    """Requests of shared and own pieces, at one pod."""
+
+    tokenizer = staticmethod(uneven_tokens)
+    is_exact = is_told = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.index = PrefixIndex()
+        self.feed = EventFeed(self.index, stride=STRIDE, belief_ttl_s=600.0, clock=lambda: self.now_s)
+        self.feed.follow(POD, MODEL)
+        self.feed.flows(POD, is_flowing=True)
+        self.engine = ModelEngine(room=40, block_tokens=BLOCK)
+        self.read = 0
+        self.sessions = itertools.count()
+        self.prompts: dict[bytes, None] = {}
+
+    def catch_up(self) -> None:
+        """Events come, and a quiet while passes, at whose end nothing is believed but what events say."""
+        for payload in self.engine.batches[self.read :]:
+            self.feed.batch(POD, payload)
+        self.read = len(self.engine.batches)
+
+    @rule(
+        pieces=st.lists(st.tuples(PIECES, st.integers(1, 70)), min_size=1, max_size=4),
+        says=st.booleans(),
+        generated=st.integers(0, 9),
+        guess=st.floats(0.6, 1.6),
+    )
+    def request(self, pieces: list[tuple[int, int]], says: bool, generated: int, guess: float) -> None:
+        """A request is sent, stored, and answered, with or without the tokens counted."""
+        text = b"".join(piece(number, length) for number, length in pieces)
+        session = f"s{next(self.sessions)}"
+        tokens = [token for token, _ in self.tokenizer(text)]
+        told = says or self.is_told
+        self.feed.on_routed(POD, session, keys_of(text), len(tokens) * guess, self.now_s, prompt_bytes=len(text))
+        self.engine.serve(tokens, session, generated=[-1 - at for at in range(generated)])
+        self.catch_up()
+        self.feed.on_answered(POD, session, len(tokens) if told else None)
+        self.prompts[text] = None
+
+    @rule(number=PIECES, length=st.integers(1, 150))
+    def stranger(self, number: int, length: int) -> None:
+        """A request that did not come from here."""
+        self.engine.serve([token for token, _ in self.tokenizer(piece(number, length))], None)
+        self.catch_up()
+
+    @rule()
+    def clear(self) -> None:
+        """The cache is emptied."""
+        self.engine.clear()
+        self.catch_up()
+
+    @invariant()
+    def is_prefix_closed_and_right(self) -> None:
+        """A prompt that is held whole is believed whole, one of which nothing is held is not believed at all."""
+        believed = set().union(*self.index.held(POD).values())
+        for text in self.prompts:
+            keys, tokens = keys_of(text), self.tokenizer(text)
+            mine = [key in believed for key in keys]
+            if self.is_told:
+                assert mine == sorted(mine, reverse=True), "belief is no prefix"
+            blocks = self.engine.held_blocks([token for token, _ in tokens])
+            if not blocks:
+                assert not any(mine)
+            if self.is_told and blocks == len(tokens) // BLOCK:
+                assert all(mine)
+            if self.is_exact:
+                covered = (sum(end <= STRIDE * (i + 1) for _, end in tokens) // BLOCK for i in range(len(keys)))
+                assert mine == [max(1, needed) <= blocks for needed in covered]
+
+
+class ExactBelief(Belief):
+    """Tokens of equal length, and engines that count them: every key is right."""
+
+    tokenizer = staticmethod(uniform_tokens)
+    is_exact = is_told = True
+
+
+class ToldBelief(Belief):
+    """Engines that count tokens: what is held whole is believed whole, whatever else shares a part of it."""
+
+    is_told = True
+
+
+TestBelief = Belief.TestCase
+TestBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestExactBelief = ExactBelief.TestCase
+TestExactBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestToldBelief = ToldBelief.TestCase
+TestToldBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
