@@ -185,7 +185,9 @@ class GatewaySettings(Settings):
         description="seconds a routed prefix counts as held by a pod that publishes to the registry",
     )
     foreign_ttl_s: float = Field(
-        FOREIGN_TTL_S, gt=0, description="seconds a routed prefix counts as held by a pod that publishes nothing"
+        FOREIGN_TTL_S,
+        gt=0,
+        description="seconds a routed prefix counts as held by a pod that publishes nothing and tells no KV capacity",
     )
 
     kv_events: bool = Field(

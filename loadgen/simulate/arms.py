@@ -43,4 +43,12 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         return TRIALS[name](simulation, stride)
     if name not in POLICY_NAMES:
         raise ValueError(f"unknown router {name!r}; known are {', '.join(ARM_NAMES)}")
-    return Gateway(name, simulation.timeline, stride=stride)
+    spec = simulation.spec
+    return Gateway(
+        name,
+        simulation.timeline,
+        stride=stride,
+        publishes=spec.publishes,
+        capacity=simulation.told_capacity,
+        life=0 if spec.publishes or spec.share_s is None else seed + 1,
+    )

@@ -40,6 +40,14 @@ class FleetSpec:
     """From a pod's death or birth to the gateways' knowing."""
     refuse_s: float = 0.05
     """For a gateway to find a dead pod unreachable."""
+    publishes: bool = True
+    """Whether the pods publish what they hold and their load; foreign engines do not."""
+    tells_capacity: bool = True
+    """Whether a pod that publishes nothing says how many tokens its cache holds."""
+    share_s: float | None = None
+    """Period in which gateways tell each other of pods that publish nothing; None: they do not."""
+    share_delay_s: float = 0.05
+    """From a gateway's telling to another's knowing."""
     scrape_delay_s: float = 0.01
     """From a pod's answering a scrape to its use."""
 
@@ -91,7 +99,7 @@ class Simulation:
     ) -> None:
         self.timeline = Timeline()
         self.pods: dict[str, SimPod] = {}
-        self._spec = spec
+        self.spec = spec
         self._workload = workload
         self._arrivals = arrivals
         self._sessions = sessions
@@ -117,6 +125,13 @@ class Simulation:
         """Whether a request is on its way or still to come."""
         return not self._started_all or bool(self._flights) or self._unstarted > 0
 
+    def told_capacity(self, name: str) -> tuple[int, int] | None:
+        """Tokens that a pod tells its cache holds, and those of a block; None where it tells nothing."""
+        pod = self.pods.get(name)
+        if pod is None or self.spec.publishes or not self.spec.tells_capacity:
+            return None
+        return pod.spec.kv_tokens or pod.spec.profile.kv_tokens, pod.spec.block_size
+
     def run(self, routers: Sequence[Router]) -> None:
         """Play everything, requests dealt to the routers in turn."""
         self._routers = routers
@@ -124,8 +139,11 @@ class Simulation:
             router.pods_changed(sorted(self._known), 0.0)
             if router.scrape_s:
                 self._again(_Periodic(router.scrape_s, partial(self._scrape, router)))
-        for fault in self._spec.faults:
+        for fault in self.spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
+        if len(routers) > 1:
+            for gateway in self._gateways():
+                gateway.tell_with(partial(self._tell_soon, gateway))
         if len(self._gateways()) > 1:
             self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
         self._begin_sessions()
@@ -210,12 +228,12 @@ class Simulation:
         flight.pod = pod
         flight.request = None
         flight.tried.append(pod)
-        self.timeline.after(self._spec.network_s, partial(self._reach, flight))
+        self.timeline.after(self.spec.network_s, partial(self._reach, flight))
 
     def _reach(self, flight: _Flight) -> None:
         pod = self.pods.get(flight.pod)
         if pod is None:
-            self.timeline.after(self._spec.refuse_s, partial(self._lost, flight, len(flight.tried)))
+            self.timeline.after(self.spec.refuse_s, partial(self._lost, flight, len(flight.tried)))
             return
         offered = flight.offered
         flight.request = Request(
@@ -247,7 +265,7 @@ class Simulation:
     def _output(self, output: TokenOutput) -> None:
         flight = self._flights.get(output.request_id)
         if flight is not None:
-            self.timeline.after(self._spec.network_s, partial(self._heard, flight, output))
+            self.timeline.after(self.spec.network_s, partial(self._heard, flight, output))
 
     def _heard(self, flight: _Flight, output: TokenOutput) -> None:
         now_s = self.timeline.now_s
@@ -310,10 +328,10 @@ class Simulation:
                 if fault.pod in self._known:  # the registry tells a new life from the one whose death is not known yet
                     self._discover(fault.pod, alive=False)
                 self._start_pod(fault.spec)
-                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=True))
+                self.timeline.after(self.spec.discovery_s, partial(self._discover, fault.pod, alive=True))
             case FaultKind.DIE:
                 self._kill(fault.pod)
-                self.timeline.after(self._spec.discovery_s, partial(self._discover, fault.pod, alive=False))
+                self.timeline.after(self.spec.discovery_s, partial(self._discover, fault.pod, alive=False))
 
     def _kill(self, name: str) -> None:
         pod = self.pods.pop(name, None)
@@ -321,7 +339,7 @@ class Simulation:
             return
         pod.die()
         for flight in [flight for flight in self._flights.values() if flight.pod == name and flight.request]:
-            self.timeline.after(self._spec.network_s, partial(self._lost, flight, len(flight.tried)))
+            self.timeline.after(self.spec.network_s, partial(self._lost, flight, len(flight.tried)))
 
     def _discover(self, pod: str, *, alive: bool) -> None:
         if alive == (pod in self._known):
@@ -335,7 +353,7 @@ class Simulation:
     def _published(self, pod: str, report: Report) -> None:
         for router in self._routers:
             if router.takes_reports:
-                self.timeline.after(self._spec.event_delay_s, partial(self._deliver, router, pod, report))
+                self.timeline.after(self.spec.event_delay_s, partial(self._deliver, router, pod, report))
 
     def _deliver(self, router: Router, pod: str, report: Report) -> None:
         if pod in self.pods:
@@ -367,13 +385,25 @@ class Simulation:
             load = pod.scheduler.load()
             used = 1 - load.blocks_free / load.blocks_total
             scrape = Scrape(load.running, load.waiting, used)
-            self.timeline.after(self._spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
+            self.timeline.after(self.spec.scrape_delay_s, partial(self._scraped, router, name, scrape))
 
     def _scraped(self, router: Router, pod: str, scrape: Scrape) -> None:
         router.scraped(pod, scrape, self.timeline.now_s)
 
     def _gateways(self) -> list[Gateway]:
         return [router for router in self._routers if isinstance(router, Gateway)]
+
+    def _tell_soon(self, by: Gateway) -> None:
+        """What `router.registry.beliefs_publisher` does through Redis."""
+        assert self.spec.share_s is not None
+        self.timeline.after(self.spec.share_s, partial(self._tell, by))
+
+    def _tell(self, by: Gateway) -> None:
+        sent_at_s = self.timeline.now_s
+        for message in by.told(sent_at_s):
+            for gateway in self._gateways():
+                if gateway is not by:
+                    self.timeline.after(self.spec.share_delay_s, partial(gateway.heard, message, sent_at_s))
 
     def _exchange_shares(self) -> None:
         """What `router.registry.share_sync` does through Redis."""

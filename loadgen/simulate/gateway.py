@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.contract.errors import Unavailable
@@ -12,13 +12,19 @@ from loadgen.simulate.pod import Report
 from loadgen.simulate.routing import Offered, Scrape
 from loadgen.simulate.timeline import Timeline
 from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
+from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
-from router.fleet.probe import PodIdentity
+from router.fleet.probe import PodIdentity, ServedModel
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.estimates import Estimates
+from router.gateway.hearsay import Hearsay
 from router.gateway.inbound import Inbound
 from router.gateway.tables import WIDE_FROM
+from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
+from router.registry.beliefs import BeliefMessage, Life
+from router.registry.beliefs_others import Others
+from router.registry.beliefs_own import Notebook
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.affinity_groups import AffinityGroups
@@ -37,6 +43,7 @@ class _Open:
     inbound: Inbound
     choice: Choice
     lease: Lease
+    told: Told | None
     cached_tokens: int | None = None
 
 
@@ -56,7 +63,7 @@ class _Registry:
 
 @dataclass(slots=True)
 class _Serving:
-    by_name: dict[str, Pod] = field(default_factory=dict)
+    by_name: dict[PodId, Pod] = field(default_factory=dict)
     listed: list[Pod] = field(default_factory=list)
 
     def pods(self, model: str) -> Sequence[Pod]:
@@ -77,19 +84,26 @@ class Gateway:
         publishes: bool = True,
         made: Policy | None = None,
         speculation_ttl_s: float = SPECULATION_TTL_S,
+        capacity: Callable[[str], tuple[int, int] | None] = lambda name: None,
+        life: int = 0,
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
-        `made`: the policy, where it is not the one called `policy`.
+        `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its
+        blocks, by its name, if it tells. `life`: above 0, it tells other gateways what it sends to pods that publish
+        nothing.
         """
         self.name = policy
         self.takes_reports = publishes
+        self._notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
         self._clock = timeline.clock
+        self._capacity = capacity
         self._stride = stride
         self._serving = _Serving()
         self._index = PrefixIndex()
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
         self._policy: Policy = make_policy(policy) if made is None else made
+        self._telling = Telling(lambda pod: publishes, self._notebook, self._clock)
         self._chooser = Chooser(
             self._serving,
             self._index,
@@ -103,18 +117,26 @@ class Gateway:
             foreign_ttl_s=FOREIGN_TTL_S,
             # A policy that was made for a trial may override how single pods are looked at.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
+            telling=self._telling,
         )
+        pod_of = self._serving.by_name.get
+        self._others = Others(Hearsay(pod_of, self._chooser, self._telling, clock=self._clock), Life(life))
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
         serving = self._serving
-        for name in serving.by_name.keys() - set(pods):
-            self._index.drop(PodId(name))
-            del serving.by_name[name]
+        gone = serving.by_name.keys() - set(pods)
+        for pod_id in gone:
+            self._index.drop(pod_id)
+            del serving.by_name[pod_id]
+        self._others.drop(gone)
         for name in pods:
-            if name not in serving.by_name:
-                serving.by_name[name] = Pod(f"http://{name}", PodIdentity(PodId(name), None, ()))
-        serving.listed = [serving.by_name[name] for name in sorted(pods)]
+            if PodId(name) not in serving.by_name:
+                pod = Pod(f"http://{name}", PodIdentity(PodId(name), None, (ServedModel(MODEL, b"{}"),)))
+                if (told := self._capacity(name)) is not None:
+                    pod.facts = EngineFacts("vllm", None, *told)
+                serving.by_name[PodId(name)] = pod
+        serving.listed = [serving.by_name[PodId(name)] for name in sorted(pods)]
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
         """See `Router`."""
@@ -133,7 +155,17 @@ class Gateway:
             clock=self._clock,
         )
         lease.__enter__()
-        self._open[request.number] = _Open(inbound, choice, lease)
+        told = self._telling.of(
+            choice.pod.pod_id,
+            str(request.number),
+            inbound.keys,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+        )
+        if told is not None:
+            told.sent()
+        self._open[request.number] = _Open(inbound, choice, lease, told)
         return choice.pod.pod_id
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
@@ -141,23 +173,43 @@ class Gateway:
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
         opened.lease.first_token(cached_tokens)
+        if opened.told is not None:
+            opened.told.began(cached_tokens)
 
     def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
         """See `Router`."""
         opened = self._open.pop(request.number)
         opened.lease.__exit__()
+        if opened.told is not None:
+            opened.told.ended()
         if completed:
             usage = Usage(len(request.tokens), request.output_tokens, opened.cached_tokens)
             self._chooser.learn(opened.inbound, opened.choice, usage)
         elif opened.cached_tokens is None:
-            self._chooser.undo(opened.inbound, opened.choice)
+            undone = self._chooser.undo(opened.inbound, opened.choice)
+            if opened.told is not None:
+                opened.told.undone(undone)
 
     def reported(self, pod: str, report: Report, now_s: float) -> None:
         """See `Router`."""
-        known = self._serving.by_name.get(pod)
+        known = self._serving.by_name.get(PodId(pod))
         if known is not None:
             self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
             known.report(report.load, now_s=now_s)
+
+    def tell_with(self, on_first: Callable[[], None]) -> None:
+        """Have `on_first` called when there is something to tell after there was nothing, if it tells anything."""
+        if self._notebook is not None:
+            self._notebook.on_first = on_first
+
+    def told(self, now_s: float) -> Iterator[BeliefMessage]:
+        """What it has to tell."""
+        while self._notebook is not None and len(self._notebook):
+            yield self._notebook.take(now_s)
+
+    def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
+        """What another gateway told of pods that publish nothing."""
+        self._others.apply(message, sent_at_s, self._clock())
 
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
         """See `Router`; it reads no metrics."""

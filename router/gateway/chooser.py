@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
@@ -20,8 +22,11 @@ from router.gateway.tables import WIDE_FROM, Tables
 from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
 from router.registry.index import Match, PrefixIndex
+from router.registry.room import Taken
 from router.registry.speculation import Run
 from router.routing.affinity_groups import AffinityGroups
+from router.routing.latency import prefill_s
+from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
@@ -102,6 +107,8 @@ class Chooser:
         self._tables = Tables()
         self._wide_from = wide_from
         self._telling = telling
+        notebook = None if telling is None else telling.notebook
+        self._gateways = Gateways("" if notebook is None else f"{notebook.life:x}")
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -112,12 +119,19 @@ class Chooser:
         choice, _, views = self._decide(inbound, excluded, now_s)
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
-        self.remember(choice.pod.pod_id, inbound.keys, now_s)
-        if inbound.model in choice.pod.facts.adapters:
-            choice.pod.adapters.used(inbound.model)
+        pod = choice.pod
+        taken = None
+        if not self._registry.reports(pod.pod_id):
+            tokens = inbound.prompt_tokens + inbound.output_tokens
+            taken = Taken(tokens, inbound.tokens_per_stride, pod.facts.kv_capacity_tokens, pod.facts.block_tokens)
+            uncached = max(0, inbound.prompt_tokens - choice.cached_tokens)
+            self._gateways.sent(prefill_s(pod.state.cost, uncached, inbound.prompt_tokens), now_s)
+        self.remember(pod.pod_id, inbound.keys, now_s, taken)
+        if inbound.model in pod.facts.adapters:
+            pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
-            self._shadows.compare(inbound.model, choice.decision, _info(inbound, now_s), views, self._in_force)
+            self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
@@ -132,9 +146,9 @@ class Chooser:
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
         if len(pods) >= self._wide_from:
-            return predictor.least_ttft_s(_info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+            return predictor.least_ttft_s(self._info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
         views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
-        return min(predictor.ttfts_s(_info(inbound, now_s), views))
+        return min(predictor.ttfts_s(self._info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Seconds that the request had better wait for one of the pods `without_room` than go to another: what the
@@ -175,14 +189,14 @@ class Chooser:
             self._tables.drop(inbound.model)
         matches = self._index.match(inbound.keys, now_s)
         views = self._views(inbound, pods, matches, now_s)
-        decision = policy.choose(_info(inbound, now_s), views, explain=explain)
+        decision = policy.choose(self._info(inbound, now_s), views, explain=explain)
         pod = pods[decision.pod]
         return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
         """As `_decide`, without a view of each pod."""
         seen, sets = self._seen(inbound, pods, now_s)
-        decision = policy.choose_wide(_info(inbound, now_s), seen)
+        decision = policy.choose_wide(self._info(inbound, now_s), seen)
         table = seen.table
         held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
         return Choice(pods[decision.pod], policy.name, decision, held)
@@ -200,6 +214,8 @@ class Chooser:
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
+        if self._index.regret:
+            seen.room = np.array([self._index.room_tokens(pod_id) for pod_id in table.ids])
         return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
@@ -246,15 +262,19 @@ class Chooser:
             )
 
     def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
-        """Refute what the pod turned out not to hold.
+        """Refute what the pod turned out not to hold, and learn of a cache that holds more than was thought.
 
         The slack covers that cached tokens come in blocks and that bytes do not map to tokens evenly.
         """
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
-        if held + slack >= choice.strides:
+        if abs(held - choice.strides) <= slack:
             return
         if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+            return
+        if held > choice.strides:
+            tokens = cached_tokens - choice.strides * inbound.tokens_per_stride
+            self._index.was_held(choice.pod.pod_id, inbound.keys, choice.strides, tokens)
             return
         self.refute(choice.pod.pod_id, inbound.keys, held, self._clock())
         if self._telling is not None:
@@ -262,9 +282,23 @@ class Chooser:
 
     # -- what is believed, by this gateway's requests and by what others tell ---------------------------------
 
-    def remember(self, pod: PodId, keys: Keys, now_s: float) -> None:
-        """The pod counts as holding `keys`: a request with them went there."""
-        self._index.speculate(pod, keys, now_s, self._ttl_s(pod))
+    def remember(self, pod: PodId, keys: Keys, now_s: float, taken: Taken | None = None) -> None:
+        """The pod counts as holding `keys`: a request with them went there. `taken`: what it takes of the cache of a
+        pod that publishes nothing, where that was not counted before."""
+        self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
+
+    def heard(self, pod: Pod, request: str, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
+        """Another gateway sent a request. `request` is its name: what is before the last dot is the gateway's."""
+        now_s = self._clock()
+        work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
+        self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
+
+    def taken(self, pod: Pod, prompt_tokens: int) -> Taken:
+        """What a request of another gateway takes there, whose answer is as long as the model's usually are."""
+        estimate, facts = self._estimates.of(pod.model), pod.facts
+        key_tokens = estimate.tokens_per_byte * self._stride
+        tokens = prompt_tokens + round(estimate.output_tokens)
+        return Taken(tokens, key_tokens, facts.kv_capacity_tokens, facts.block_tokens)
 
     def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""
@@ -293,7 +327,9 @@ class Chooser:
         return self._index.believed(pod)
 
     def _ttl_s(self, pod: PodId) -> float:
-        return self._speculation_ttl_s if self._registry.reports(pod) else self._foreign_ttl_s
+        if self._registry.reports(pod):
+            return self._speculation_ttl_s
+        return math.inf if self._index.capacity_is_told(pod) else self._foreign_ttl_s
 
     def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
         pods: Sequence[Pod] = self._fleet.pods(inbound.model)
@@ -330,6 +366,7 @@ class Chooser:
         self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
     ) -> list[PodView]:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
+        index = self._index
         views: list[PodView] = []
         for pod in pods:
             match = matches.get(pod.pod_id)
@@ -342,16 +379,21 @@ class Chooser:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
+        if index.regret:
+            for pod, view in zip(pods, views, strict=True):
+                view.room_tokens = index.room_tokens(pod.pod_id)
         if _is_adapter(inbound, pods):
             for pod, view in zip(pods, views, strict=True):
                 view.adapter_s = pod.adapters.setup_s(inbound.model)
         return views
 
+    def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
+        parting = self._gateways.parting(now_s)
+        return RequestInfo(
+            inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
+        )
+
 
 def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
     """Whether the model is an adapter that engines list: on all that do, or on none."""
     return inbound.model in pods[0].facts.adapters
-
-
-def _info(inbound: Inbound, now_s: float) -> RequestInfo:
-    return RequestInfo(inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens)

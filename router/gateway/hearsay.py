@@ -29,7 +29,9 @@ class Hearsay:
 
     def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
         """See BeliefSink."""
-        self._chooser.remember(pod, keys, at_s)
+        found = self._pod_of(pod)
+        taken = None if found is None else self._chooser.taken(found, prompt_tokens)
+        self._chooser.remember(pod, keys, at_s, taken)
         self._telling.heard(pod, session_id, keys, prompt_tokens, at_s)
 
     def sent(
@@ -37,6 +39,7 @@ class Hearsay:
     ) -> None:
         """See BeliefSink."""
         if (found := self._pod_of(pod)) is not None:
+            self._chooser.heard(found, request, prompt_tokens, uncached_tokens, at_s)
             found.state.sent_elsewhere(
                 request,
                 prompt_tokens=prompt_tokens,

@@ -10,6 +10,7 @@ The keys are spread over shards so that no dict is ever resized, listed or copie
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TypeAlias
 
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey
+from router.registry.room import Regret, Taken
 from router.registry.speculation import Run, Speculation
 from router.routing.types import PodId
 
@@ -82,6 +84,7 @@ class PrefixIndex:
         self._speculative_limit = speculative_limit
         self._request_limit = max(_REQUEST_KEYS, speculative_limit // _REQUEST_SHARE)
         self._speculations: dict[PodId, Speculation] = {}
+        self._regret = Regret()
         self._reporters: set[PodId] = set()
         """Pods that may have reported keys; of the others nothing but speculation is known."""
         self._next_expiry_s = float("inf")
@@ -236,11 +239,15 @@ class PrefixIndex:
             self._retired |= bit * _ALL
             self._sets.clear()
 
-    def speculate(self, pod: PodId, keys: Sequence[PrefixKey], now_s: float, ttl_s: float) -> None:
+    def speculate(
+        self, pod: PodId, keys: Sequence[PrefixKey], now_s: float, ttl_s: float, taken: Taken | None = None
+    ) -> None:
         """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys it reported are left alone.
 
         Of very many keys the first are entered, a prefix of the request.
         Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
+        `taken`, for a pod that reports nothing: what the request takes of its cache, so that the longest unused is
+        forgotten once the cache is full.
         """
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
@@ -254,6 +261,11 @@ class PrefixIndex:
             new, dropped = speculation.use(keys, now_s, ttl_s)
             self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
             self._change(dropped, slot, 0)
+            if taken is not None:
+                self._regret.asked(new)
+                if gone := speculation.take(taken, len(keys), now_s):
+                    self._change(gone, slot, 0)
+                    self._regret.lost(gone)
             self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
@@ -304,6 +316,27 @@ class PrefixIndex:
         self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
         self._change(dropped, slot, 0)
         self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+
+    def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
+        """The answer reused `tokens` more than the first `strides` of `keys`, which were believed: so the pod's cache
+        holds more than was thought, or they were part of an earlier answer."""
+        if strides < len(keys) and (speculation := self._speculations.get(pod)):
+            speculation.was_held(keys[strides], tokens)
+
+    def capacity_is_told(self, pod: PodId) -> bool:
+        """Whether the pod has told what its cache holds, so that what is speculated of it ends without a time."""
+        speculation = self._speculations.get(pod)
+        return speculation is not None and speculation.capacity_is_told
+
+    def room_tokens(self, pod: PodId) -> float:
+        """Tokens that the pod can take before it evicts something; infinite where that is not known."""
+        speculation = self._speculations.get(pod)
+        return math.inf if speculation is None else speculation.room_tokens()
+
+    @property
+    def regret(self) -> float:
+        """Part of what pods that report nothing evicted that was asked for again and computed once more, 0 to 1."""
+        return self._regret.share
 
     def forget_until(self, pod: PodId, used_at_s: float) -> None:
         """Forget what is speculated of a pod, but for keys used after `used_at_s`. What it reported only it takes

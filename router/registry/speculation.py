@@ -10,6 +10,7 @@ from struct import Struct
 from typing import NewType
 
 from engine.contract.keys import PrefixKey
+from router.registry.room import Room, Taken
 
 SETTLED_S = 5.0
 """A use older than this has been computed (or lost) for good; a younger one may still be in the pod's queue."""
@@ -18,7 +19,8 @@ _EXPIRY_GRID_S = 0.0625
 _SAME_USE_S = 0.01
 """Times of one use differ by less, after having been told by another clock."""
 _ROOM_SHARE = 1 / 64
-"""At the limit, this share of it is given up at a time; for the same reason."""
+"""At the limit, this share of it is given up at a time; for the same reason. So it is where the pod's cache is full."""
+_LEAST_GHOSTS = 64
 
 
 _USE = Struct("=ddd?")
@@ -41,6 +43,10 @@ def _unpack(use: _Use) -> tuple[float, float, float, bool]:
     return _USE.unpack(use)
 
 
+def _expiry_s(at_s: float) -> float:
+    return at_s if math.isinf(at_s) else math.ceil(at_s / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+
+
 Run = tuple[float, Sequence[PrefixKey]]
 """When keys were last used, and those keys, in the order in which they would be dropped."""
 
@@ -50,14 +56,18 @@ class Speculation:
 
     Expiry follows the order of use: an entry lives at least as long as those used before it. Within one use the
     deepest key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
+
+    Of a pod that publishes nothing it is told what each request takes of its cache; then what was used longest ago
+    goes as soon as all that was used since fills the cache (`Room`).
     """
 
-    __slots__ = ("_limit", "_newest_expiry_s", "_uses", "believed", "next_expiry_s")
+    __slots__ = ("_limit", "_newest_expiry_s", "_room", "_uses", "believed", "next_expiry_s")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._uses: dict[PrefixKey, _Use] = {}
         self._newest_expiry_s = -math.inf
+        self._room: Room | None = None
         self.believed = self._uses.keys()
         """The keys that have an entry."""
         self.next_expiry_s = math.inf
@@ -69,8 +79,11 @@ class Speculation:
     def use(
         self, keys: Sequence[PrefixKey], now_s: float, ttl_s: float
     ) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
-        """Enter `keys`, shortest prefix first, as just used: those new among them, and what had to make room."""
-        expires_at_s = math.ceil((now_s + ttl_s) / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+        """Enter `keys`, shortest prefix first, as just used: those new among them, and what had to make room.
+
+        An infinite `ttl_s`: until there is no room.
+        """
+        expires_at_s = _expiry_s(now_s + ttl_s)
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
         self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
         uses = self._uses
@@ -93,6 +106,50 @@ class Speculation:
         room = len(uses) - self._limit + int(self._limit * _ROOM_SHARE)
         return new, self.discard(list(islice(uses, room)))
 
+    def take(self, taken: Taken, keys: int, now_s: float) -> Sequence[PrefixKey]:
+        """The request whose `keys` were just entered takes so much of the pod's cache: the keys for which there is no
+        room any more. Its own stay, however small the cache is thought to be."""
+        room = self._room
+        if room is None:
+            room = self._room = Room(max(_LEAST_GHOSTS, self._limit // 4))
+        room.take(taken, keys, now_s)
+        excess = self._tokens(room) - room.capacity_tokens
+        if excess <= 0:
+            return ()
+        left = excess = excess + room.capacity_tokens * _ROOM_SHARE
+        gone: list[PrefixKey] = []
+        seen: _Use | None = None
+        for key, use in self._uses.items():
+            if use is not seen:
+                seen = use
+                if (used_at_s := _unpack(use)[0]) >= now_s:
+                    break
+                left -= room.give_up(used_at_s)
+            if left <= 0:
+                break
+            gone.append(key)
+            left -= room.key_tokens
+        room.given_up(self.discard(gone), excess - left)
+        return gone
+
+    def room_tokens(self) -> float:
+        """Tokens that the pod can take before it evicts something; infinite while nothing is known of its capacity."""
+        room = self._room
+        return math.inf if room is None else max(0.0, room.capacity_tokens - self._tokens(room))
+
+    @property
+    def capacity_is_told(self) -> bool:
+        """Whether the pod has told what its cache holds."""
+        return self._room is not None and self._room.is_told
+
+    def was_held(self, key: PrefixKey, tokens: float) -> None:
+        """An answer reused `tokens` more than was believed; `key` is the first of those not believed."""
+        if self._room is not None and not self._room.was_held(key):
+            self._room.found_loose(tokens)
+
+    def _tokens(self, room: Room) -> float:
+        return len(self._uses) * room.key_tokens + room.loose_tokens
+
     def runs(self) -> list[Run]:
         """All entries, the first to be dropped first."""
         return [
@@ -106,7 +163,7 @@ class Speculation:
         uses = self._uses
         found: dict[PrefixKey, _Use] = {}
         for used_at_s, keys in runs:
-            expires_at_s = math.ceil((used_at_s + ttl_s) / _EXPIRY_GRID_S) * _EXPIRY_GRID_S
+            expires_at_s = _expiry_s(used_at_s + ttl_s)
             if expires_at_s <= now_s:
                 continue
             use = _use(used_at_s, expires_at_s)
@@ -148,6 +205,9 @@ class Speculation:
                 seen = use
                 older.append(key)
             dropped += self.discard(older)
+            if (room := self._room) is not None:
+                room.give_up(horizon_s)
+                room.was_evicted(self._tokens(room))
         return dropped
 
     def discard(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:

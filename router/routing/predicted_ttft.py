@@ -11,12 +11,13 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
+from router.routing.parting import spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
-from router.routing.wide_ttft import Weights, WideCosts, wide_costs, wide_owed_after
+from router.routing.wide_ttft import Weights, WideCosts, own_parts, wide_costs, wide_owed_after
 
 _TIE_SHARE = 0.6
 """Scores closer than this share of the request's own prefill, or of a usual prompt's if that is less, are equal: no
@@ -54,7 +55,8 @@ class Costs:
         """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`:
         to bring KV from host or disk, or an adapter; `externality_s`; `pressure_s`; `sharing_s`: for what its prefill
         adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill keeps the
-        decoding requests waiting; and those above."""
+        decoding requests waiting; `evict_s`: for computing again what the pod evicts to make room; `others_s`: for what
+        other gateways may have just sent there; and those above."""
 
 
 class PredictedTtft(WidePolicy):
@@ -156,6 +158,11 @@ class PredictedTtft(WidePolicy):
             return best
         waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
         least = min(waiting)
+        if request.parting is not None:
+            # Of those with the fewest, the own ones: others do not choose them.
+            parts = [request.parting.part(i, len(pods)) for i in equals]
+            most = max([part for part, waits in zip(parts, waiting, strict=True) if waits == least])
+            waiting = [waits if part == most else least + 1 for part, waits in zip(parts, waiting, strict=True)]
         rank = self._turns.last if least_match >= _WARM * request.prompt_tokens else self._recent.rank
         ranks = [math.inf] * len(pods)
         for i, waits in zip(equals, waiting, strict=True):
@@ -182,6 +189,9 @@ class PredictedTtft(WidePolicy):
         if len(equals) > 1:
             waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
             equals = equals[waiting == waiting.min()]
+        if request.parting is not None and len(equals) > 1:
+            parts = own_parts(request.parting, len(pods.table))[equals]
+            equals = equals[parts == parts.max()]
         if len(equals) > 1:
             is_warm = least_match >= _WARM * request.prompt_tokens
             ids = pods.table.ids
@@ -234,6 +244,11 @@ class PredictedTtft(WidePolicy):
         mean_wait_s = math.fsum(waits_s) / len(pods)
         least_tokens = max(1, prompt - longest_match)
         costs = Costs(len(pods))
+        regret, parting = request.regret, request.parting
+        spared_s = 0.0
+        if parting is not None:
+            spared_tokens = longest_match - min([pod.matched_tokens for pod in pods])
+            spared_s = spared_unseen_s(parting, min([speed.token_s for speed in speeds]), spared_tokens)
         add_score, add_ttft, add_own = costs.scores.append, costs.ttft_s.append, costs.own_s.append
         last_cost, last_match = None, -1
         for i, (pod, cost, wait_s) in enumerate(zip(pods, speeds, waits_s, strict=True)):
@@ -261,6 +276,12 @@ class PredictedTtft(WidePolicy):
             sharing_s = shared_s if in_flight > decoding else 0.0
             stall = stall_weight * decoding
             stall_s = stall * stalled_s
+            evict_s = others_s = 0.0
+            if regret and (evicted := uncached + request.output_tokens - pod.room_tokens) > 0:
+                evict_s = regret * cost.token_s * evicted
+            if parting is not None:
+                others_s = spared_s if last_match == longest_match else parting.unseen_s
+                others_s *= 1 - parting.part(i, len(pods))
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
@@ -277,7 +298,9 @@ class PredictedTtft(WidePolicy):
             ttft_s = wait_s + own_s + step_s + fetch_s
             add_ttft(ttft_s)
             add_own(own_s)
-            add_score(ttft_s + externality_s + pressure_s + sharing_s + stall_s + switch_s - credit_s)
+            add_score(
+                ttft_s + externality_s + pressure_s + sharing_s + stall_s + evict_s + others_s + switch_s - credit_s
+            )
             if explain:
                 costs.parts.append(
                     {
@@ -289,6 +312,8 @@ class PredictedTtft(WidePolicy):
                         "pressure_s": pressure_s,
                         "sharing_s": sharing_s,
                         "stall_s": stall_s,
+                        "evict_s": evict_s,
+                        "others_s": others_s,
                         "duplicate_s": duplicate_s,
                         "switch_s": switch_s,
                         "credit_s": credit_s,

@@ -13,6 +13,7 @@ from typing import NewType, Protocol
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
+from router.routing.parting import Parting
 
 PodId = NewType("PodId", str)
 """What an engine calls itself (`x-warmroute-pod`), or host:port of one that has no name for itself."""
@@ -29,6 +30,10 @@ class RequestInfo:
     now_s: float
     output_tokens: int = 128
     """Expected length of the answer: learnt mean, or less where the request says so."""
+    parting: Parting | None = None
+    """Which pods this gateway tries before others do; None where it is the only one."""
+    regret: float = 0.0
+    """Probability that what a full pod evicts for the request is asked for again, 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class PodView:
     """Traffic it is meant to take beside others, for policies that do not learn what a pod can do; above 0."""
     adapter_s: float = 0.0
     """Seconds until the adapter that the request wants is loaded; 0 where it is, or nothing is known."""
+    room_tokens: float = math.inf
+    """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class WidePods:
     """The most of these."""
     host: Floats | None = None
     disk: Floats | None = None
+    room: Floats | None = None
+    """As `PodView.room_tokens`; None: of no pod known."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """The pods in `rows` hold `tokens` of the prompt; said of fewer pods with more tokens later, that counts."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.contract.load import StepCost
 from router.routing.latency import STEP_TOKENS, decode_s, prefill_s
+from router.routing.parting import Parting, spared_unseen_s
 from router.routing.types import RequestInfo
 from router.routing.wide import Floats, Speeds, WidePods
 
@@ -67,6 +68,11 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     stall = weights.stall_weight * columns.decoding
     stall_s = stall * stalled_s
     scores += stall_s
+    if request.regret and pods.room is not None:
+        evicted = np.maximum(uncached + request.output_tokens - pods.room, 0.0)
+        scores += request.regret * cost.token_s * evicted
+    if request.parting is not None:
+        scores += _others_s(request.parting, pods, cost)
     if pods.matched is None:
         return WideCosts(ttft_s, own_s, 0.0, 0.0, 0.0, scores)
     least_s = prefill_s(cost, least_tokens, prompt)
@@ -79,6 +85,27 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
         credit_s = np.minimum(owed_s, duplicate_s + switch_s)
         scores -= credit_s
     return WideCosts(ttft_s, own_s, duplicate_s, switch_s, credit_s, scores)
+
+
+def _others_s(parting: Parting, pods: WidePods, cost: Any) -> Floats:
+    """What other gateways may have just sent to each pod."""
+    others_s: Floats = parting.unseen_s * (1 - own_parts(parting, len(pods.table)))
+    if pods.matched is not None and (least_s := unseen_at_most_s(parting, pods, cost)) < parting.unseen_s:
+        others_s[pods.matched == pods.longest] *= least_s / parting.unseen_s
+    return others_s
+
+
+def unseen_at_most_s(parting: Parting, pods: WidePods, cost: Any) -> float:
+    """The same on a pod with the longest match."""
+    assert pods.matched is not None
+    return spared_unseen_s(parting, float(np.min(cost.token_s)), pods.longest - float(pods.matched.min()))
+
+
+def own_parts(parting: Parting, pods: int) -> Floats:
+    """`Parting.part` of each of so many pods."""
+    rows = np.arange(pods, dtype=np.float64)
+    parts: Floats = np.minimum(parting.high * pods, rows + 1) - np.maximum(parting.low * pods, rows)
+    return np.maximum(parts, 0.0)
 
 
 def _as_cost(speeds: Speeds) -> StepCost | Speeds:

@@ -102,11 +102,11 @@ async def hit_rate(redis_server: RedisServer, count: int) -> float:
     """Of the same requests over so many gateways in turn, each of which the others have heard of before the next."""
     engines = [SmallCache(180) for _ in range(2)]
     async with gateways(redis_server, count, *engines, policy="cache_aware") as started:
-        for i, prompt in enumerate(prompts(1, 64, prefixes=8, blocks=20)):
+        for i, prompt in enumerate(prompts(1, 40, prefixes=6, blocks=12)):
             asked = started[i % count]
             await ask(asked, prompt)
             for gateway in started:
-                await eventually(lambda gateway=gateway, asked=asked: believed(gateway) == believed(asked))
+                await eventually(lambda gateway=gateway, asked=asked: believed(gateway) == believed(asked), 60.0)
     return sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines)
 
 

@@ -24,6 +24,8 @@ FLOOR_SLACK = 1.05
 GROUP_HIT_SLACK = 0.03
 GROUP_BALANCE = 1.15
 ONE_PROMPT_SLACK = 1.0
+GATEWAYS_HIT_SLACK = 0.02
+GATEWAYS_TTFT_SLACK = 1.05
 ONE_PROMPT_GROUP_SLACK = 1.03
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Two-sided 95 % quantile of Student's t by number of seeds."""
@@ -79,6 +81,8 @@ def check(table: Table, cases: Sequence[Case]) -> Iterator[Bound]:
             yield from _nothing_shared(case, arms)
         elif case.name in _ONE_PROMPT_NAMES:
             yield from _one_prompt(case, arms)
+        elif case.kv_tokens:
+            yield from _against_one_gateway(case, table)
         elif peers:
             yield from _against_peers(case, ours, peers)
             ratios.append(mean(ours, "mean_ttft_ms") / best(peers, "mean_ttft_ms")[1])
@@ -157,6 +161,22 @@ def _against_floor(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Bound:
     ours, floor = (mean(cells, field) for cells in same_seeds(arms, (OURS, "omniscient")).values())
     detail = f"{ours:,.1f} ms; omniscient {floor:,.1f} ms, after the first 500 requests"
     return Bound(f"{case.name}: mean TTFT / omniscient's", ours / floor, FLOOR_SLACK, detail)
+
+
+def _against_one_gateway(case: Case, table: Table) -> Iterator[Bound]:
+    """Several gateways before pods that publish nothing, against one."""
+    one = table.get(f"{case.name.rpartition('_')[0]}_1", {}).get(OURS, ())
+    ours = table[case.name][OURS]
+    seeds = min(len(one), len(ours))
+    if case.gateways == 1 or not seeds:
+        return
+    ours, one = ours[:seeds], one[:seeds]
+    lag = mean(one, "hit_rate") - mean(ours, "hit_rate")
+    detail = f"{mean(ours, 'hit_rate'):.3f}; one gateway {mean(one, 'hit_rate'):.3f}"
+    yield Bound(f"{case.name}: hit rate below one gateway's", lag, GATEWAYS_HIT_SLACK, detail)
+    value, theirs = mean(ours, "mean_ttft_ms"), mean(one, "mean_ttft_ms")
+    detail = f"{value:,.1f} ms; one gateway {theirs:,.1f} ms"
+    yield Bound(f"{case.name}: mean TTFT / one gateway's", value / theirs, GATEWAYS_TTFT_SLACK, detail)
 
 
 def _is_short(cells: Sequence[Cell]) -> bool:

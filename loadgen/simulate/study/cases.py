@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,10 @@ PROFILE = "h100-8b"
 BLOCK_TOKENS = 64
 LOW, HIGH = 0.6, 0.9
 """Shares of the knee."""
+SHARE_S = 0.05
+"""Period in which gateways tell each other; they hear of it as long after, so 0.05 to 0.1 s after the fact."""
+FOREIGN_KV_TOKENS = 70_000
+"""Of a pod that publishes nothing, where all that is asked does not fit: it evicts from a third of the run on."""
 FAULT_AT = 0.4
 """Share of the run after which a pod dies."""
 
@@ -51,11 +55,14 @@ class Case:
     gateways: int = 1
     slow_pod: bool = False
     dying_pod: bool = False
+    kv_tokens: int = 0
+    """Above 0: the pods publish nothing, as vLLM's and SGLang's do, and hold so many tokens; gateways share what they
+    send there."""
 
     @property
     def is_unhindered(self) -> bool:
         """No pod is slow or dies, and one gateway knows of every request."""
-        return not self.slow_pod and not self.dying_pod and self.gateways == 1
+        return not self.slow_pod and not self.dying_pod and self.gateways == 1 and not self.kv_tokens
 
     def arrivals(self, knee: float) -> ArrivalSpec:
         """When sessions begin, the knee being `knee` sessions per second."""
@@ -74,11 +81,14 @@ class Case:
                 profile,
                 speed=0.5 if self.slow_pod and i == PODS // 2 else 1.0,
                 block_size=BLOCK_TOKENS,
+                kv_tokens=self.kv_tokens,
             )
             for i in range(PODS)
         )
         at_s = FAULT_AT * self.requests / (self.load * knee) if self.dying_pod else 0.0
         faults = (Fault(at_s, FaultKind.DIE, f"pod-{PODS // 2}"),) if self.dying_pod else ()
+        if self.kv_tokens:
+            return FleetSpec(pods, faults, publishes=False, share_s=SHARE_S)
         return FleetSpec(pods, faults)
 
 
@@ -211,8 +221,27 @@ def _one_prompt(gateways: int, suffix: str, words: str) -> Iterator[Case]:
 
 ONE_PROMPT = (*_one_prompt(1, "", ""), *_one_prompt(3, "_g3", ", three gateways"))
 """Where all pods are warm anyway: what counts is that no request waits."""
+FOREIGN_BASES = ("gateways_2", "one50_30", "one50_60", "one50_85", "one80_60", "one100_60")
+"""Cases that several gateways have, each with one, two and four of them before pods that publish nothing."""
+FOREIGN_GATEWAYS = (1, 2, 4)
+
+
+def _foreign() -> Iterator[Case]:
+    known = {case.name: case for case in (*_SYNTHETIC, *ONE_PROMPT)}
+    for base in FOREIGN_BASES:
+        for gateways in FOREIGN_GATEWAYS:
+            yield replace(
+                known[base],
+                name=f"foreign_{base.removesuffix('_2')}_{gateways}",
+                about=f"{known[base].about.split(', two')[0]}, {gateways} gateways before pods that publish nothing",
+                gateways=gateways,
+                kv_tokens=FOREIGN_KV_TOKENS,
+            )
+
+
+FOREIGN = tuple(_foreign())
 NOTHING_SHARED = frozenset(("zero_60", "zero_75"))
-SYNTHETIC = (*_SYNTHETIC, *ONE_PROMPT)
+SYNTHETIC = (*_SYNTHETIC, *ONE_PROMPT, *FOREIGN)
 
 
 def knee_owners(wanted: Collection[str], known: Sequence[Case]) -> dict[str, Case]:

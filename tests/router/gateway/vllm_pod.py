@@ -37,6 +37,8 @@ class VllmPod(ScriptedEngine):
         self.cached_tokens = 96
         self.draining = False
         self.asleep = False
+        self.says_so = True
+        """False: nobody has asked yet, as between two probes."""
         self.dead = False
         self.aborting = False
         """What runs is given up: SIGTERM without --shutdown-timeout, and /sleep."""
@@ -63,7 +65,7 @@ class VllmPod(ScriptedEngine):
             return web.Response(status=500, body=error("Server shutting down"), content_type="application/json")
         while self.core_is_busy:  # noqa: ASYNC110  # as it is: the core answers between steps
             await asyncio.sleep(0.01)
-        return web.json_response({"is_sleeping": self.asleep})
+        return web.json_response({"is_sleeping": self.asleep and self.says_so})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         fields = orjson.loads(await request.read())

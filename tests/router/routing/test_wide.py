@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.registry.index import Match, PrefixIndex
+from router.routing.parting import Parting
 from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.types import PodId, PodView, RequestInfo
@@ -57,16 +60,35 @@ class Fleet(RuleBasedStateMachine):
         own=st.booleans(),
         streams=st.sampled_from([True, True, False]),
         times=st.integers(1, 12),
+        parting=st.sampled_from(
+            [None, None, Parting(0.0, 0.5, 0.05), Parting(0.3, 0.7, 0.3), Parting(0.5, 0.51, 0.001)]
+        ),
+        regret=st.sampled_from([0.0, 0.0, 0.4, 1.0]),
     )
-    def ask(self, prompt: int, name: int, strides: int, own: bool, streams: bool, times: int) -> None:
+    def ask(
+        self,
+        prompt: int,
+        name: int,
+        strides: int,
+        own: bool,
+        streams: bool,
+        times: int,
+        parting: Parting | None,
+        regret: float,
+    ) -> None:
+        rooms = [math.inf if i % 3 == 2 else 397.0 * i % 2000 for i in range(len(self.states))]
         for _ in range(times):
             self.count += 1
             keys = KEYS[name][:strides] + ((PrefixKey(self.count),) if own else ())
-            request = RequestInfo(keys, prompt, self.now_s, 60)
+            request = RequestInfo(keys, prompt, self.now_s, 60, parting, regret)
             matches = self.index.match(keys, self.now_s)
             views = [self.view(pod_id, state, matches, prompt) for pod_id, state in self.states.items()]
-            expected = self.one_by_one.choose(request, views)
             seen = self.table.at(self.now_s)
+            if regret:
+                for view, room in zip(views, rooms, strict=True):
+                    view.room_tokens = room
+                seen.room = np.array(rooms)
+            expected = self.one_by_one.choose(request, views)
             sets, tiers = self.index.match_sets(keys, self.now_s)
             for ids, held in sets:
                 seen.hold(self.table.rows(ids), min(held * STRIDE_TOKENS, prompt))

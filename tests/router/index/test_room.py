@@ -1,0 +1,163 @@
+"""What is believed of a pod that publishes nothing, against a cache that evicts what was used longest ago."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.contract.events import Keys
+from engine.contract.keys import PrefixKey
+from router.registry.index import Match, PrefixIndex
+from router.registry.room import Room, Taken
+from router.routing.types import PodId
+
+POD = PodId("pod")
+KEY_TOKENS = 64
+BLOCK = 16
+
+
+class Cache:
+    """A pod of so many tokens: keys, and what each request leaves under no key, out in the order of last use."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held: OrderedDict[int | str, int] = OrderedDict()
+        self.count = 0
+
+    def ask(self, keys: Keys, loose: int) -> int:
+        """Leading keys that were held."""
+        hits = next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
+        if loose:  # engines give up the end of a request first
+            self.count += 1
+            self.held[f"loose {self.count}"] = loose
+        for key in reversed(keys):
+            self.held[key] = KEY_TOKENS
+            self.held.move_to_end(key)
+        while sum(self.held.values()) > self.capacity:
+            self.held.popitem(last=False)
+        return hits
+
+
+def prompt(name: int, keys: int) -> Keys:
+    return tuple(PrefixKey(name * 1000 + i) for i in range(keys))
+
+
+def taken(keys: int, loose: int, capacity: int | None) -> Taken:
+    return Taken(keys * KEY_TOKENS + loose, KEY_TOKENS, capacity, BLOCK)
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(0, 8)), max_size=60)
+
+
+@given(REQUESTS, st.integers(20, 80))
+@settings(max_examples=150)
+def test_belief_is_what_an_lru_cache_of_the_told_size_holds_but_for_what_is_given_up_ahead(
+    requests: list[tuple[int, int, int]], capacity_keys: int
+) -> None:
+    capacity = capacity_keys * KEY_TOKENS
+    cache, index = Cache(capacity), PrefixIndex()
+    for at_s, (name, length, blocks) in enumerate(requests):
+        keys = prompt(name, length)
+        index.speculate(POD, keys, float(at_s), math.inf, taken(length, blocks * BLOCK, capacity))
+        cache.ask(keys, blocks * BLOCK)
+        assert index.room_tokens(POD) <= capacity
+        for other in range(1, 10):
+            chain = prompt(other, 12)
+            believed = index.match(chain, float(at_s)).get(POD, Match(0)).strides
+            held = next((i for i, key in enumerate(chain) if key not in cache.held), len(chain))
+            assert believed <= held  # nothing is believed that an LRU cache has evicted
+    all_believed = sum(len(keys) for _, keys in index.believed(POD)) * KEY_TOKENS
+    all_held = sum(tokens for key, tokens in cache.held.items() if isinstance(key, int))
+    assert all_believed >= all_held - capacity / 64 - 2 * KEY_TOKENS - 8 * BLOCK
+
+
+def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used() -> None:
+    index = PrefixIndex()
+    shared = prompt(1, 8)
+    for i in range(4):
+        keys = (*shared, PrefixKey(100 + i))
+        index.speculate(POD, keys, float(i), math.inf, taken(9, 0, 2000))
+    assert index.room_tokens(POD) == 2000 - 12 * KEY_TOKENS
+    index.speculate(POD, prompt(2, 20), 9.0, math.inf, taken(20, 0, 2000))
+    assert index.match(prompt(2, 20), 9.0)[POD] == Match(20)
+    assert index.match(shared, 9.0)[POD] == Match(8)
+
+
+def test_answers_take_room_though_no_key_stands_for_them() -> None:
+    index = PrefixIndex()
+    index.speculate(POD, prompt(1, 4), 0.0, math.inf, taken(4, 1000, 1500))
+    assert index.room_tokens(POD) == 1500 - 4 * KEY_TOKENS - 1008  # whole blocks
+    index.speculate(POD, prompt(2, 4), 1.0, math.inf, taken(4, 1000, 1500))
+    assert index.match(prompt(1, 4), 1.0)[POD] == Match(3)
+
+
+def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None:
+    index = PrefixIndex()
+    for i in range(100):
+        index.speculate(POD, prompt(i, 10), 1.0, 600.0, taken(10, 200, None))
+    assert index.room_tokens(POD) == math.inf
+    assert all(index.match(prompt(i, 10), 500.0)[POD] == Match(10) for i in range(100))
+    assert not index.match(prompt(3, 10), 700.0)
+
+
+@pytest.mark.parametrize("told", [None, 2.0, 1.0, 0.7])
+def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
+    """Of 12 equally popular prefixes a cache holds some 8; the pod tells no size, or a wrong one."""
+    capacity = 8 * 12 * KEY_TOKENS
+    rng = random.Random(1)
+    cache, index = Cache(capacity), PrefixIndex()
+    says = None if told is None else round(told * capacity)
+    wrong = 0
+    for i in range(3000):
+        now_s, keys = 10.0 * i, prompt(rng.randrange(12), 12)
+        believed = index.match(keys, now_s).get(POD, Match(0)).strides
+        index.speculate(POD, keys, now_s, 1e9, taken(12, 0, says))
+        held = cache.ask(keys, 0)
+        if held < believed - 2:
+            index.refute(POD, keys, held, now_s)
+            index.speculate(POD, keys, now_s, 1e9, Taken(0, KEY_TOKENS, says, BLOCK))
+        elif held > believed + 2:
+            index.was_held(POD, keys, believed, float((held - believed) * KEY_TOKENS))
+        wrong += i >= 2000 and abs(held - believed) > 2
+    assert wrong < 100  # of 1,000; 330 are misses
+
+
+def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
+    room = Room(64)
+    room.take(Taken(100, KEY_TOKENS, 10_000, BLOCK), 1, 0.0)
+    room.was_evicted(0.0)
+    assert room.capacity_tokens == pytest.approx(9000)
+    room.given_up([PrefixKey(1)], 500.0)
+    room.given_up([PrefixKey(2)], 4000.0)
+    assert room.was_held(PrefixKey(1))
+    assert room.capacity_tokens == pytest.approx(9400)
+    assert not room.was_held(PrefixKey(1))  # it is known by now
+    for _ in range(1000):
+        room.was_evicted(0.0)
+    assert room.capacity_tokens == 10_000 / 16
+
+
+def test_what_is_evicted_and_asked_for_again_is_regretted_and_what_is_not_is_not() -> None:
+    index = PrefixIndex()
+    for i in range(50):
+        index.speculate(POD, prompt(i, 10), float(i), math.inf, taken(10, 0, 1000))
+    assert index.regret == 0.0
+    for i in range(50, 200):
+        index.speculate(POD, prompt(i % 3, 10), float(i), math.inf, taken(10, 0, 1000))
+    assert index.regret > 0.5
+
+
+def test_ghosts_and_losses_are_bounded() -> None:
+    index = PrefixIndex(speculative_limit=512)
+    for i in range(5000):
+        index.speculate(POD, prompt(i, 10), float(i), math.inf, taken(10, 0, 1000))
+    index.drop(POD)
+    while index.sweep(1000):
+        pass
+    assert len(index) == 0
+    assert index.room_tokens(POD) == math.inf

@@ -1,0 +1,92 @@
+"""Which pods each of several gateways tries first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.load import StepCost
+from router.routing.parting import Gateways, Parting
+from router.routing.policies import make_policy
+from router.routing.types import PodId, PodView, RequestInfo
+
+COST = StepCost(base_s=6e-3, token_s=22e-6)
+WORK = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=2)
+
+
+def parting(own: str, work_s: dict[str, float], now_s: float = 0.0) -> Parting | None:
+    gateways = Gateways(own)
+    for name, seconds in work_s.items():
+        if name == own:
+            gateways.sent(seconds, now_s)
+        else:
+            gateways.heard(name, seconds, 0.07, now_s)
+    return gateways.parting(now_s)
+
+
+@given(WORK, st.integers(1, 40), st.floats(0, 1e6))
+def test_every_pod_is_somebodys_own_and_nobodys_twice(work_s: dict[str, float], pods: int, now_s: float) -> None:
+    total = sum(work_s.values())
+    loud = {name: seconds for name, seconds in work_s.items() if seconds > 0.01 * total}
+    found = {name: parting(name, work_s, now_s) for name in loud}
+    if len(loud) < 2:
+        assert not any(found.values())
+        return
+    for row in range(pods):
+        assert sum(each.part(row, pods) for each in found.values() if each) == pytest.approx(1.0)
+    for name, each in found.items():
+        assert each is not None
+        assert each.high - each.low == pytest.approx(loud[name] / sum(loud.values()))
+
+
+def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
+    assert parting("a", {"a": 1.0}) is None
+    assert parting("a", {"a": 1.0, "b": 0.001}) is None
+    gateways = Gateways("a")
+    gateways.heard("b", 1.0, 0.07, 0.0)
+    gateways.sent(1.0, 1000.0)
+    assert gateways.parting(1000.0) is None  # what it heard is long ago
+
+
+def test_unseen_work_grows_with_what_others_send_and_with_delay() -> None:
+    def unseen_s(rate: float, delay_s: float) -> float:
+        gateways = Gateways("a")
+        for i in range(2000):
+            gateways.sent(0.1, 0.1 * i)
+            gateways.heard("b", 0.1 * rate, delay_s, 0.1 * i)
+        found = gateways.parting(200.0)
+        assert found is not None
+        return found.unseen_s
+
+    assert unseen_s(1.0, 0.1) == pytest.approx(0.1, rel=0.05)  # a second of prefill a second, a tenth of it unseen
+    assert unseen_s(2.0, 0.1) > unseen_s(1.0, 0.1) > unseen_s(1.0, 0.05) > 0
+
+
+def test_two_gateways_that_see_the_same_do_not_choose_the_same_pod() -> None:
+    pods = [PodView(PodId(f"pod-{i}"), cost=COST) for i in range(4)]
+    chosen = []
+    for place in (Parting(0.0, 0.5, 0.05), Parting(0.5, 1.0, 0.05)):
+        policy = make_policy("predicted_ttft")
+        chosen.append(policy.choose(RequestInfo((), 2000, 0.0, parting=place), pods).pod)
+    assert chosen[0] in (0, 1)
+    assert chosen[1] in (2, 3)
+
+
+def test_fear_of_others_makes_no_copy() -> None:
+    pods = [PodView(PodId("pod-0"), cost=COST), PodView(PodId("pod-1"), matched_tokens=1900, cost=COST)]
+    request = RequestInfo((), 2000, 0.0, parting=Parting(0.0, 0.5, 10.0))
+    assert make_policy("predicted_ttft").choose(request, pods).pod == 1
+
+
+def test_a_full_pod_is_left_alone_if_what_it_evicts_is_missed() -> None:
+    pods = [
+        PodView(PodId("pod-0"), cost=COST, room_tokens=0.0),
+        PodView(PodId("pod-1"), cost=COST, room_tokens=5000.0, in_flight=1, decoding=1, prefill_free_at_s=0.03),
+    ]
+    policy = make_policy("predicted_ttft")
+    assert policy.choose(RequestInfo((), 2000, 0.0), pods, explain=True).pod == 0
+    decision = policy.choose(RequestInfo((), 2000, 0.0, regret=1.0), pods, explain=True)
+    assert decision.pod == 1
+    assert decision.scores[0].parts["evict_s"] == pytest.approx((2000 + 128) * COST.token_s)
+    assert decision.scores[1].parts["evict_s"] == 0.0
