@@ -429,7 +429,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[STREAMS],
         app[SCRAPER],
     )
-    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, bodies)
+    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, app[EVENTS], bodies)
     yield
 
 

@@ -184,6 +184,12 @@ class EventFeed:
         pod = self._pods.get(pod_id)
         return pod is not None and pod.is_flowing and pod.has_sessions
 
+    def accounts_for(self, pod_id: PodId) -> bool:
+        """Whether events alone may change what the index has of the pod: they say what it holds, or some of it was
+        entered by events that are not told again."""
+        pod = self._pods.get(pod_id)
+        return pod is not None and (pod.blocks is not None or self.reports(pod_id))
+
     @property
     def is_any_reporting(self) -> bool:
         """Whether that is so of any pod."""

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engine.contract.errors import escaped
 from engine.contract.resets import REPEATED_S, pauses_s, refusal
+from router.events.feed import EventFeed
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.gateway.admission import Admission
@@ -42,6 +43,7 @@ class Admin:
         reader: Reader,
         chooser: Chooser,
         index: PrefixIndex,
+        events: EventFeed,
         bodies: BodyLimits,
     ) -> None:
         self._session = session
@@ -51,6 +53,7 @@ class Admin:
         self._reader = reader
         self._chooser = chooser
         self._index = index
+        self._events = events
         self._bodies = bodies
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -104,8 +107,11 @@ class Admin:
             return str(error) or type(error).__name__
         if said:
             return said
-        for rank in self._fleet.ranks_of(pod):  # what a publishing pod holds from here on, its reports say
-            self._index.drop(rank.pod_id)
+        for rank in self._fleet.ranks_of(pod):
+            # What a publishing pod holds from here on, its reports say. Events are no such account of the whole: they
+            # would not tell again of a block that is still held, and tell with the next step of those that are gone.
+            if not self._events.accounts_for(rank.pod_id):
+                self._index.drop(rank.pod_id)
             self._chooser.tell_forgotten(rank.pod_id, is_sure=True)
         return "ok"
 

@@ -339,12 +339,13 @@ class PrefixIndex:
         return self._regret.share
 
     def forget_until(self, pod: PodId, used_at_s: float) -> None:
-        """Forget a pod, but for what is speculated of keys used after `used_at_s`."""
-        later = [run for run in self.believed(pod) if run[0] > used_at_s]
-        if not later:
+        """Forget what is speculated of a pod, but for keys used after `used_at_s`. What it reported only it takes
+        back."""
+        believed = self.believed(pod)
+        if pod not in self._reporters and all(at_s <= used_at_s for at_s, _ in believed):
             self.drop(pod)
             return
-        for at_s, keys in self.believed(pod):
+        for at_s, keys in believed:
             if at_s <= used_at_s:
                 self.unbelieve(pod, keys, used_at_s)
 

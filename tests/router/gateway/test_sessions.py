@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from router.app import EVENTS
+import asyncio
+
+import orjson
+
+from router.app import CHOOSER, EVENTS, INDEX
+from tests.router.events.model_engine import ModelEngine, uniform_tokens
 from tests.router.gateway.helpers import ScriptedEngine, answers, running
 
 BODY = {"model": "m", "prompt": "x" * 600}
+TOKENS = 150
 
 
 async def test_followed_engines_get_a_new_session_and_clients_their_own_back() -> None:
@@ -27,3 +33,36 @@ async def test_other_engines_get_the_clients_session() -> None:
         answer = await gateway.post(BODY, **{"X-Session-ID": "mine"})
     assert [received.headers["X-Session-ID"] for received in engine.received] == ["mine"]
     assert answer.headers["X-Session-ID"] == "whatever"
+
+
+async def test_a_reset_leaves_what_events_say_to_events() -> None:
+    """They tell with the engine's next step what is gone, and never again of what it still has."""
+    usage = {"prompt_tokens": TOKENS, "completion_tokens": 1, "total_tokens": TOKENS + 1}
+    answer = answers(200, orjson.dumps({"choices": [], "usage": usage}))
+    followed, other = ScriptedEngine("followed", answer), ScriptedEngine("other", answer)
+    model = ModelEngine(room=64, block_tokens=8)
+    async with running(followed, other) as gateway:
+        events, index = gateway.app[EVENTS], gateway.app[INDEX]
+        events.follow("followed", "m")
+        events.flows("followed", is_flowing=True)
+        for _ in range(2):
+            await gateway.post(BODY)
+        (sent,), (_,) = followed.received, other.received
+        tokens = [token for token, _ in uniform_tokens(BODY["prompt"].encode())]
+        model.serve(tokens, sent.headers["X-Session-ID"])
+        events.batch("followed", model.batches[0])
+        held = set().union(*index.held("followed").values())
+        assert held
+        assert index.believed("other")
+
+        assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
+        assert set().union(*index.held("followed").values()) == held, "the engine has not said that they are gone"
+        assert not index.believed("other")
+
+        gateway.app[CHOOSER].forget("followed", asyncio.get_running_loop().time())  # another gateway tells of a reset
+        assert set().union(*index.held("followed").values()) == held
+
+        model.clear()
+        events.batch("followed", model.batches[1])
+        assert not set().union(*index.held("followed").values())
+        assert not index.believed("followed")

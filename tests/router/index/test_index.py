@@ -41,6 +41,21 @@ def test_refuting_one_of_a_burst_forgets_nothing_else() -> None:
     assert index.match(chain("burst", 4), 104.0) == {}
 
 
+def test_being_told_of_an_emptied_pod_takes_back_belief_and_no_report() -> None:
+    index = PrefixIndex()
+    index.apply(POD, (), (chain("reported", 3), (), ()))
+    for pod in (POD, OTHER):
+        index.speculate(pod, chain("early", 2), 1.0, HOUR_S)
+    index.speculate(POD, chain("late", 2), 3.0, HOUR_S)
+    for pod in (POD, OTHER):
+        index.forget_until(pod, 2.0)
+    assert index.match(chain("early", 2), 3.0) == {}
+    assert index.match(chain("late", 2), 3.0) == {POD: Match(2)}
+    index.forget_until(POD, 4.0)
+    assert index.match(chain("late", 2), 4.0) == {}
+    assert index.match(chain("reported", 3), 4.0) == {POD: Match(3)}
+
+
 def test_refuting_what_was_confirmed_meanwhile_changes_nothing() -> None:
     index = PrefixIndex()
     index.speculate(POD, chain("a", 3), 0.0, 5.0)
