@@ -66,8 +66,8 @@ class Heard:
     """Any gateway is to write what it believes."""
     is_missed: bool = False
     """Somebody did not hear what this gateway told."""
-    forgotten: list[PodId] = field(default_factory=list)
-    """Pods that were emptied."""
+    forgotten_s: dict[PodId, float] = field(default_factory=dict)
+    """Pods that were emptied, and when."""
     changed: set[PodId] = field(default_factory=set)
     """Pods of which something else is believed now."""
 
@@ -214,7 +214,7 @@ class Others:
                 if sink.knows(event.pod) and (event.is_sure or event.pod in fresh):
                     sink.forgotten(event.pod, at_s)
                     heard.changed.add(event.pod)
-                    heard.forgotten.append(event.pod)
+                    heard.forgotten_s[event.pod] = at_s
             case Written():
                 heard.written.append(event.pod)
                 if event.is_recovery:

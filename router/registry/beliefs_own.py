@@ -32,6 +32,8 @@ EVENT_BYTES = 28
 ROUTED_BYTES = 20
 """Further ones, for the session's id."""
 KEY_BYTES = 8
+RETOLD_S = 600.0
+"""That a pod was emptied is told again for so long, if messages are lost."""
 MAX_NUMBER = 2**32
 MAX_ABOARD = 16_384
 """Requests that one message lists as in flight; of more the others hear too little."""
@@ -77,6 +79,8 @@ class Notebook:
         """Pods of which something was told; for the publisher to empty."""
         self.forgotten_s: dict[PodId, float] = {}
         """When a pod was last forgotten; for the reader to prune."""
+        self._emptied_s: dict[PodId, float] = {}
+        """When a pod was last emptied for sure: what was lost may have told of it."""
         self.on_first: Callable[[], None] = _nothing
         """Called when there is something to tell after there was nothing."""
 
@@ -143,6 +147,9 @@ class Notebook:
         """Nothing is believed of the pod any more."""
         self.touched.add(pod)
         self.forgotten_s[pod] = now_s
+        if is_sure:
+            self._emptied_s.pop(pod, None)
+            self._emptied_s[pod] = now_s
         self._add(Forgotten(0.0, pod, is_sure), now_s)
 
     def written(
@@ -160,10 +167,17 @@ class Notebook:
         """Have the next message list all requests in flight."""
         self._lists_aboard = True
 
-    def mend(self) -> None:
-        """What was lost is about to be made good."""
+    def mend(self, now_s: float) -> None:
+        """What was lost is about to be made good: what is believed is written, and what is not any more is told again.
+
+        Without that, a gateway that did not hear of an emptied pod would go on believing in it.
+        """
         self.has_lost = False
         self._lists_aboard = True
+        while self._emptied_s and now_s - (oldest := next(iter(self._emptied_s.items())))[1] > RETOLD_S:
+            del self._emptied_s[oldest[0]]
+        for pod, at_s in self._emptied_s.items():
+            self._add(Forgotten(0.0, pod, True), at_s)
 
     def take(self, now_s: float, *, is_last: bool = False) -> BeliefMessage:
         """The next message, with as many events as it holds; of none it shows that this gateway lives."""

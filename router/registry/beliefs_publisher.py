@@ -170,7 +170,7 @@ class BeliefPublisher:
         """Events were lost: all that is believed is written, and the others are told to look."""
         log.warning("gateways: too much could not be told in time; what is believed is written whole")
         now_s = asyncio.get_running_loop().time()
-        self._notebook.mend()
+        self._notebook.mend(now_s)
         try:
             for pod in self._notebook.touched:
                 self._plan.changed(pod, now_s)

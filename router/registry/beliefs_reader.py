@@ -17,7 +17,7 @@ from engine.contract.events import DecodeError, UnknownVersion
 from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from router.registry.beliefs import ANY_LIFE, BeliefSink, Life
 from router.registry.beliefs_codec import decode
-from router.registry.beliefs_others import Heard, Others
+from router.registry.beliefs_others import SAME_S, Heard, Others
 from router.registry.beliefs_own import Notebook
 from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_snapshot import decode_snapshot
@@ -254,8 +254,8 @@ class BeliefReader:
         self._told |= heard.changed
         for pod in heard.changed:
             self._plan.changed(pod, now_s)
-        for pod in heard.forgotten:
-            self._void_s[pod] = now_s
+        for pod, at_s in heard.forgotten_s.items():
+            self._void_s[pod] = max(self._void_s.get(pod, -math.inf), at_s + SAME_S)
         if heard.is_gap:
             self._gaps += 1
             self._wishes.setdefault(message.life, now_s)
