@@ -80,7 +80,7 @@ def encode(message: RegistryMessage) -> bytes:
             _HEAD.pack(VERSION, message.kind, 0, message.stride, message.epoch, message.seq),
             pack_load(message.load),
             _COUNTS.pack(*map(len, lists)),
-            *map(_pack_keys, lists),
+            *map(pack_keys, lists),
         )
     )
 
@@ -116,7 +116,7 @@ class Decoder:
             raise DecodeError(f"registry message of {len(data)} bytes, expected {_KEYS_AT + 8 * total}")
         if not total:
             return RegistryMessage(kind, stride, epoch, seq, load)
-        keys = _unpack_keys(data[_KEYS_AT:])
+        keys = unpack_keys(data[_KEYS_AT:])
         gpu, host, disk = accumulate(counts[:3])
         return RegistryMessage(
             kind, stride, epoch, seq, load, keys[:gpu], (keys[gpu:host], keys[host:disk], keys[disk:])
@@ -137,14 +137,16 @@ def decode(data: bytes) -> RegistryMessage:
     return Decoder().decode(data)
 
 
-def _pack_keys(keys: Iterable[PrefixKey]) -> bytes:
+def pack_keys(keys: Iterable[int]) -> bytes:
+    """Keys as u64 each, little-endian."""
     packed = array("Q", keys)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
-def _unpack_keys(data: bytes) -> Keys:
+def unpack_keys(data: bytes) -> Keys:
+    """The inverse of `pack_keys`, for bytes that are a multiple of 8."""
     packed = array("Q")
     packed.frombytes(data)
     if sys.byteorder == "big":

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
-from array import array
 from collections.abc import Mapping
-from typing import Any
 
-from engine.contract.events import DecodeError, Keys, UnknownVersion
+from engine.contract.events import DecodeError, Keys, UnknownVersion, pack_keys, unpack_keys
 from router.registry.beliefs import (
     Aboard,
     Began,
@@ -250,23 +247,6 @@ def _unpack_chains(data: bytes, at: int, chain_count: int, tail_count: int) -> t
     if used != tail_count:
         raise DecodeError("gateway's message with keys of no chain")
     return chains, end
-
-
-def pack_keys(keys: Any) -> bytes:
-    """Keys as u64 each."""
-    packed = array("Q", keys)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_keys(data: bytes) -> Keys:
-    """The inverse of `pack_keys`."""
-    packed = array("Q")
-    packed.frombytes(data)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return tuple(packed)  # type: ignore[arg-type]  # NewType over int, unboxed by array
 
 
 def _place(pods: dict[PodId, int], pod: PodId) -> int:

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.contract.events import DecodeError, UnknownVersion
-from router.registry.beliefs_codec import pack_keys, unpack_keys
+from engine.contract.events import DecodeError, UnknownVersion, pack_keys, unpack_keys
 from router.registry.speculation import Run
 
 VERSION = 1
