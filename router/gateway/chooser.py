@@ -368,12 +368,11 @@ class Chooser:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
         index = self._index
         views: list[PodView] = []
+        last, tokens = NO_MATCH, 0
         for pod in pods:
-            match = matches.get(pod.pod_id)
-            if match is None:
-                views.append(pod.state.view(pod.pod_id, now_s=now_s))
-                continue
-            tokens = min(int(match.strides * per_stride), prompt_tokens)
+            match = matches.get(pod.pod_id, NO_MATCH)
+            if match is not last:  # pods that hold equally much share the object
+                last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
