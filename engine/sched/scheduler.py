@@ -321,7 +321,7 @@ class Scheduler:
             if not budget or len(self._running) >= self._config.max_running:
                 break
             hits = self._cache.count_hits(entry.sequence, entry.known_tokens)
-            if self._in_flight.covers(entry.sequence, hits, entry.known_tokens):
+            if self._in_flight.covers(entry.sequence, hits // self._cache.block_size, entry.known_tokens):
                 continue
             if self._waits_for_tiers(entry, hits):
                 continue
@@ -352,8 +352,8 @@ class Scheduler:
         """Whether blocks below the pool are worth waiting for; one that would not fit now fetches nothing."""
         if self._tiers is None:
             return False
-        known, reserve = entry.known_tokens, self._reserve()
-        if self._cache.blocks_for(known) - hits + reserve > self._cache.pool.available:
+        known, reserve, cached = entry.known_tokens, self._reserve(), hits // self._cache.block_size
+        if self._cache.blocks_for(known) - cached + reserve > self._cache.pool.available:
             return False
         cost = self._step_cost.cost()
         ahead = sum(other.prefill_end - other.planned_tokens for other in self._running if not other.is_decoding)
@@ -361,7 +361,7 @@ class Scheduler:
             entry.request.id,
             entry.sequence,
             known,
-            cached_blocks=hits,
+            cached_blocks=cached,
             reserve_blocks=reserve,
             queue_s=ahead * cost.token_s,
         )
@@ -371,12 +371,13 @@ class Scheduler:
         return len(self._running) + 1 if self._running else 0
 
     def _start(self, entry: Entry, expected_hits: int) -> bool:
-        """Give the entry its blocks; False where they are too few.
+        """Give the entry its blocks, given that about so many tokens are cached; False where they are too few.
 
         A block stays in reserve for each running request's growth, so that an admission does not cause a preemption.
         """
         reserve, known = self._reserve(), entry.known_tokens
-        if self._cache.blocks_for(known) - expected_hits + reserve > self._cache.pool.available:
+        missing = self._cache.blocks_for(known) - expected_hits // self._cache.block_size
+        if missing + reserve > self._cache.pool.available:
             return False
         cached = self._cache.admit(entry.sequence, known, reserve)
         if cached is None:
@@ -478,7 +479,7 @@ class Scheduler:
 
     def _uncached_tokens(self, entry: Entry) -> int:
         known = entry.known_tokens
-        return known - self._cache.count_hits(entry.sequence, known) * self._cache.block_size
+        return known - self._cache.count_hits(entry.sequence, known)
 
     def _count(self, **increments: int) -> None:
         stats = self._stats
