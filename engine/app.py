@@ -44,6 +44,7 @@ from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.tiers.build import Store, TierError, emulated_store, host_store, make_tiers
+from engine.tiers.exported import TierCollector
 from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -312,6 +313,8 @@ async def engine_tasks(
     wake = _Wake()
     stores = loaded.stores or (_emulated_stores(settings, loaded.blocks) if settings.device == "sim" else ())
     tiers = _tiers(settings, cache, stores, wake)
+    if tiers is not None:
+        metrics.registry.register(TierCollector(tiers, settings.model_name))
     scheduler = Scheduler(
         cache,
         SchedulerConfig(

@@ -349,12 +349,10 @@ class Scheduler:
         return [item[3] for item in keyed]
 
     def _waits_for_tiers(self, entry: Entry, hits: int) -> bool:
-        """Whether blocks below the pool are worth waiting for; one that would not fit now fetches nothing."""
+        """Whether blocks below the pool are worth waiting for."""
         if self._tiers is None:
             return False
         known, reserve, cached = entry.known_tokens, self._reserve(), hits // self._cache.block_size
-        if self._cache.blocks_for(known) - cached + reserve > self._cache.pool.available:
-            return False
         cost = self._step_cost.cost()
         ahead = sum(other.prefill_end - other.planned_tokens for other in self._running if not other.is_decoding)
         return self._tiers.waits(
@@ -362,6 +360,7 @@ class Scheduler:
             entry.sequence,
             known,
             cached_blocks=cached,
+            fits=self._cache.blocks_for(known) - cached + reserve <= self._cache.pool.available,
             reserve_blocks=reserve,
             queue_s=ahead * cost.token_s,
         )

@@ -24,14 +24,16 @@ class LowerTiers(Protocol):
         known_tokens: int,
         *,
         cached_blocks: int,
+        fits: bool,
         reserve_blocks: int,
         queue_s: float,
     ) -> bool:
         """Whether the request had better not start now, because blocks that it can reuse are on their way.
 
         Begins to fetch them where that is sooner than computing them. Once they are there, or the fetch is given up,
-        the answer is False. `cached_blocks`: that it finds in the pool; `reserve_blocks`: to be left for running
-        requests; `queue_s`: seconds until the device could begin to compute this prompt.
+        the answer is False. `cached_blocks`: that it finds in the pool; `fits`: whether the pool has room for it, for
+        nothing is fetched else; `reserve_blocks`: to be left for running requests; `queue_s`: seconds until the device
+        could begin to compute this prompt.
         """
         ...
 

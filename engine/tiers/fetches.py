@@ -68,6 +68,8 @@ class Fetch:
     """By tier, the pool first: the blocks that it held before."""
     _committed: list[int] = field(default_factory=list)
     """By link: the upper tier holds the blocks before this one."""
+    _released: set[int] = field(default_factory=set)
+    """Tiers in which nothing is held any more."""
     _copies: dict[tuple[int, int], None] = field(default_factory=dict)
     """Link and id of open copies."""
 
@@ -130,10 +132,13 @@ class Fetch:
             self.links[depth].cancel(copy_id)
 
     def release(self) -> None:
-        """Let go of everything held; no copy is open any more."""
+        """Let go of what no open copy reads or writes, in each tier; nothing more will be copied."""
         caches: list[PrefixCache] = [self.links[0].upper, *[link.lower for link in self.links]]
-        for cache, sequence in zip(caches, self.sequences, strict=True):
-            cache.release(sequence)
+        busy = {tier for depth, _ in self._copies for tier in (depth, depth + 1)}
+        for tier, cache in enumerate(caches):
+            if tier not in busy and tier not in self._released:
+                self._released.add(tier)
+                cache.release(self.sequences[tier])
 
     def _copy(self, depth: int, start: int, stop: int) -> None:
         link = self.links[depth]

@@ -13,7 +13,7 @@ from engine.contract.load import StepCost
 
 MIN_QUEUE_BLOCKS = 16
 QUEUE_SHARE = 1 / 4
-"""Of the upper tier's blocks: as many may be on their way down. They are not free until they have arrived."""
+"""Of the upper tier's blocks: with as many on their way down no more are asked to go. They are not free meanwhile."""
 
 
 class Link:
@@ -71,10 +71,11 @@ class Link:
         """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""
         return self.lower.has(sequence.digests[block])
 
-    def room(self) -> int:
-        """Blocks that may be asked to go down now."""
+    @property
+    def has_room(self) -> bool:
+        """Whether a sequence may be asked to go down now: all of it, as all of it is held meanwhile."""
         most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))
-        return max(0, most - self.copier.open_blocks(Direction.DEMOTE))
+        return self.copier.open_blocks(Direction.DEMOTE) < most
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
         """Leading blocks worth copying down: up to the last one that was used twice, or that takes longer to compute

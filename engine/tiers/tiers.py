@@ -86,9 +86,9 @@ class Tiers:
         for request_id, fetch in tuple(self._fetches.items()):
             if fetch.is_over:
                 self._end(request_id, fetch)
-        for fetch in [fetch for fetch in self._left if fetch.is_over]:
-            self._left.remove(fetch)
+        for fetch in self._left:
             fetch.release()
+        self._left = [fetch for fetch in self._left if not fetch.is_over]
 
     def waits(
         self,
@@ -97,6 +97,7 @@ class Tiers:
         known_tokens: int,
         *,
         cached_blocks: int,
+        fits: bool,
         reserve_blocks: int,
         queue_s: float,
     ) -> bool:
@@ -111,7 +112,11 @@ class Tiers:
             return False
         if sequence.digests[cached_blocks] in self._fetched:
             return True  # another request waits for it
-        if request_id in self._decided or not any(link.holds(sequence, cached_blocks) for link in self._links):
+        if (
+            not fits
+            or request_id in self._decided
+            or not any(link.holds(sequence, cached_blocks) for link in self._links)
+        ):
             return False
         prefill = Prefill(known_tokens, cached_blocks * self._pool.block_size, self._step_tokens, self._cost, queue_s)
         return self._begin(request_id, sequence, prefill, cached_blocks, reserve_blocks)
@@ -236,13 +241,14 @@ class Tiers:
         self._count_hits(fetch)
 
     def _give_up(self, request_id: int, fetch: Fetch) -> None:
-        """The request waits no more. Blocks are held until the copies have ended; what has come can be used at once."""
+        """The request waits no more. What has come can be used; what copies still write is held until they end."""
         del self._fetches[request_id]
         self._forget_digests(fetch)
         self._decided.add(request_id)
         self.stats.outcomes[Outcome.GIVEN_UP] += 1
         self._count_hits(fetch)
         fetch.give_up()
+        fetch.release()
         self._left.append(fetch)
 
     def _forget_digests(self, fetch: Fetch) -> None:
@@ -266,7 +272,7 @@ class Tiers:
         there = len(link.lower.find(part, len(sequence.nodes)))
         self.stats.worthless[link.tier] += max(0, len(sequence.nodes) - max(wanted, there))
         # Those there already are held, too: so their tier learns that they were used.
-        fits = min(max(wanted, there), there + min(link.room(), link.lower.pool.available))
+        fits = min(max(wanted, there), there + (link.lower.pool.available if link.has_room else 0))
         present = link.lower.hold(part, fits)
         if present is None:  # those there are idle, and count among the available
             fits, present = there, link.lower.hold(part, there)
