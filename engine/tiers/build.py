@@ -94,7 +94,7 @@ def host_store(kv: KvPool, host_bytes: int) -> Store:
         measure_rates(copier, measured, MEASURE_S)
     except (CopyError, TimeoutError) as error:
         raise TierError(f"--host-cache-bytes {host_bytes}: blocks cannot be copied: {error}") from None
-    memory = memoryview(host.data.numpy().reshape(-1))
+    memory = host.data.numpy().reshape(-1).data
     return Store(Tier.HOST, slots, block_bytes, copier, telling, memory)
 
 
