@@ -24,6 +24,7 @@ from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
 from engine.contract.api_keys import parse_keys
@@ -271,7 +272,10 @@ async def engine_tasks(
     Raises BackendStuck on the way out, where a step did not end before its deadline or does not once `force` is set.
     """
     cache = PrefixCache(
-        loaded.blocks, settings.block_size, enabled=settings.prefix_cache, eviction=Eviction(settings.eviction)
+        loaded.blocks,
+        settings.block_size,
+        index=IndexKind(settings.prefix_cache),
+        eviction=Eviction(settings.eviction),
     )
     scheduler = Scheduler(
         cache,

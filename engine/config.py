@@ -77,7 +77,11 @@ class EngineSettings(Settings):
     kv_pool_tokens: int = Field(
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
-    prefix_cache: bool = Field(True, description="Reuse the KV of equal prefixes")
+    prefix_cache: Literal["hash", "off"] = Field(
+        "hash",
+        description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
+        "off: not at all",
+    )
     eviction: Literal["lru", "lfu", "cost"] = Field(
         "lfu",
         description="Which unused KV block goes first. lru: the longest unused; lfu: the one common to the fewest "
@@ -129,6 +133,12 @@ class EngineSettings(Settings):
     @classmethod
     def _is_redis_url(cls, url: str | None) -> str | None:
         return check_redis_url(url) if url else None
+
+    @field_validator("prefix_cache", mode="before")
+    @classmethod
+    def _is_index(cls, value: object) -> object:
+        """YAML reads `off` as false; earlier versions had true and false here."""
+        return {"false": "off", "true": "hash"}.get(str(value).lower(), value)
 
     @field_validator("block_size")
     @classmethod

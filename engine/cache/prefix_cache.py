@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
+from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
-from engine.cache.indexed import NO_BLOCK, IndexedBlocks
+from engine.cache.index import IndexKind, NoIndex, PrefixIndex
+from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
@@ -22,7 +24,7 @@ A popular block would otherwise collect a key from every request that goes its o
 
 
 class PrefixCache:
-    """KV blocks of requests, indexed by content once computed.
+    """KV blocks of requests, indexed by content once computed. How equal beginnings are found is `PrefixIndex`'s.
 
     Use: `open` a sequence, `admit` it, `extend` it before a step that needs more room, `commit` after the step,
     `release`. Steps are bracketed by `begin_step` and `end_step`, and end in the order in which they began; what is
@@ -30,13 +32,20 @@ class PrefixCache:
     """
 
     def __init__(
-        self, blocks_total: int, block_size: int, *, enabled: bool = True, eviction: Eviction = Eviction.LRU
+        self,
+        blocks_total: int,
+        block_size: int,
+        *,
+        index: IndexKind = IndexKind.HASH,
+        eviction: Eviction = Eviction.LRU,
     ) -> None:
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
         self.block_size = block_size
-        self.enabled = enabled
+        self.enabled = index is not IndexKind.OFF
+        """Whether anything is ever reused."""
         self._indexed = IndexedBlocks(blocks_total)
+        self._index: PrefixIndex = HashIndex(self._indexed, block_size) if self.enabled else NoIndex()
         self._worth: GreedyDual | None = None
         if eviction is not Eviction.LRU:
             self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
@@ -75,16 +84,8 @@ class PrefixCache:
             sequence.extend(tokens)
 
     def count_hits(self, sequence: CachedSequence, known_tokens: int) -> int:
-        """Blocks that `admit` would reuse, by hash alone. Cheap: starts from the last count for this sequence."""
-        digests, index = sequence.digests, self._indexed.of
-        limit = self._hit_limit(sequence, known_tokens)
-        hits = min(sequence.hits, limit)
-        while hits and digests[hits - 1] not in index:
-            hits -= 1
-        while hits < limit and digests[hits] in index:
-            hits += 1
-        sequence.hits = hits
-        return hits
+        """Tokens that `admit` would reuse. Cheap: starts from the last count for this sequence."""
+        return self._index.count(sequence, known_tokens - 1)
 
     def admit(self, sequence: CachedSequence, known_tokens: int, reserve_blocks: int = 0) -> int | None:
         """Give the sequence blocks for its `known_tokens`, reusing what is cached.
@@ -92,7 +93,7 @@ class PrefixCache:
         Returns the number of tokens reused, at most `known_tokens - 1`; None, with nothing changed, where fewer than
         `reserve_blocks` would stay available.
         """
-        nodes = self._match(sequence, self._hit_limit(sequence, known_tokens))
+        nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
         references = self.pool.references
         idle = sum([references(node) == 0 for node in nodes])
         missing = self.blocks_for(known_tokens) - len(nodes)
@@ -137,9 +138,12 @@ class PrefixCache:
             return
         anchors = sequence.anchors
         for i in range(len(sequence.nodes), computed_tokens // self.block_size):
-            node = self._index_block(sequence, i)
+            node = self._index.add(sequence, i)
             if node is None:
                 return
+            if node != sequence.blocks[i]:
+                self.pool.add_references((node,))
+                self.pool.count_use((node,))
             sequence.nodes.append(node)
             if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
                 self._attach_keys(sequence, node, i)
@@ -167,6 +171,7 @@ class PrefixCache:
         Blocks in use stay with their users and are never indexed again.
         """
         self._generation += 1
+        self._index.clear()
         self._indexed.clear()
         self._keys.clear()
         return self.pool.free_idle()
@@ -186,7 +191,8 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._indexed, self._users, self._keys, self.block_size, self._generation)
+        check(self.pool, self._indexed, self._users, self._keys, self._generation)
+        self._index.check()
 
     def _free(self, sequence: CachedSequence) -> None:
         nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests
@@ -201,40 +207,6 @@ class PrefixCache:
         sequence.nodes.clear()
         sequence.next_anchor = 0
         self._users.discard(sequence)
-
-    def _hit_limit(self, sequence: CachedSequence, known_tokens: int) -> int:
-        """One token is always left to compute: its logits choose the next."""
-        return min((known_tokens - 1) // self.block_size, len(sequence.digests))
-
-    def _match(self, sequence: CachedSequence, limit: int) -> list[int]:
-        """Longest indexed prefix. Equal parents and equal contents all the way: a hash collision is a miss."""
-        find, parents, contents = self._indexed.of.get, self._indexed.parents, self._indexed.contents
-        nodes: list[int] = []
-        parent = NO_BLOCK
-        for i in range(limit):
-            node = find(sequence.digests[i])
-            if node is None or parents[node] != parent or contents[node] != sequence.contents[i]:
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
-
-    def _index_block(self, sequence: CachedSequence, i: int) -> int | None:
-        """The indexed block equal to the sequence's block i, whose parent is indexed, or else that block itself.
-
-        None where another chain has its digest.
-        """
-        indexed, parent = self._indexed, sequence.nodes[i - 1] if i else NO_BLOCK
-        digest, content, block = sequence.digests[i], sequence.contents[i], sequence.blocks[i]
-        node = indexed.of.get(digest)
-        if node is None:
-            indexed.add(block, digest, parent, content)
-            return block
-        if indexed.parents[node] != parent or indexed.contents[node] != content:
-            return None
-        self.pool.add_references((node,))
-        self.pool.count_use((node,))
-        return node
 
     def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:
         """Anchor the sequence's keys that reach as far as its block `index`, in order."""
@@ -252,6 +224,7 @@ class PrefixCache:
             sequence.next_anchor += 1
 
     def _forget(self, block: int) -> None:
-        """The block is to hold something else."""
+        """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
+        self._index.remove(block)
         for key in reversed(self._indexed.remove(block)):
             self._keys.drop(key)

@@ -311,7 +311,7 @@ class Scheduler:
             if not budget or len(self._running) >= self._config.max_running:
                 break
             hits = self._cache.count_hits(entry.sequence, entry.known_tokens)
-            if self._in_flight.covers(entry.sequence, hits, entry.known_tokens):
+            if self._in_flight.covers(entry.sequence, hits // self._cache.block_size, entry.known_tokens):
                 continue
             if not self._start(entry, hits):
                 break
@@ -335,13 +335,16 @@ class Scheduler:
         return [item[3] for item in keyed]
 
     def _start(self, entry: Entry, expected_hits: int) -> bool:
-        """Give the entry its blocks; False where they are too few.
+        """Give the entry its blocks, given that about so many tokens are cached; False where they are too few.
 
         A block stays in reserve for each running request's growth, so that an admission does not cause a preemption.
         """
         reserve = len(self._running) + 1 if self._running else 0
         known = entry.known_tokens
-        if self._cache.blocks_for(known) - expected_hits + reserve > self._cache.pool.available:
+        if (
+            self._cache.blocks_for(known) - expected_hits // self._cache.block_size + reserve
+            > self._cache.pool.available
+        ):
             return False
         cached = self._cache.admit(entry.sequence, known, reserve)
         if cached is None:
@@ -433,7 +436,7 @@ class Scheduler:
 
     def _uncached_tokens(self, entry: Entry) -> int:
         known = entry.known_tokens
-        return known - self._cache.count_hits(entry.sequence, known) * self._cache.block_size
+        return known - self._cache.count_hits(entry.sequence, known)
 
     def _count(self, **increments: int) -> None:
         stats = self._stats
