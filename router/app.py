@@ -375,7 +375,6 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         foreign_ttl_s=settings.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
-        name=uuid.uuid4().hex,
     )
     app[SHARING] = NoSharing()
     if settings.redis_url is not None and notebook is not None:
@@ -469,8 +468,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
-            chooser = app[CHOOSER]
-            shares = ShareSync(app[SETTINGS].redis_url or "", chooser.name, chooser.shares)
+            shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,9 +92,9 @@ class Chooser:
     ) -> None:
         """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
         `wide_from`: pods from which all are looked at at once, by policies that can. `telling`: of what answers refute.
-        `name`: of this gateway, under which the others know its `shares`.
+        `name`: of this gateway, under which the others know its `shares`; a random one if it is not given.
         """
-        self.name = name
+        self.name = name or uuid.uuid4().hex
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -124,9 +125,7 @@ class Chooser:
             self._metrics.fell_back()
         pod = choice.pod
         taken = None
-        work_s = prefill_s(
-            pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens
-        )
+        work_s = prefill_s(pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens)
         if self._registry.reports(pod.pod_id):
             self._shares[inbound.model].prefill.sent(work_s)
         else:

@@ -2,8 +2,7 @@
 counters, and merges the others'.
 
 One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time, prefill seconds]`.
-Without Redis a gateway's groups follow its own traffic alone, and it takes itself for the only one. A gateway of the
-release before neither writes nor reads the last of these.
+Without Redis a gateway's groups follow its own traffic alone, and it takes itself for the only one.
 
 The time is Redis's, in seconds: no other two clocks agree. A gateway that is gone leaves its last report behind, under
 an id that never comes back: whoever finds one that is FORGET_S old removes it. Gateways of the release before wrote no

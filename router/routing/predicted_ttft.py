@@ -173,12 +173,11 @@ class PredictedTtft(WidePolicy):
         """Of the pods `equals` leave only the own ones, if there are any: others do not choose them. One that is partly
         another gateway's has its turn less often, or has had too much work sooner, by its part."""
         pods = len(ranks)
-        parts = {i: part for i in equals if (part := parting.part(i, pods)) >= LEAST_PART}
-        if not parts:
+        parts = [parting.part(i, pods) for i in equals]
+        if max(parts) < LEAST_PART:
             return
-        for i in equals:
-            part = parts.get(i)
-            if part is None:
+        for i, part in zip(equals, parts, strict=True):
+            if part < LEAST_PART:
                 ranks[i] = math.inf
             elif is_warm:
                 ranks[i] += parting.own_pods(pods) / part

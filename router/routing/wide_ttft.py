@@ -89,7 +89,7 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
 
 def _others_s(parting: Parting, pods: WidePods, cost: Any) -> Floats:
     """What other gateways may have just sent to each pod."""
-    others_s: Floats = parting.unseen_s * (own_parts(parting, len(pods.table)) < LEAST_PART)
+    others_s: Floats = np.where(own_parts(parting, len(pods.table)) < LEAST_PART, parting.unseen_s, 0.0)
     if pods.matched is not None and (least_s := unseen_at_most_s(parting, pods, cost)) < parting.unseen_s:
         others_s[pods.matched == pods.longest] *= least_s / parting.unseen_s
     return others_s

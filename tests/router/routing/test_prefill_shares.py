@@ -121,5 +121,5 @@ def test_gateways_together_use_all_pods_alike(gateways: int, held: int) -> None:
             request = RequestInfo((), 1000, 0.001 * i, parting=place)
             chosen[policy.choose(request, pods).pod] += 1
     mean = 400 * gateways / 8
-    assert min(chosen[i] for i in range(8)) > 0.95 * mean
-    assert max(chosen.values()) < 1.05 * mean
+    assert min(chosen[i] for i in range(8)) > 0.9 * mean
+    assert max(chosen.values()) < 1.1 * mean
