@@ -151,7 +151,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
         (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
     )
     app.on_response_prepare.append(_leave_when_draining)
-    for endpoint in Endpoint:
+    for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
     app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
@@ -468,7 +468,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
-            shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
+            shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)
