@@ -177,13 +177,16 @@ class Gateway:
         """See `Router`."""
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
-        opened.lease.first_token(cached_tokens)
+        told = cached_tokens if self.takes_reports else None  # others tell it at the end of an answer
+        opened.lease.first_token(told)
         if opened.told is not None:
-            opened.told.began(cached_tokens)
+            opened.told.began(told)
 
     def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
         """See `Router`."""
         opened = self._open.pop(request.number)
+        if opened.cached_tokens is not None:
+            opened.lease.computed_tokens = len(request.tokens) - opened.cached_tokens
         opened.lease.__exit__()
         if opened.told is not None:
             opened.told.ended()

@@ -14,8 +14,9 @@ from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
 from router.routing.adapters import Adapters
-from router.routing.pod_state import Mark, PodState
+from router.routing.pod_state import PodState
 from router.routing.reported import Counts
+from router.routing.sent import Mark
 from router.routing.speeds import Speeds
 from router.routing.types import PodId
 
@@ -140,6 +141,7 @@ class Lease:
         "_request_id",
         "_streams",
         "_uncached_tokens",
+        "computed_tokens",
     )
 
     def __init__(
@@ -162,6 +164,8 @@ class Lease:
         self._streams = streams
         self._clock = clock
         self._is_trial = is_trial
+        self.computed_tokens: int | None = None
+        """Prompt tokens that the pod computed, by what it says at the end of the answer."""
 
     def __enter__(self) -> Lease:
         self._pod.in_flight += 1
@@ -179,7 +183,7 @@ class Lease:
         self._pod.in_flight -= 1
         if self._is_trial:
             self._pod.faults.end_trial()
-        self._pod.state.finished(self._request_id, now_s=self._clock())
+        self._pod.state.finished(self._request_id, now_s=self._clock(), uncached_tokens=self.computed_tokens)
 
     def first_token(self, cached_tokens: int | None) -> None:
         """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""

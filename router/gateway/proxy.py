@@ -315,6 +315,8 @@ class Proxy:
         finally:
             said_usage = tail.usage(is_broken=is_broken) if opened.is_stream else whole_usage(tail.last_bytes())
             exchange.usage = said_usage.or_else(exchange.usage)
+            if inbound.prompts == 1:
+                attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
             if not is_ended and request.transport is not None:
                 request.transport.abort()  # so that nothing can end the answer as if it were whole
         return begun.response if begun is not None else web.Response()

@@ -36,6 +36,14 @@ class Usage:
     is_broken: bool = False
     """The answer broke off: more would have been generated."""
 
+    def computed_tokens(self, tells_cached_tokens: bool) -> int | None:
+        """Prompt tokens that were not reused; None where it is not known. `tells_cached_tokens`: the engine says what
+        it reused, but for 0."""
+        cached = self.cached_tokens
+        if cached is None and tells_cached_tokens and self.is_final:
+            cached = 0
+        return None if cached is None or self.prompt_tokens is None else max(0, self.prompt_tokens - cached)
+
     def or_else(self, other: Usage) -> Usage:
         """These counts, and those of `other` where they are missing."""
         return Usage(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
 
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import decode_s, further_steps, prefill_s, step_left_s
 from router.routing.reported import FRESH_S, Counts, Reported
 from router.routing.row import EARLY_S, PodRow, fullness
-from router.routing.sent import Sent
+from router.routing.sent import Mark, Sent
 from router.routing.speeds import PodSpeed, SpeedPool
 from router.routing.types import PodId, PodView
 
@@ -20,14 +19,6 @@ _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
 """A report may lack what was sent this long before it came: publishing takes up to 50 ms, the way there the rest."""
-
-
-class Mark(NamedTuple):
-    """How much was known of a pod at one moment."""
-
-    in_flight: int
-    sent: int
-    """Requests ever sent."""
 
 
 class PodState:
@@ -167,9 +158,11 @@ class PodState:
         del self._pending[request_id]
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
-        uncached = request.uncached_tokens if cached_tokens is None else request.prompt_tokens - cached_tokens
         if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else the time is partly others'
-            self._speed.observe(max(0, uncached), now_s - request.sent_s, now_s)
+            if cached_tokens is None:
+                request.service_s = now_s - request.sent_s
+            else:
+                self._speed.observe(max(0, request.prompt_tokens - cached_tokens), now_s - request.sent_s, now_s)
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
@@ -179,10 +172,14 @@ class PodState:
             self._free_at_s += waiting.work_s
             waiting.due_s = self._free_at_s + self._speed.overhead_s
 
-    def finished(self, request_id: str, *, now_s: float) -> None:
-        """The request has left the pod, however it ended. May be called again."""
+    def finished(self, request_id: str, *, now_s: float, uncached_tokens: int | None = None) -> None:
+        """The request has left the pod, however it ended. May be called again. `uncached_tokens`: of its prompt, as the
+        pod told at the end; None: it did not."""
         self._tell()
         if (request := self._decoding.pop(request_id, None)) is not None:
+            if request.service_s is not None:
+                computed = request.uncached_tokens if uncached_tokens is None else uncached_tokens
+                self._speed.observe(computed, request.service_s, now_s)
             self._context_tokens -= request.context_tokens
             self._step_ended(now_s)
         elif (request := self._pending.get(request_id)) is not None:
@@ -194,8 +191,8 @@ class PodState:
     def sent_elsewhere(
         self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
     ) -> None:
-        """Another gateway sent a request at `now_s`, which may be a little while ago. Of its first token nothing is
-        expected here: it counts as decoding when its prefill should have ended, and teaches no speed."""
+        """Another gateway sent a request at `now_s`, a little while ago maybe. Of its first token nothing is expected
+        here: it counts as decoding when its prefill should have ended, and teaches no speed."""
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False

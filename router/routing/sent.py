@@ -1,8 +1,9 @@
-"""A request on its pod, as the gateway reckons with it."""
+"""Requests on their pod, as the gateway reckons with them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -24,3 +25,13 @@ class Sent:
     was_alone: bool
     """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
     requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
+    service_s: float | None = field(default=None, init=False)
+    """Time to its first token, where that tells the pod's speed once it is known how much was computed for it."""
+
+
+class Mark(NamedTuple):
+    """How much was known of a pod at one moment."""
+
+    in_flight: int
+    sent: int
+    """Requests ever sent."""

@@ -192,3 +192,19 @@ def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
     del first
     gc.collect()
     assert not list(speeds._pools)
+
+
+@pytest.mark.parametrize("computed", [1500, 40])
+def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(computed: int) -> None:
+    """vLLM says at the end of an answer what it reused: half of these prompts were believed cached, none or all was."""
+    state, now_s = PodState(), 0.0
+    for i in range(60):
+        believed = 40 if i % 2 else 1500
+        state.sent(str(i), prompt_tokens=1500, uncached_tokens=believed, output_tokens=4, now_s=now_s)
+        now_s += 0.01 + TOKEN_S * computed
+        state.first_token(str(i), now_s=now_s)
+        state.finished(str(i), now_s=now_s + 0.01, uncached_tokens=computed)
+        now_s += 0.02
+    expected_s = 0.01 + TOKEN_S * computed
+    learnt_s = state.view(PodId("pod"), now_s=now_s).overhead_s + state.cost.token_s * computed
+    assert learnt_s == pytest.approx(expected_s, rel=0.1)
