@@ -28,6 +28,7 @@ from router.fleet.discovery import Discovery, OverTls
 from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.lack import Lacks
+from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
 from router.gateway.accounts import Accounts
@@ -45,7 +46,6 @@ from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
 from router.gateway.limits import Limits
-from router.gateway.pod_connections import PodConnections
 from router.gateway.proxy import Proxy
 from router.gateway.registry import NoRegistry, WithEvents
 from router.gateway.sessions import Sessions
@@ -300,7 +300,13 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
             port=settings.engine_metrics_port,
         )
 
-    PodConnections(app[FLEET], app[ENGINES])
+    def give_up(pod: Pod) -> None:
+        """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
+        if any(app[FLEET].pods(model.name) for model in pod.identity.models):
+            for target in pod.targets.values():
+                app[ENGINES].give_up(target)
+
+    app[FLEET].listen_for_sleep(give_up)
     yield
 
 

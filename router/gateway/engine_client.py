@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NoReturn
 
 from multidict import CIMultiDict
@@ -23,10 +23,6 @@ KEEP_EVERY_S = 0.5
 OPENED_AHEAD = 32
 """Connections opened at once, to all engines together: at most 1 % of a core's time. That keeps 300 open to vLLM and
 SGLang, which close them after 5 s."""
-FIRST = 4
-"""Connections that are opened to an engine when it begins to take requests: the first of a burst find them open."""
-FIRST_TOGETHER = 256
-"""To all engines that begin at a time: of very many, none is worth more than the others."""
 FADES = 0.5 ** (KEEP_EVERY_S / 30)
 """How many connections are kept open is halved in 30 s."""
 
@@ -271,14 +267,6 @@ class EngineClient:
         for sink in pool.sinks() if pool is not None else ():
             if isinstance(sink, Answer):
                 sink.give_up()
-
-    def expect(self, targets: Collection[Target]) -> None:
-        """Engines that begin to take requests: `keep` opens a few connections to each."""
-        addresses = {(target.host, target.port, target.is_tls): target for target in targets}
-        each = min(FIRST, FIRST_TOGETHER // max(1, len(addresses)))
-        if each:
-            for target in addresses.values():
-                self._pool(target).expect(each)
 
     def _pool(self, target: Target) -> Pool:
         key = (target.host, target.port, target.is_tls)

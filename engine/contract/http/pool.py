@@ -102,11 +102,6 @@ class Pool:
         too_old = sum(self._is_old(connection, now_s) for connection in self._idle)
         return max(0, int(self._peak) - (self.size - too_old))
 
-    def expect(self, connections: int) -> None:
-        """As if so many had been in use just now, and still were for a few seconds: as they fade, they are rounded
-        down."""
-        self._peak = max(self._peak, connections + 0.5)
-
     def _is_old(self, connection: Connection, now_s: float) -> bool:
         return now_s - connection.idle_since_s > self.kept_s - MARGIN_S
 

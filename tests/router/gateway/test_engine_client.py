@@ -300,30 +300,6 @@ async def test_connections_are_opened_ahead_of_need_and_forgotten_with_their_eng
         await asyncio.wait((keeping,))
 
 
-async def test_a_few_connections_are_opened_to_an_engine_that_begins_and_its_first_requests_use_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_client, "KEEP_EVERY_S", 0.01)
-    monkeypatch.setattr(engine_client, "FADES", 1.0)
-    async with asking(answers_well) as asked:
-        asked.client.expect([asked.target, asked.target])
-        keeping = asyncio.create_task(asked.client.keep())
-        await eventually(lambda: sum(len(pool._fresh) for pool in asked.client._pools.values()) == engine_client.FIRST)
-        await asyncio.gather(*(asked.read() for _ in range(engine_client.FIRST)))
-        assert asked.server.connections == engine_client.FIRST
-        keeping.cancel()
-        await asyncio.wait((keeping,))
-
-
-async def test_of_very_many_engines_that_begin_together_none_is_connected_to() -> None:
-    async with asking(answers_well) as asked:
-        count = engine_client.FIRST_TOGETHER
-        asked.client.expect([Target.of(f"http://10.0.{i // 256}.{i % 256}:80/v1/x") for i in range(count + 1)])
-        assert not asked.client._pools
-        asked.client.expect([Target.of(f"http://10.0.{i // 256}.{i % 256}:80/v1/x") for i in range(count)])
-        assert {pool.missing(1.0) for pool in asked.client._pools.values()} == {1}
-
-
 async def test_ipv6() -> None:
     try:
         listening = await asyncio.start_server(ScriptedServer(answers_well)._serve, "::1", 0)
