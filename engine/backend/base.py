@@ -20,7 +20,7 @@ class Backend(Protocol):
         """
 
     async def run(self, plan: StepPlan) -> StepResult:
-        """Write the KV of every chunk's tokens into its blocks and choose the next token where a chunk samples.
+        """Copy the rows that chunks name by `source`, write the KV of every chunk's tokens into its blocks, and choose the next token where a chunk samples.
 
         Cancelling the caller does not stop a step that has begun; `close` waits for it. What raises has ended: it
         touches the pool no more.

@@ -20,13 +20,14 @@ class IndexedBlocks:
 
     def __init__(self, total: int) -> None:
         self.digests: list[bytes | None] = [None] * total
-        """Of the block's chain up to its end. None: the block is not indexed, the other columns say nothing of it."""
+        """Of the block's chain up to its end; empty: the block is not full. None: the block is not indexed, and the
+        other columns say nothing of it."""
         self.parents = [NO_BLOCK] * total
         """The block before it, which is indexed for as long as this one is: so its number names it."""
         self.depths = array("i", bytes(4 * total))
         """Blocks before it in its chain."""
         self.is_followed = bytearray(total)
-        """Whether a block behind it was ever indexed while it was."""
+        """Whether a full block behind it was ever indexed while it was."""
         self.keys: list[tuple[PrefixKey, ...]] = [()] * total
         """Prefix keys anchored here, parents first."""
 
@@ -39,6 +40,12 @@ class IndexedBlocks:
         else:
             self.depths[block] = self.depths[parent] + 1
             self.is_followed[parent] = True
+
+    def add_tail(self, block: int, parent: int) -> None:
+        """The block is indexed now, though it is not full."""
+        self.digests[block], self.parents[block] = b"", parent
+        self.is_followed[block] = False
+        self.depths[block] = 0 if parent == NO_BLOCK else self.depths[parent] + 1
 
     def remove(self, block: int) -> tuple[PrefixKey, ...]:
         """The block is to hold something else; the keys that were anchored there."""

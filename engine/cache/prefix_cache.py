@@ -13,6 +13,7 @@ from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.index import IndexKind, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
+from engine.cache.radix_index import RadixIndex
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
 
@@ -45,7 +46,14 @@ class PrefixCache:
         self.enabled = index is not IndexKind.OFF
         """Whether anything is ever reused."""
         self._indexed = IndexedBlocks(blocks_total)
-        self._index: PrefixIndex = HashIndex(self._indexed, block_size) if self.enabled else NoIndex()
+        self._index: PrefixIndex
+        match index:
+            case IndexKind.HASH:
+                self._index = HashIndex(self._indexed, block_size)
+            case IndexKind.RADIX:
+                self._index = RadixIndex(self._indexed, block_size, self._supersede)
+            case IndexKind.OFF:
+                self._index = NoIndex()
         self._worth: GreedyDual | None = None
         if eviction is not Eviction.LRU:
             self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
@@ -91,20 +99,26 @@ class PrefixCache:
         """Give the sequence blocks for its `known_tokens`, reusing what is cached.
 
         Returns the number of tokens reused, at most `known_tokens - 1`; None, with nothing changed, where fewer than
-        `reserve_blocks` would stay available.
+        `reserve_blocks` would stay available. Where that number is within a block, `sequence.source` has the rows up
+        to it: whoever computes the sequence copies them first into the sequence's block.
         """
-        nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        nodes, source = match.nodes, match.source
         references = self.pool.references
         idle = sum([references(node) == 0 for node in nodes])
-        missing = self.blocks_for(known_tokens) - len(nodes)
-        if idle + missing + reserve_blocks > self.pool.available:
+        missing = self.blocks_for(known_tokens) - len(nodes) + reserve_blocks
+        if idle + missing > self.pool.available:
             return None
+        if source is not None and idle + missing + (references(source) == 0) > self.pool.available:
+            source = None  # it is needed as a block
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
-        self.pool.add_references(nodes)
+        used = nodes if source is None else [*nodes, source]
+        self.pool.add_references(used)
         if nodes and self._indexed.is_followed[nodes[-1]]:
-            self.pool.count_use(nodes)  # else it goes on where one request ended: a conversation, not a common prefix
+            self.pool.count_use(used)  # else it goes on where one request ended: a conversation, not a common prefix
+        sequence.source = source
         sequence.blocks += nodes
         sequence.nodes += nodes
         i = 0
@@ -112,7 +126,7 @@ class PrefixCache:
             self._attach_keys(sequence, nodes[i], i)
             i += 1
         self.extend(sequence, known_tokens)
-        return len(nodes) * self.block_size
+        return len(nodes) * self.block_size + (0 if source is None else match.rows)
 
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
@@ -128,25 +142,22 @@ class PrefixCache:
         blocks += taken
         return True
 
-    def commit(self, sequence: CachedSequence, computed_tokens: int) -> None:
+    def commit(self, sequence: CachedSequence, computed_tokens: int, *, is_last: bool = False) -> None:
         """The step that computed the first `computed_tokens` has completed: index the blocks they fill.
 
         A block equal to an indexed one stays the sequence's own; the sequence then also keeps a reference to the
         indexed one, the parent of what it commits next. A sequence admitted before a `reset` commits nothing.
+        `is_last`: no more is computed for a while, so a block that is not full is worth indexing, too.
         """
+        if sequence.source is not None:
+            self._drop_source(sequence)
         if not self.enabled or sequence.generation != self._generation:
             return
-        anchors = sequence.anchors
-        for i in range(len(sequence.nodes), computed_tokens // self.block_size):
-            node = self._index.add(sequence, i)
-            if node is None:
-                return
-            if node != sequence.blocks[i]:
-                self.pool.add_references((node,))
-                self.pool.count_use((node,))
-            sequence.nodes.append(node)
-            if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
-                self._attach_keys(sequence, node, i)
+        first, stop = len(sequence.nodes), computed_tokens // self.block_size
+        if first < stop:
+            self._commit_blocks(sequence, first, stop)
+        if is_last and len(sequence.nodes) == stop and computed_tokens % self.block_size:
+            self._index.add_tail(sequence, computed_tokens)
 
     def release(self, sequence: CachedSequence) -> None:
         """The sequence needs its blocks no more; they come free when every step in progress has ended."""
@@ -196,6 +207,8 @@ class PrefixCache:
 
     def _free(self, sequence: CachedSequence) -> None:
         nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests
+        if sequence.source is not None:
+            self._drop_source(sequence)
         held = blocks[len(nodes) :]
         held.reverse()
         for i in reversed(range(len(nodes))):  # a child before its parent: so it is evicted before it
@@ -207,6 +220,29 @@ class PrefixCache:
         sequence.nodes.clear()
         sequence.next_anchor = 0
         self._users.discard(sequence)
+
+    def _commit_blocks(self, sequence: CachedSequence, first: int, stop: int) -> None:
+        nodes, blocks, anchors = self._index.add(sequence, first, stop), sequence.blocks, sequence.anchors
+        others = [node for node, block in zip(nodes, blocks[first:stop], strict=False) if node != block]
+        if others:
+            self.pool.add_references(others)
+            self.pool.count_use(others)
+        sequence.nodes += nodes
+        i, stop = first, first + len(nodes)
+        while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < stop:
+            self._attach_keys(sequence, nodes[i - first], i)
+            i += 1
+
+    def _drop_source(self, sequence: CachedSequence) -> None:
+        source, sequence.source = sequence.source, None
+        assert source is not None
+        self.pool.drop_references((source,), (self._indexed.digests[source] is not None,))
+
+    def _supersede(self, block: int) -> None:
+        """The rows of this block, which was not full, are in another one now, with more behind them."""
+        self._indexed.remove(block)
+        if self.pool.references(block) == 0:
+            self.pool.free(block)
 
     def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:
         """Anchor the sequence's keys that reach as far as its block `index`, in order."""

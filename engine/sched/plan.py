@@ -31,6 +31,9 @@ class SequenceChunk:
     """True where the chunk ends at the request's last known token, so the step yields its next one."""
     decodes: bool
     """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
+    source: int | None = None
+    """A block whose first rows, in number `start % block_size`, the block of position `start` must have, too: to be copied
+    before the step writes anything. No step in progress writes those rows of it."""
 
     @property
     def output_index(self) -> int:
