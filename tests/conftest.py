@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,6 +38,15 @@ def pytest_configure() -> None:
     asyncio.set_event_loop(None)
 
 
+@pytest.fixture(autouse=True)
+def same_draws(request: pytest.FixtureRequest) -> None:
+    """`random` draws the same in every run of a test: seeds that a request leaves open, jitter of probes.
+
+    Otherwise a test that a rare draw breaks fails once in hundreds of runs, on somebody else's machine.
+    """
+    random.seed(zlib.crc32(request.node.nodeid.encode()))
+
+
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A real, empty Redis server of the test's own, which it may stop and start."""
@@ -43,7 +54,7 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-async def wait_until(condition: Callable[[], bool], deadline_s: float = 10.0, what: str = "the condition") -> None:
+async def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0, what: str = "the condition") -> None:
     """Poll until `condition()`; fails after `deadline_s`."""
     try:
         async with asyncio.timeout(deadline_s):

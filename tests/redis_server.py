@@ -25,7 +25,7 @@ class RedisServer:
     def url(self) -> str:
         return f"unix://{self._socket}"
 
-    def start(self, deadline_s: float = 10.0) -> None:
+    def start(self, deadline_s: float = 30.0) -> None:
         options = {
             "port": "0",
             "unixsocket": str(self._socket),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 from engine.contract.files import UnusableFile
+from engine.contract.headers import API_KEY
 
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry without being taken apart
 _BEARER = "bearer "
@@ -38,6 +40,14 @@ def parse_keys(path: Path, content: bytes) -> tuple[str, ...]:
 def digest_of(key: str) -> bytes:
     """What is kept and compared instead of a key: how long that takes says nothing of how much of the key was right."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """What a request shows of a key, as an Authorization header has it; None: nothing."""
+    authorization = headers.get("Authorization")
+    if authorization is None and (key := headers.get(API_KEY)) is not None:
+        return _BEARER + key
+    return authorization
 
 
 def digest_shown(authorization: str) -> bytes | None:

@@ -29,6 +29,12 @@ PROMPT_TOKENS = "x-warmroute-prompt-tokens"
 REQUEST_ID = "x-request-id"
 """Request and response: the client's id for a request; made by the gateway where absent."""
 
+MESSAGE_REQUEST_ID = "request-id"
+"""Response to `/v1/messages`: the same, where that API's clients look for it."""
+
+API_KEY = "x-api-key"
+"""Request: the key, where that API's clients show it. `Authorization: Bearer KEY` counts where both are given."""
+
 SESSION = "x-session-id"
 """Request to an engine: what it calls the request in its KV events (vLLM). A client's own is kept by the gateway."""
 

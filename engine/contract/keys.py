@@ -2,10 +2,12 @@
 
     canonical(request) = tools as compact JSON (if any), then for each message: role, 0x1F, content parts, 0x1E
                          (/v1/completions: the prompt's UTF-8; token-id prompts: little-endian int32)
+    /v1/messages       = the same of the chat that it stands for (messages.py)
     media part         = the hex digits of xxh3_128(the part as compact JSON), repeated to MEDIA_BYTES
     seed  = xxh3_64(model 0x1F adapter 0x1F salt)
     key_i = xxh3_64(canonical[i*stride:(i+1)*stride], seed=key_{i-1}), whole strides only, key_{-1} = seed
 
+Marks of `cache_control` are in none of these bytes: they change how long a prefix is kept, and not the prefix.
 XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
@@ -19,6 +21,7 @@ import orjson
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from engine.contract.errors import BadRequest
+from engine.contract.messages import CACHE_CONTROL, without_mark
 from engine.contract.prefix_key import PrefixKey as PrefixKey
 
 DEFAULT_STRIDE_BYTES = 256
@@ -51,10 +54,16 @@ def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] |
     Fields of a message other than role and content (`tool_calls`, `name`, ...) follow the content as 0x1F and compact
     JSON, where present: a template may render them, so they are part of the prefix.
     """
-    out = [compact_json(tools, "tools")] if tools else []
+    out = [tools_bytes(tools)] if tools else []
     for i, message in enumerate(messages):
         out += (*message_parts(message, i), MESSAGE_END)
     return b"".join(out)
+
+
+def tools_bytes(tools: Sequence[Any]) -> bytes:
+    """The tools of a request as compact JSON. Raises BadRequest."""
+    plain = [without_mark(tool) if isinstance(tool, dict) and CACHE_CONTROL in tool else tool for tool in tools]
+    return compact_json(plain, "tools")
 
 
 def message_parts(message: Mapping[str, Any], position: int) -> list[bytes]:
@@ -67,7 +76,7 @@ def message_parts(message: Mapping[str, Any], position: int) -> list[bytes]:
             f"messages[{position}].role must be a string such as 'user'", param=f"messages[{position}].role"
         )
     parts = [role.encode(), FIELD_SEPARATOR, *content_parts(message.get("content"), position)]
-    rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+    rest = {k: v for k, v in message.items() if k not in ("role", "content", CACHE_CONTROL) and v is not None}
     if rest:
         parts += (FIELD_SEPARATOR, _fields(rest, f"messages[{position}]"))
     return parts
@@ -113,7 +122,7 @@ def _part(part: Mapping[str, Any], param: str) -> bytes:
     text = part.get("text")
     if part.get("type") == "text" and isinstance(text, str):
         return text.encode()
-    encoded = compact_json(part, param)
+    encoded = compact_json(without_mark(part) if CACHE_CONTROL in part else part, param)
     if not _is_media(part):
         return encoded
     digest = xxh3_128_hexdigest(encoded).encode()

@@ -1,4 +1,4 @@
-"""The part of a request that routing needs: read once from the body, for any OpenAI-compatible engine.
+"""The part of a request that routing needs: read once from the body, for any engine with these endpoints.
 
 Unknown fields are left alone here: the engine behind the gateway honours or refuses them.
 """
@@ -14,6 +14,7 @@ import orjson
 
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat, canonical_tokens, media_parts
+from engine.contract.messages import chat_messages, chat_tools
 
 TOKEN_ID_BYTES = 4
 """Canonical bytes of a token id."""
@@ -27,10 +28,15 @@ LARGE_BODY_BYTES = 2**18
 
 
 class Endpoint(StrEnum):
-    """The two generating endpoints, by path."""
+    """The generating endpoints, by path: two of OpenAI's API and one of Anthropic's."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    MESSAGES = "/v1/messages"
+
+
+COUNT_TOKENS = "/v1/messages/count_tokens"
+"""Says how many prompt tokens a request to MESSAGES has, and computes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +83,20 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
     salt = fields.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise BadRequest("cache_salt must be a string", param="cache_salt")
-    if endpoint is Endpoint.CHAT:
-        canonical = _chat_bytes(fields)
-        return RequestHead(model, bool(stream), canonical, salt or "", media_parts=media_parts(fields["messages"]))
+    if endpoint is not Endpoint.COMPLETIONS:
+        messages, tools = _listed(fields)
+        if endpoint is Endpoint.MESSAGES:
+            messages, tools = chat_messages(fields.get("system"), messages), chat_tools(tools or ())
+        canonical = canonical_chat(messages, tools)
+        return RequestHead(model, bool(stream), canonical, salt or "", media_parts=media_parts(messages))
     prompt = fields.get("prompt")
     canonical, further = prompt_bytes(prompt), _further_prompts(prompt)
     size = sum(_size(one) for one in further)
     return RequestHead(model, bool(stream), canonical, salt or "", 1 + len(further), size)
 
 
-def _chat_bytes(fields: dict[str, Any]) -> bytes:
+def _listed(fields: dict[str, Any]) -> tuple[list[Any], list[Any] | None]:
+    """The messages and tools of a chat."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", param="messages")
@@ -95,7 +105,7 @@ def _chat_bytes(fields: dict[str, Any]) -> bytes:
     tools = fields.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise BadRequest("tools must be a list", param="tools")
-    return canonical_chat(messages, tools)
+    return messages, tools
 
 
 def prompt_bytes(prompt: object) -> bytes:

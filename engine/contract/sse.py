@@ -1,6 +1,7 @@
 """Server-sent events: encode one, decode a byte stream.
 
-Format: https://html.spec.whatwg.org/multipage/server-sent-events.html (data fields only, as the OpenAI API uses it).
+Format: https://html.spec.whatwg.org/multipage/server-sent-events.html. OpenAI's API uses data fields only, Anthropic's
+names its events too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ DONE = b"data: [DONE]\n\n"
 def sse_event(data: bytes) -> bytes:
     """One event that carries `data`, which must hold no line break."""
     return b"data: " + data + b"\n\n"
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, that carries `data`, which must hold no line break."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 class SseDecoder:

@@ -27,6 +27,16 @@ class KeySpan:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """A beginning of the prompt that the client asks to keep."""
+
+    tokens: int
+    """Leading prompt tokens."""
+    lifetime_s: float
+    """Seconds, from each use on."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to generate. The scheduler alone changes it; everything but `output_tokens` is fixed."""

@@ -1,4 +1,4 @@
-"""Bodies and stream events of the two generating endpoints, as the OpenAI API defines them."""
+"""Bodies and stream events of the generating endpoints that the OpenAI API defines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from engine.contract.sse import sse_event
+from engine.contract.errors import ApiError
+from engine.contract.sse import DONE, sse_event
 from engine.sched.plan import SampledToken
 from engine.server.choices import Delta
 from engine.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class Written:
     tokens: list[SampledToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
+    stop: str | None = None
 
     def add(self, delta: Delta) -> None:
         """Append."""
@@ -49,19 +51,23 @@ class Written:
         self.tokens += delta.tokens
         self.ids += delta.ids
         self.finish = delta.finish
+        self.stop = delta.stop
 
 
 class Answer(Protocol):
     """How an endpoint words what was generated."""
 
-    def start(self, choice: int) -> bytes:
-        """Events that open a choice."""
+    def start(self, choice: int, usage: Usage) -> bytes:
+        """Events that open a choice. `usage`: the tokens so far."""
 
     def events(self, choice: int, delta: Delta) -> bytes:
         """Events for a delta; empty where there is nothing to say yet."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with no choices, for stream_options.include_usage."""
+    def end(self, usage: Usage) -> bytes:
+        """Events behind all others: nothing is missing."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot go on."""
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
         """The whole answer, not streamed."""
@@ -84,6 +90,7 @@ class _Base:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         # Where usage is asked for, every other event says that it has none.
+        self._include_usage = include_usage
         self._tail: Json = {"usage": None} if include_usage else {}
 
     def _event(self, choice: Json, more: Json | None = None) -> bytes:
@@ -100,9 +107,15 @@ class _Base:
         self._begun.add(choice)
         return {"prompt_token_ids": list(self._prompt_ids[choice])}
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """See Answer."""
-        return sse_event(orjson.dumps({**self._head, "choices": [], "usage": usage.json()}))
+    def end(self, usage: Usage) -> bytes:
+        """See Answer. The event with no choices is for stream_options.include_usage."""
+        if not self._include_usage:
+            return DONE
+        return sse_event(orjson.dumps({**self._head, "choices": [], "usage": usage.json()})) + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """See Answer. No [DONE] follows."""
+        return sse_event(error.body())
 
     def _token_text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode(errors="replace")
@@ -131,7 +144,7 @@ class ChatAnswer(_Base):
             prompt_ids=prompt_ids,
         )
 
-    def start(self, choice: int) -> bytes:
+    def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
         opening = _chat_choice(choice, {"role": "assistant", "content": ""}, None, None)
         return self._event(opening, self._prompt(choice))
@@ -201,7 +214,7 @@ class CompletionAnswer(_Base):
         self._echoed = echoed
         self._offsets: dict[int, int] = {}
 
-    def start(self, choice: int) -> bytes:
+    def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
         echoed = self._echoed.get(choice, "")
         return self._event(self._told(choice, _text_choice(choice, echoed, None, None), ())) if echoed else b""

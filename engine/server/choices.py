@@ -23,6 +23,8 @@ class Delta:
     finish: str | None
     ids: tuple[int, ...] = ()
     """Of all tokens since the last delta, where they were asked for: those without text too, and one that ends it."""
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 class Choice:
@@ -76,4 +78,4 @@ class Choice:
         tokens = tuple(self._unsent) if sends else ()
         if sends:
             self._unsent.clear()
-        return Delta(text, tokens, self.finish, ids)
+        return Delta(text, tokens, self.finish, ids, self._stops.found)

@@ -20,8 +20,8 @@ from engine.sched.sampling import MIN_REPETITION_PENALTY
 MAX_N = 16
 MAX_TOP_LOGPROBS = 20
 
-F = TypeVar("F", bound="GenerationFields")
-_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+F = TypeVar("F", bound=BaseModel)
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Anything = Any
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -68,7 +68,7 @@ class GenerationFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[_StopString] = Field([], max_length=16)
+    stop: list[StopString] = Field([], max_length=16)
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -116,27 +116,36 @@ class CompletionFields(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
-def parse_fields(kind: type[F], body: Mapping[str, Any]) -> F:
-    """`body` as `kind`. Raises BadRequest naming the first field at fault."""
-    fields = {name: value for name, value in body.items() if not _asks_nothing(name, value, kind)}
+def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = _REFUSED) -> F:
+    """`body` as `kind`. `refused`: fields that are not supported, with the values that ask for nothing.
+
+    Raises BadRequest naming the first field at fault.
+    """
+    return parse_at(
+        kind, {name: value for name, value in body.items() if not _asks_nothing(name, value, kind, refused)}
+    )
+
+
+def parse_at(kind: type[F], value: object, where: str = "") -> F:
+    """`value`, found at `where` in the body, as `kind`. Raises BadRequest naming the first field at fault."""
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(value)
     except ValidationError as error:
-        raise _explain(error, kind) from None
+        raise _explain(error, kind, where) from None
 
 
-def _asks_nothing(name: str, value: object, kind: type[GenerationFields]) -> bool:
-    if name in kind.model_fields or name not in _REFUSED:
+def _asks_nothing(name: str, value: object, kind: type[BaseModel], refused: Mapping[str, tuple[Any, ...]]) -> bool:
+    if name in kind.model_fields or name not in refused:
         return False
     # `1 == True` in Python, and {"store": 0} is not a boolean either.
-    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in _REFUSED[name]):
+    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in refused[name]):
         return True
     raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
 
 
-def _explain(error: ValidationError, kind: type[GenerationFields]) -> BadRequest:
+def _explain(error: ValidationError, kind: type[BaseModel], where: str) -> BadRequest:
     first = error.errors(include_url=False)[0]
-    param = ""
+    param = where
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     if first["type"] == "extra_forbidden":

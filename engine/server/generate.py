@@ -1,4 +1,4 @@
-"""The two generating routes: one request from its bytes to its last token."""
+"""The generating routes: one request from its bytes to its last token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from aiohttp import web
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, TooManyRequests
 from engine.contract.requests import Endpoint
-from engine.contract.sse import DONE, sse_event
 from engine.loop import RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
 from engine.server.choices import Choice, Delta
+from engine.server.message_answers import MessagesAnswer
+from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, prepare
 from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
 from engine.server.wire import ending, read_body, send_json, write
@@ -120,13 +121,23 @@ def _prepared(
     service: EngineService, endpoint: Endpoint, body: bytes
 ) -> tuple[GenerationJob, list[Request], dict[int, Choice]]:
     """All that takes time with the length of a prompt, on a thread."""
-    job = prepare(service.model, endpoint, body)
+    if endpoint is Endpoint.MESSAGES:
+        job = prepare_messages(service.model, body)
+    else:
+        job = prepare(service.model, endpoint, body)
     return job, *service.sequences(job)
 
 
-def _answer(
-    endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, Choice]
-) -> ChatAnswer | CompletionAnswer:
+def _answer(endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, Choice]) -> Answer:
+    if endpoint is Endpoint.MESSAGES:
+        (prompt,) = job.prompts
+        return MessagesAnswer(
+            f"msg_{secrets.token_hex(12)}",
+            service.model.name,
+            marks=prompt.marks,
+            fills_context=prompt.fills_context,
+            says_nothing=job.says_nothing,
+        )
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
     logprobs = job.sampling.logprobs is not None
     prompt_ids = None
@@ -196,12 +207,11 @@ async def _send(
     try:
         while item is not None:
             choice, delta = item
-            events = b"" if choice.index in started else answer.start(choice.index)
+            events = b"" if choice.index in started else answer.start(choice.index, generation.usage())
             started.add(choice.index)
             await write(request, response, events + answer.events(choice.index, delta))
             item = await generation.next()
-        closing = answer.usage_event(generation.usage()) if generation.job.include_usage else b""
-        await write(request, response, closing + DONE)
+        await write(request, response, answer.end(generation.usage()))
     except StepFailed as error:
-        # The status is sent already: the error travels in the stream, which then ends without [DONE].
-        await write(request, response, sse_event(ApiError(str(error)).body()))
+        # The status is sent already: the error travels in the stream, which then ends without its end.
+        await write(request, response, answer.failure(ApiError(str(error))))

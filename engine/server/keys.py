@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from engine.contract.api_keys import digest_of, digest_shown
+from engine.contract.api_keys import authorization_of, digest_of, digest_shown
 from engine.contract.errors import BadRequest
 
 OPEN_PATHS = frozenset(("/health", "/metrics"))
@@ -33,7 +33,9 @@ class ApiKeys:
     def check(self, authorization: str | None) -> None:
         """Return for `Bearer` and one of the keys. Raises Unauthorized."""
         if authorization is None:
-            raise Unauthorized("no API key given: send the header 'Authorization: Bearer KEY'", code="missing_api_key")
+            raise Unauthorized(
+                "no API key given: send the header 'Authorization: Bearer KEY', or x-api-key", code="missing_api_key"
+            )
         if digest_shown(authorization) not in self._digests:
             raise Unauthorized("the API key is not valid here", code="invalid_api_key")
 
@@ -44,7 +46,7 @@ def require_key(keys: ApiKeys) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            keys.check(request.headers.get("Authorization"))
+            keys.check(authorization_of(request.headers))
         return await handler(request)
 
     return check

@@ -10,7 +10,7 @@ from typing import Any
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
-from engine.sched.request import KeySpan
+from engine.sched.request import CacheMark, KeySpan
 from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
 from engine.server.messages import check_tools, template_messages
@@ -56,6 +56,10 @@ class Prompt:
     """Its last tokens, where the answer's text goes on from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
     """Tokens of the answer that the client has already. They count as output."""
+    marks: tuple[CacheMark, ...] = ()
+    """What the client asks to keep, shortest prefix first."""
+    fills_context: bool = False
+    """`max_tokens` is less than was asked for: what the context has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class GenerationJob:
     """Whether the seed is the client's."""
     echo: bool = False
     returns_token_ids: bool = False
+    says_nothing: bool = False
+    """The prompt is all that matters: the token that is generated behind it is not told."""
 
     def choice_sampling(self, prompt: int, choice: int) -> SamplingParams:
         """Sampling of one of a prompt's `n` sequences: each its own seed, the first that of the request.
@@ -88,12 +94,12 @@ class GenerationJob:
 
 
 def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
-    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
+    """The job in `body`, one of OpenAI's endpoints. Raises BadRequest naming the field at fault, ModelNotFound."""
     raw = parse_body(body)
     if endpoint is Endpoint.CHAT:
         chat = parse_fields(ChatFields, raw)
         check_model(model, chat.model)
-        return _job(model, chat, (_chat_prompt(model, chat),), _chat_logprobs(chat))
+        return make_job(model, chat, (_chat_prompt(model, chat),), _chat_logprobs(chat))
     completion = parse_fields(CompletionFields, raw)
     check_model(model, completion.model)
     if completion.echo and completion.logprobs is not None:
@@ -107,7 +113,7 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
         raise BadRequest("answer_so_far needs one prompt, and echo to be false", param="answer_so_far")
     _check_choices(len(listed), completion.n or 1)  # before any of them costs time
     prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in listed)
-    return _job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
+    return make_job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
 
 
 def check_model(model: ModelText, name: str | None) -> None:
@@ -183,7 +189,7 @@ def check_length(model: ModelText, text: str, param: str) -> None:
         )
 
 
-def _encode(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
+def encode_text(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
     """The text's tokens. Raises BadRequest for too many, and for one that the tokenizer has and the model has not."""
     check_length(model, text, param)
     encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -210,14 +216,14 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
     )
-    encoded = _encode(model, text, "messages", add_special_tokens=False)
-    keys = _keys(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
+    encoded = encode_text(model, text, "messages", add_special_tokens=False)
+    keys = keys_of(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
     given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    room = _room(model, len(encoded.ids), given, "messages")
-    return _begun(model, fields, Prompt(encoded.ids, spans, room if given is None else given, None))
+    room = room_for(model, len(encoded.ids), given, "messages")
+    return with_answer_so_far(model, fields, Prompt(encoded.ids, spans, room if given is None else given, None))
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -239,23 +245,23 @@ def _goes_on(fields: ChatFields) -> bool:
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
-        encoded = _encode(model, prompt, "prompt", add_special_tokens=True)
+        encoded = encode_text(model, prompt, "prompt", add_special_tokens=True)
         tokens = encoded.ids
     else:
         check_ids(prompt, model.vocab_size, "prompt")
         encoded, tokens = None, prompt
-    room = _room(model, len(tokens), fields.max_tokens, "prompt")
+    room = room_for(model, len(tokens), fields.max_tokens, "prompt")
     max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
     context = context_of(model.tokenizer, tokens)
-    keys = _keys(model, prompt_bytes(prompt), fields.cache_salt)
+    keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
     if encoded is None or not isinstance(prompt, str):
         made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context)
     else:
         made = Prompt(tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context)
-    return _begun(model, fields, made)
+    return with_answer_so_far(model, fields, made)
 
 
-def _begun(model: ModelText, fields: GenerationFields, prompt: Prompt) -> Prompt:
+def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Prompt) -> Prompt:
     """`prompt` with the tokens of `answer_so_far`, where that is given. Raises BadRequest."""
     if not fields.answer_so_far:
         return prompt
@@ -275,11 +281,12 @@ def _begun(model: ModelText, fields: GenerationFields, prompt: Prompt) -> Prompt
     return replace(prompt, answered=tuple(answered), context=context)
 
 
-def _keys(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
+def keys_of(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
+    """The prefix keys of a request with these canonical bytes."""
     return prefix_keys(canonical, key_seed(model.name, "", salt or ""), model.stride)
 
 
-def _room(model: ModelText, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
+def room_for(model: ModelText, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
     """Tokens the context has left for the answer, at least 1 and at least `max_tokens`. Raises BadRequest."""
     limit = model.max_model_len
     if prompt_tokens == 0:
@@ -306,14 +313,16 @@ def _chat_logprobs(fields: ChatFields) -> int | None:
     return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def _job(
+def make_job(
     model: ModelText,
     fields: GenerationFields,
     prompts: tuple[Prompt, ...],
     logprobs: int | None,
     *,
     echo: bool = False,
+    says_nothing: bool = False,
 ) -> GenerationJob:
+    """The job of these prompts, with what `fields` says of sampling and of the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
     stop_ids = fields.stop_token_ids or []
@@ -330,6 +339,7 @@ def _job(
         is_seeded=fields.seed is not None,
         echo=echo,
         returns_token_ids=bool(fields.return_token_ids),
+        says_nothing=says_nothing,
     )
 
 

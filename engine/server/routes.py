@@ -15,10 +15,13 @@ from engine.contract import headers
 from engine.contract.audit import Action, recorded
 from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
-from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
+from engine.contract.message_errors import PATHS as MESSAGE_PATHS
+from engine.contract.message_errors import error_body
+from engine.contract.requests import ANSWER_SO_FAR, COUNT_TOKENS, Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
+from engine.server.message_requests import count_tokens
 from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
 from engine.server.service import EngineService, ServerState
 from engine.server.wire import finish, read_body
@@ -49,6 +52,8 @@ def make_app(
         [
             web.post(Endpoint.CHAT, _generate),
             web.post(Endpoint.COMPLETIONS, _generate),
+            web.post(Endpoint.MESSAGES, _generate),
+            web.post(COUNT_TOKENS, _count_tokens),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),
@@ -93,9 +98,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await handler(request)
     except ApiError as error:
-        response = _error_response(error, error.status)
+        response = _error_response(request, error, error.status)
     except web.HTTPException as error:
-        response = _error_response(BadRequest(f"{request.method} {request.path}: {error.reason}"), error.status)
+        response = _error_response(
+            request, BadRequest(f"{request.method} {request.path}: {error.reason}"), error.status
+        )
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except ConnectionError:
@@ -105,7 +112,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.Response()
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        response = _error_response(ApiError("internal error; the engine's log has the details"), 500)
+        response = _error_response(request, ApiError("internal error; the engine's log has the details"), 500)
     if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
         response.force_close()
         request.content.feed_eof()
@@ -119,10 +126,15 @@ async def _return_request_id(request: web.Request, response: web.StreamResponse)
     request_id = request.headers.get(headers.REQUEST_ID)
     if request_id:
         response.headers[headers.REQUEST_ID] = request_id
+        if request.path in MESSAGE_PATHS:
+            response.headers[headers.MESSAGE_REQUEST_ID] = request_id
 
 
-def _error_response(error: ApiError, status: int) -> web.Response:
-    response = web.Response(body=error.body(), status=status, content_type="application/json")
+def _error_response(request: web.Request, error: ApiError, status: int) -> web.Response:
+    body = error.body()
+    if request.path in MESSAGE_PATHS:
+        body = error_body(error, status, request.headers.get(headers.REQUEST_ID))
+    response = web.Response(body=body, status=status, content_type="application/json")
     if status == Unauthorized.status:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:
@@ -168,6 +180,12 @@ def _card(service: EngineService) -> dict[str, Any]:
 async def _tokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
     return _json(await service.workers.run(_tokens_of, service.model, await read_body(request)))
+
+
+async def _count_tokens(request: web.Request) -> web.Response:
+    service = request.app[STATE].serving()
+    count = await service.workers.run(count_tokens, service.model, await read_body(request))
+    return _json({"input_tokens": count})
 
 
 async def _detokenize(request: web.Request) -> web.Response:

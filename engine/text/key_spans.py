@@ -17,9 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END, PrefixKey, content_parts, message_parts
+from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END, PrefixKey, content_parts, message_parts, tools_bytes
 from engine.sched.request import KeySpan
 
 
@@ -49,6 +47,47 @@ def chat_spans(
     return _spans(keys[: known_bytes // stride], stride, pieces, token_ends)
 
 
+def cached_prefixes(
+    ends: Sequence[tuple[int, int]],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    prompt: str,
+    token_ends: Sequence[int],
+) -> tuple[int, ...]:
+    """For each place (message, its content parts before the place) the leading prompt tokens that are certain by there.
+
+    `ends` in ascending order. 0 parts: all before the message's content, tools among it. 0 tokens for a place that
+    cannot be followed into the rendered prompt. Like a key's claim, a count leaves out a token that goes on beyond.
+    """
+    pieces, known_bytes = _locate(messages, tools, prompt)
+    starts = _content_starts(messages, tools)
+    places = [
+        (message, starts[message] + sum(map(len, content_parts(messages[message].get("content"), message)[:parts])))
+        for message, parts in ends
+    ]
+    chars = _covered_chars(pieces, [place for _, place in places])
+    counts = []
+    furthest = 0
+    for (message, place), (_, parts), covered in zip(places, ends, chars, strict=True):
+        if place > known_bytes or message >= len(pieces):
+            counts.append(0)
+            continue
+        # In white space that the template strips from a content's beginning, a place is behind what comes before it.
+        furthest = max(furthest, covered if parts else pieces[message].first_char)
+        counts.append(bisect_right(token_ends, furthest) if furthest else 0)
+    return tuple(counts)
+
+
+def _content_starts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[int]:
+    """Where in the canonical bytes each message's content begins."""
+    starts = []
+    position = len(tools_bytes(tools)) if tools else 0
+    for i, message in enumerate(messages):
+        starts.append(position + len(str(message["role"]).encode()) + len(FIELD_SEPARATOR))
+        position += sum(map(len, message_parts(message, i))) + len(MESSAGE_END)
+    return starts
+
+
 def text_spans(keys: Sequence[PrefixKey], stride: int, prompt: str, token_ends: Sequence[int]) -> tuple[KeySpan, ...]:
     """Spans of a text prompt, which is its own canonical form."""
     return _spans(keys, stride, [_Piece(0, 0, prompt)], token_ends)
@@ -64,7 +103,7 @@ def _locate(
 ) -> tuple[list[_Piece], int]:
     """Each message's content in the prompt, and the canonical bytes up to the first that is not there."""
     pieces: list[_Piece] = []
-    position = len(orjson.dumps(tools)) if tools else 0
+    position = len(tools_bytes(tools)) if tools else 0
     cursor = 0
     for i, message in enumerate(messages):
         head = position + len(str(message["role"]).encode()) + len(FIELD_SEPARATOR)

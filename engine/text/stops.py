@@ -15,6 +15,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, piece: str) -> tuple[str, bool]:
         """(text to pass on, whether a stop string ended it). Nothing may be pushed after the end."""
@@ -24,7 +26,9 @@ class StopStrings:
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[:start], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

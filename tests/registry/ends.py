@@ -75,7 +75,7 @@ class Gateway:
     def agrees(self, *engines: FakeEngine) -> bool:
         return all(self.held(engine.pod) == engine.keys for engine in engines)
 
-    async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 10.0) -> None:
+    async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 30.0) -> None:
         await wait_until(lambda: self.agrees(*engines), deadline_s, "the index's equality with what the engines hold")
 
 

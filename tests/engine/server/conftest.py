@@ -99,7 +99,7 @@ async def engine(start: Start) -> AsyncIterator[Engine]:
         yield engine
 
 
-async def wait_until(condition: Callable[[], bool], deadline_s: float = 10) -> None:
+async def wait_until(condition: Callable[[], bool], deadline_s: float = 30) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -43,7 +43,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "engine", *flags], capture_output=True, text=True, timeout=60)
 
 
-async def ended(program: Program, deadline_s: float = 10) -> int:
+async def ended(program: Program, deadline_s: float = 30) -> int:
     async with asyncio.timeout(deadline_s):
         while (code := program.process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -21,7 +21,7 @@ from router.gateway.errors import OPERATORS_PATHS
 from router.serving import build_admin_app, make_runner, operators_door
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)

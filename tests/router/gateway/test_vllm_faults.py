@@ -232,7 +232,7 @@ async def test_a_pod_that_sleeps_is_found_by_the_next_probe(fields: dict[str, An
         keys = prefix_keys(b"0" * 600, key_seed("m"))
         name = sleeps.url.removeprefix("http://")
         now_s = asyncio.get_running_loop().time
-        # Sleep has emptied its cache. What listens to the fleet hears of a new life one turn of the loop after it is up.
+        # Sleep has emptied its cache. What listens to the fleet hears of a new life one turn of the loop later.
         await eventually(lambda: name not in gateway.app[INDEX].match(keys, now_s()))
 
 

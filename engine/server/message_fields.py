@@ -1,0 +1,136 @@
+"""The body of `/v1/messages` and of its token count, field by field: honoured, harmless, or refused by name.
+
+Field meanings: https://docs.anthropic.com/en/api/messages. cache_salt, min_p, repetition_penalty, seed, stop_token_ids,
+ignore_eos, chat_template_kwargs and answer_so_far mean what they mean at the other endpoints (`fields.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.contract.errors import BadRequest
+from engine.sched.sampling import MIN_REPETITION_PENALTY
+from engine.server.fields import StopString, parse_at
+
+MAX_MARKS = 4
+"""`cache_control` marks of one request, as in the API."""
+LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
+"""Seconds that a mark's `ttl` keeps a prefix."""
+_UNSUPPORTED = "unsupported_parameter"
+_TOOL_BLOCKS = ("tool_use", "tool_result")
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "container": (),
+    "context_management": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "output_format": (),
+    "speed": ("standard",),
+    "thinking": ({"type": "disabled"},),
+    "tools": ([],),
+    "tool_choice": ({"type": "none"}, {"type": "auto"}),
+}
+"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+
+_Anything = Any
+
+
+class CacheControl(BaseModel):
+    """A mark: everything up to here is to be kept for a while."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def lifetime_s(self) -> float:
+        """Seconds."""
+        return LIFETIMES_S[self.ttl]
+
+
+class TextBlock(BaseModel):
+    """A content block. Its citations tell where an earlier answer had it from, and are not rendered."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: list[Any] | None = None
+
+
+class Message(BaseModel):
+    """A turn. Its content is checked block by block, so that an error says which kind is not supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["user", "assistant", "system"]
+    content: _Anything
+
+
+class CountFields(BaseModel):
+    """What the token count reads. None: not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    messages: list[_Anything] = Field(min_length=1)
+    system: _Anything = None
+    cache_control: CacheControl | None = None
+    """A mark at the end of the last block."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesFields(CountFields):
+    """What generating reads."""
+
+    max_tokens: int = Field(ge=0, le=2**31)
+    """0: compute and keep the prompt, and answer nothing."""
+    stop_sequences: list[StopString] | None = Field(None, max_length=16)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    answer_so_far: str | None = None
+    """See GenerationFields."""
+    # Harmless: they ask nothing of the answer.
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]:
+    """The marks in a message's or the system's content: (blocks up to and with the marked one, mark).
+
+    Raises BadRequest naming what is no text block.
+    """
+    if isinstance(content, str):
+        return []
+    if not isinstance(content, list):
+        raise _bad(where, "must be a string or a list of text blocks")
+    marks = []
+    for j, block in enumerate(content):
+        at = f"{where}[{j}]"
+        if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
+            raise _bad(at, "must be an object with a 'type'")
+        if kind in _TOOL_BLOCKS:
+            raise _bad(
+                f"{at}.type", f"{kind!r} is not supported: this engine does not parse calls of tools", _UNSUPPORTED
+            )
+        if kind != "text":
+            raise _bad(f"{at}.type", f"{kind[:40]!r} is not supported: this engine reads text only", _UNSUPPORTED)
+        mark = parse_at(TextBlock, block, at).cache_control
+        if mark is not None:
+            marks.append((j + 1, mark))
+    return marks
+
+
+def _bad(param: str, message: str, code: str = "invalid_value") -> BadRequest:
+    return BadRequest(f"{param} {message}", param=param, code=code)

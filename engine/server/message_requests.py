@@ -1,0 +1,135 @@
+"""From the body of `/v1/messages` to a sequence the scheduler can run. Pure work for a thread: nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.contract.errors import BadRequest
+from engine.contract.keys import canonical_chat
+from engine.contract.messages import chat_messages
+from engine.contract.requests import parse_body
+from engine.sched.request import CacheMark
+from engine.server.fields import GenerationFields, parse_at, parse_fields
+from engine.server.message_fields import (
+    MAX_MARKS,
+    REFUSED,
+    CountFields,
+    Message,
+    MessagesFields,
+    check_content,
+)
+from engine.server.requests import (
+    GenerationJob,
+    ModelText,
+    Prompt,
+    check_model,
+    encode_text,
+    keys_of,
+    make_job,
+    render_chat,
+    room_for,
+    with_answer_so_far,
+)
+from engine.text.key_spans import cached_prefixes, chat_spans
+from engine.text.tokenizer import Encoded
+
+_SHARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "stream",
+    "cache_salt",
+    "answer_so_far",
+)
+"""Fields that mean what they mean at the other endpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Behind the first `parts` parts of the chat's message `message`."""
+
+    message: int
+    parts: int
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The conversation as it is rendered."""
+
+    messages: list[dict[str, Any]]
+    text: str
+    encoded: Encoded
+    marks: tuple[CacheMark, ...]
+
+
+def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
+    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
+    fields = parse_fields(MessagesFields, parse_body(body), REFUSED)
+    check_model(model, fields.model)
+    chat = _chat(model, fields)
+    keys = keys_of(model, canonical_chat(chat.messages), fields.cache_salt)
+    spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, chat.encoded.ends)
+    room = room_for(model, len(chat.encoded.ids), None, "messages")
+    shared = GenerationFields(
+        **{name: getattr(fields, name) for name in _SHARED}, stop=list(fields.stop_sequences or ())
+    )
+    prompt = Prompt(
+        chat.encoded.ids,
+        spans,
+        max(1, min(fields.max_tokens, room)),
+        None,
+        marks=chat.marks,
+        fills_context=fields.max_tokens > room,
+    )
+    prompts = (with_answer_so_far(model, shared, prompt),)
+    return make_job(model, shared, prompts, None, says_nothing=not fields.max_tokens)
+
+
+def count_tokens(model: ModelText, body: bytes) -> int:
+    """Prompt tokens of the messages in `body`. Raises BadRequest, ModelNotFound."""
+    fields = parse_fields(CountFields, parse_body(body), REFUSED)
+    check_model(model, fields.model)
+    return len(_chat(model, fields).encoded.ids)
+
+
+def _chat(model: ModelText, fields: CountFields) -> _Chat:
+    marks = _marks(fields)
+    messages = chat_messages(fields.system, fields.messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    text = render_chat(model, messages, None, fields.chat_template_kwargs, goes_on=goes_on)
+    encoded = encode_text(model, text, "messages", add_special_tokens=False)
+    ends = [(mark.message, mark.parts) for mark in marks]
+    counts = cached_prefixes(ends, messages, None, text, encoded.ends) if marks else ()
+    kept = tuple(CacheMark(count, mark.lifetime_s) for mark, count in zip(marks, counts, strict=True))
+    return _Chat(messages, text, encoded, kept)
+
+
+def _marks(fields: CountFields) -> list[_Mark]:
+    """Where prefixes to keep end, in ascending order. Raises BadRequest for content that is not supported here."""
+    found: list[_Mark] = []
+    first = 0
+    if fields.system is not None:
+        found += [_Mark(0, parts, mark.lifetime_s) for parts, mark in check_content(fields.system, "system")]
+        first = 1
+    for i, message in enumerate(fields.messages, start=first):
+        where = f"messages[{i - first}]"
+        content = parse_at(Message, message, where).content
+        found += [_Mark(i, parts, mark.lifetime_s) for parts, mark in check_content(content, f"{where}.content")]
+    if fields.cache_control is not None:
+        last = _Mark(i, _parts(fields.messages[-1]["content"]), fields.cache_control.lifetime_s)
+        found = [mark for mark in found if (mark.message, mark.parts) != (last.message, last.parts)] + [last]
+    if len(found) > MAX_MARKS:
+        raise BadRequest(f"cache_control: {len(found)} marks; a request may have {MAX_MARKS}", param="cache_control")
+    return found
+
+
+def _parts(content: str | Sequence[Any]) -> int:
+    return 1 if isinstance(content, str) else len(content)
