@@ -32,8 +32,8 @@ class SequenceChunk:
     decodes: bool
     """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
     source: int | None = None
-    """A block whose first rows, in number `start % block_size`, the block of position `start` must have, too: to be copied
-    before the step writes anything. No step in progress writes those rows of it."""
+    """The block to copy the first `start % block_size` rows from, into the block of position `start`, before the step
+    writes anything. No step in progress writes those rows."""
 
     @property
     def output_index(self) -> int:
