@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.cache.hashing import chain_digest, root_digest
 from engine.cache.index import Match
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
@@ -65,12 +67,14 @@ class HashIndex:
     def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
         """See `PrefixIndex.add_tail`."""
 
-    def remove(self, block: int) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """See `PrefixIndex.remove`."""
-        digest = self._indexed.digests[block]
-        if digest is not None:
-            del self.of[digest]
-            self.contents[block] = b""
+        of, digests, contents = self.of, self._indexed.digests, self.contents
+        for block in blocks:
+            digest = digests[block]
+            assert digest is not None
+            del of[digest]
+            contents[block] = b""
 
     def clear(self) -> None:
         """See `PrefixIndex.clear`. The columns stay the same objects: they are frozen."""

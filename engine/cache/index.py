@@ -63,8 +63,8 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def remove(self, block: int) -> None:
-        """The block is to hold something else. It may not be in the index; no block behind it is."""
+    def remove(self, blocks: Sequence[int]) -> None:
+        """These indexed blocks are to hold something else, in this order: a block goes after those behind it."""
         ...
 
     def clear(self) -> None:
@@ -94,7 +94,7 @@ class NoIndex:
     def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
         """Nothing to do."""
 
-    def remove(self, block: int) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Nothing to do."""
 
     def clear(self) -> None:

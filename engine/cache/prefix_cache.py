@@ -10,7 +10,7 @@ from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
 from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
-from engine.cache.index import IndexKind, NoIndex, PrefixIndex
+from engine.cache.index import IndexKind, Match, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.radix_index import RadixIndex
@@ -65,6 +65,8 @@ class PrefixCache:
         self._fenced: deque[tuple[int, CachedSequence]] = deque()
         """Released sequences, each with the number of the last step begun before."""
         self._generation = 0
+        self.evictions = 0
+        """Indexed blocks that had to hold something else, since the start."""
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -103,20 +105,53 @@ class PrefixCache:
         to it: whoever computes the sequence copies them first into the sequence's block.
         """
         match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
-        nodes, source = match.nodes, match.source
-        references = self.pool.references
-        idle = sum([references(node) == 0 for node in nodes])
-        missing = self.blocks_for(known_tokens) - len(nodes) + reserve_blocks
-        if idle + missing > self.pool.available:
+        if not self._use(sequence, match, self.blocks_for(known_tokens), reserve_blocks):
             return None
-        if source is not None and idle + missing + (references(source) == 0) > self.pool.available:
-            source = None  # it is needed as a block
+        return len(match.nodes) * self.block_size + (0 if sequence.source is None else match.rows)
+
+    def find(self, sequence: CachedSequence, blocks: int) -> Sequence[int]:
+        """The blocks that hold the sequence's beginning, at most so many; nothing changes."""
+        return self._index.match(sequence, blocks * self.block_size).nodes
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block of this digest is indexed, where blocks are found by digest."""
+        return isinstance(self._index, HashIndex) and digest in self._index.of
+
+    def hold(
+        self, sequence: CachedSequence, blocks: int, reserve_blocks: int = 0, *, counts_use: bool = True
+    ) -> int | None:
+        """Give the sequence its first `blocks` whole blocks, to be filled from another tier: `commit` them then, and
+        `release` the sequence. Returns how many of them are cached, the leading ones; None, with nothing changed, where
+        fewer than `reserve_blocks` would stay available. `counts_use`: whether that is a use of those cached.
+        """
+        nodes = self.find(sequence, blocks)
+        is_held = self._use(sequence, Match(nodes), blocks, reserve_blocks, counts_use=counts_use)
+        return len(nodes) if is_held else None
+
+    def is_current(self, sequence: CachedSequence) -> bool:
+        """Whether the sequence got its blocks after the last `reset`."""
+        return sequence.generation == self._generation
+
+    def _use(
+        self, sequence: CachedSequence, match: Match, blocks: int, reserve_blocks: int, *, counts_use: bool = True
+    ) -> bool:
+        """Give the sequence `blocks` blocks, first those cached; False, with nothing changed, where they lack.
+
+        A source that would take the last block is done without.
+        """
+        nodes, source, references = match.nodes, match.source, self.pool.references
+        idle = sum([references(node) == 0 for node in nodes])
+        spare = self.pool.available - (idle + blocks - len(nodes) + reserve_blocks)
+        if spare < 0:
+            return False
+        if source is not None and not references(source) and not spare:
+            source = None
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
         used = nodes if source is None else [*nodes, source]
         self.pool.add_references(used)
-        if nodes and self._indexed.is_followed[nodes[-1]]:
+        if counts_use and nodes and self._indexed.is_followed[nodes[-1]]:
             self.pool.count_use(used)  # else it goes on where one request ended: a conversation, not a common prefix
         sequence.source = source
         sequence.blocks += nodes
@@ -125,8 +160,8 @@ class PrefixCache:
         while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < len(nodes):
             self._attach_keys(sequence, nodes[i], i)
             i += 1
-        self.extend(sequence, known_tokens)
-        return len(nodes) * self.block_size + (0 if source is None else match.rows)
+        self.extend(sequence, blocks * self.block_size)
+        return True
 
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
@@ -137,8 +172,8 @@ class PrefixCache:
         if missing > self.pool.available:
             return False
         taken, evicted = self.pool.take(missing)
-        for block in evicted:
-            self._forget(block)
+        if evicted:
+            self._forget(evicted)
         blocks += taken
         return True
 
@@ -186,6 +221,11 @@ class PrefixCache:
         self._indexed.clear()
         self._keys.clear()
         return self.pool.free_idle()
+
+    @property
+    def indexed_blocks(self) -> int:
+        """Blocks that hold something that can be reused."""
+        return self._indexed.count
 
     @property
     def has_changes(self) -> bool:
@@ -240,7 +280,7 @@ class PrefixCache:
 
     def _supersede(self, block: int) -> None:
         """The rows of this block, which was not full, are in another one now, with more behind them."""
-        self._indexed.remove(block)
+        self._indexed.remove((block,))
         if self.pool.references(block) == 0:
             self.pool.free(block)
 
@@ -259,8 +299,9 @@ class PrefixCache:
                 self._keys.hold(key)
             sequence.next_anchor += 1
 
-    def _forget(self, block: int) -> None:
-        """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
-        self._index.remove(block)
-        for key in reversed(self._indexed.remove(block)):
+    def _forget(self, blocks: Sequence[int]) -> None:
+        """These blocks are to hold something else: the one place where what is cached is lost, but for `reset`."""
+        self.evictions += len(blocks)
+        self._index.remove(blocks)
+        for key in self._indexed.remove(blocks):
             self._keys.drop(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.cache.index import Match
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
@@ -57,9 +57,7 @@ class RadixIndex:
             added = sequence.blocks[there:stop]
             self._insert(sequence, node, tokens, stop * size, added)
             parent = found[-1] if found else sequence.nodes[first - 1] if first else NO_BLOCK
-            for block, digest in zip(added, sequence.digests[there:stop], strict=True):
-                indexed.add(block, digest, parent)
-                parent = block
+            indexed.add_chain(added, sequence.digests[there:stop], parent)
             found += added
         return found
 
@@ -73,12 +71,20 @@ class RadixIndex:
             if self._indexed.digests[block] is None:
                 self._indexed.add_tail(block, sequence.nodes[i - 1] if i else NO_BLOCK)
 
-    def remove(self, block: int) -> None:
-        """See `PrefixIndex.remove`. The block is the last one of an edge behind which nothing is."""
-        node = self._node_of.pop(block, None)
-        if node is None:
-            return
-        node.blocks.pop()
+    def remove(self, blocks: Sequence[int]) -> None:
+        """See `PrefixIndex.remove`. A block is the last one of an edge behind which nothing is, when its turn comes."""
+        node: RadixNode | None = None
+        for block in blocks:
+            if node is None or not node.blocks or node.blocks[-1] != block:
+                if node is not None:
+                    self._shorten(node)
+                node = self._node_of.pop(block)
+            node.blocks.pop()
+        if node is not None:
+            self._shorten(node)
+
+    def _shorten(self, node: RadixNode) -> None:
+        """Blocks have gone from the end of this edge, behind which nothing is."""
         while node.children is None and not self._trim(node):
             parent = node.parent
             if parent is None:
