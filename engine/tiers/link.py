@@ -97,12 +97,12 @@ class Link:
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
         """Leading blocks worth copying down: up to the last one that was used twice, or that takes longer to compute
-        again than to copy down and up. While a rate or the cost is not known, all of them."""
+        again than to copy, either way. While a rate or the cost is not known, all of them."""
         size, nodes = self.upper.block_size, sequence.nodes
         down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
         if down is None or up is None or not cost.token_s:
             return len(nodes)
-        copy_s = self.block_bytes / down + self.block_bytes / up
+        copy_s = self.block_bytes / min(down, up)
         last = len(nodes) - 1
         # Later blocks are dearer (the formula of `StepCost`), so the last one decides.
         if size * (cost.token_s + cost.attention_s * (last + 0.5) * size) > copy_s:
