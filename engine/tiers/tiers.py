@@ -59,8 +59,14 @@ class Tiers:
         self.stats = TierStats()
 
     def learn_cost(self, cost: StepCost) -> None:
-        """See `LowerTiers.learn_cost`."""
-        self._cost = cost
+        """See `LowerTiers.learn_cost`. What an engine before has left holds until this one has learnt its own."""
+        if cost.token_s:
+            self._cost = cost
+
+    @property
+    def cost(self) -> StepCost:
+        """What computing costs; all zero: not known yet."""
+        return self._cost
 
     @property
     def is_busy(self) -> bool:
