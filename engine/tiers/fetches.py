@@ -15,7 +15,7 @@ PIECES = 32
 """A fetch arrives in about as many pieces. Nothing is gained before the first one is there, so it is small."""
 LEAST_GAIN = 0.07
 """A fetch is to gain so much of what computing everything takes: what a step costs is learnt, and not exact."""
-LATE_SHARE, LATE_S = 0.04, 0.001
+LATE_SHARE, LATE_S = 0.04, 0.0002
 """A fetch is given up once its request has lost so much: a share of what computing everything takes, and seconds."""
 
 

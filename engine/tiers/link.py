@@ -75,14 +75,15 @@ class Link:
             self._then.pop(end.copy_id)(end)
         return finished
 
-    def readable_blocks(self, sequence: CachedSequence, tokens: int) -> int:
-        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds."""
+    def readable_blocks(self, sequence: CachedSequence, tokens: int) -> tuple[int, bool]:
+        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds; and whether a spoilt one ends
+        them: then nothing behind it can come this way either."""
         nodes = self.lower.find(sequence, tokens // self.lower.block_size)
         if self.spoilt:
             for i, node in enumerate(nodes):
                 if node in self.spoilt:
-                    return i
-        return len(nodes)
+                    return i, True
+        return len(nodes), False
 
     def holds(self, sequence: CachedSequence, block: int) -> bool:
         """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""

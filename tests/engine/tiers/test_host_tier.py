@@ -143,7 +143,7 @@ def test_a_tier_too_small_for_a_block_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_tier_without_an_index_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="--host-cache-bytes needs --prefix-cache hash"):
+    with pytest.raises(ValueError, match="--host-cache-bytes needs --prefix-cache hash or radix"):
         EngineSettings(model=checkpoint, prefix_cache="off", host_cache_bytes=100)
 
 
