@@ -16,6 +16,9 @@ _NO_BLOCKS: array[int] = array("i")
 class RadixIndex:
     """A `PrefixIndex`: a tree for each salt, whose edges are split where two chains first differ.
 
+    A match shorter than a block is none: chat templates begin with the same few tokens, which are not worth a copy, nor
+    what who reads `cached_tokens` wants to know.
+
     A match costs a comparison of bytes and a step for each edge. A sequence remembers the place that it reached: that
     stands for the same tokens until the edge goes, as a split leaves the upper part in the same object.
     """
@@ -34,12 +37,13 @@ class RadixIndex:
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
         """See `PrefixIndex.count`."""
-        return self._descend(sequence, limit)[1]
+        tokens = self._descend(sequence, limit)[1]
+        return tokens if tokens >= self._size else 0
 
     def match(self, sequence: CachedSequence, limit: int) -> Match:
         """See `PrefixIndex.match`."""
         node, tokens = self._descend(sequence, limit)
-        if node is None or not tokens:
+        if node is None or tokens < self._size:
             return Match([])
         whole = tokens // self._size
         rows = tokens - whole * self._size

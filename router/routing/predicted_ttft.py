@@ -53,10 +53,10 @@ class Costs:
         """What is owed to the prefix, taken off for a pod that would be a further copy."""
         self.parts: list[dict[str, float]] = []
         """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`:
-        to bring KV from host or disk, or an adapter; `externality_s`; `pressure_s`; `sharing_s`: for what its prefill
-        adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill keeps the
-        decoding requests waiting; `evict_s`: for computing again what the pod evicts to make room; `others_s`: for what
-        other gateways may have just sent there; and those above."""
+        to bring KV from host or disk, or an adapter; `overhead_s`; `externality_s`; `pressure_s`; `sharing_s`: for what
+        its prefill adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill
+        keeps the decoding requests waiting; `evict_s`: for computing again what the pod evicts to make room;
+        `others_s`: for what other gateways may have just sent there; and those above."""
 
 
 class PredictedTtft(WidePolicy):
@@ -313,7 +313,7 @@ class PredictedTtft(WidePolicy):
                 switch_s = costs.switch_s[i] = switch_margin * duplicate_s
                 if owed_s:
                     credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
-            ttft_s = wait_s + own_s + step_s + fetch_s
+            ttft_s = wait_s + own_s + step_s + fetch_s + pod.overhead_s
             add_ttft(ttft_s)
             add_own(own_s)
             add_score(
@@ -326,6 +326,7 @@ class PredictedTtft(WidePolicy):
                         "own_s": own_s,
                         "step_s": step_s,
                         "fetch_s": fetch_s,
+                        "overhead_s": pod.overhead_s,
                         "externality_s": externality_s,
                         "pressure_s": pressure_s,
                         "sharing_s": sharing_s,

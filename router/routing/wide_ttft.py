@@ -62,6 +62,7 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     ttft_s = wait_s + own_s + step_s
     if pods.host is not None and pods.disk is not None:
         ttft_s += cost.token_s * (weights.host_share * pods.host + weights.disk_share * pods.disk)
+    ttft_s += columns.overhead_s
     scores = ttft_s + np.minimum(own_s, mean_wait_s)
     scores += weights.pressure_weight * cost.token_s * prompt * columns.fullness
     scores += np.minimum(stalled_s, STEP_TOKENS * cost.token_s) * (columns.in_flight > columns.decoding)

@@ -64,7 +64,7 @@ class Model:
     def expected_tokens(self, user: User) -> int:
         """What the index finds: whole blocks, and behind them, with a radix tree, the first rows of any block."""
         whole = self.expected_hits(user) * self.cache.block_size
-        if self.kind is not IndexKind.RADIX:
+        if self.kind is not IndexKind.RADIX or not whole:
             return whole
         known = tuple(user.tokens[:-1])
         return max([whole, *(shared(tokens, known) for salt, tokens in self.cached if salt == user.salt)])
