@@ -44,7 +44,7 @@ from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.tier_settings import emulated_stores, real_stores, tiers_over
-from engine.tiers.build import Store, TierError
+from engine.tiers.build import Store, TierError, close_stores
 from engine.tiers.exported import TierCollector
 
 if TYPE_CHECKING:
@@ -313,8 +313,8 @@ async def engine_tasks(
     workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
-        for store in stores:
-            stack.push_async_callback(asyncio.to_thread, store.close)
+        if tiers is not None:
+            stack.push_async_callback(asyncio.to_thread, close_stores, stores, tiers)
         stack.callback(workers.close)
         stepping = await stack.enter_async_context(_background(loop.run(), "step loop"))
         publishing = None

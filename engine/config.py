@@ -77,9 +77,10 @@ class EngineSettings(Settings):
     kv_pool_tokens: int = Field(
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
-    prefix_cache: Literal["hash", "off"] = Field(
+    prefix_cache: Literal["hash", "radix", "off"] = Field(
         "hash",
         description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
+        "radix: to the token, by a radix tree; "
         "off: not at all",
     )
     eviction: Literal["lru", "lfu", "cost"] = Field(
@@ -173,7 +174,7 @@ class EngineSettings(Settings):
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
         if self.host_cache_bytes and self.prefix_cache == "off":
-            raise ValueError("--host-cache-bytes needs --prefix-cache hash: nothing else finds what is kept there")
+            raise ValueError("--host-cache-bytes needs --prefix-cache hash or radix: off reuses nothing")
         if self.disk_cache_bytes and not self.host_cache_bytes:
             raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
         if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":

@@ -34,9 +34,6 @@ class Endpoint(StrEnum):
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
 
-    __hash__ = str.__hash__
-    """An enumeration's own is no C function, and every request looks things up by its endpoint."""
-
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 """Says how many prompt tokens a request to MESSAGES has, and computes nothing."""

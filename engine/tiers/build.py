@@ -163,7 +163,19 @@ def make_tiers(
             store.telling.tell(on_end)
         upper = lower
     poll_s = math.inf if all(store.telling for store in stores) else CUDA_POLL_S
-    return Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s)
+    tiers = Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s)
+    for store in stores:
+        if store.disk is not None:
+            tiers.learn_cost(store.disk.read_cost())
+    return tiers
+
+
+def close_stores(stores: Sequence[Store], tiers: Tiers) -> None:
+    """Begin no further copy, and leave to the next engine what this one has learnt. Blocks for some seconds at most."""
+    for store in reversed(stores):
+        if store.disk is not None and tiers.cost.token_s:
+            store.disk.write_cost(tiers.cost)
+        store.close()
 
 
 def _slots(setting: str, tier_bytes: int, block_bytes: int) -> int:

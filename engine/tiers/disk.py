@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
+from engine.contract.load import MAX_STEP_S, StepCost
 from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, open_file
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".warmroute-kv"
+_COST_FILE = "step-cost.json"
 _TRIAL_BYTES = 8 * 2**20
 
 
@@ -26,7 +29,7 @@ class DiskCopies:
     """
 
     def __init__(self, file: BlockFile, memory: memoryview) -> None:
-        """`memory`: the host tier's blocks, one behind the other."""
+        """`memory`: the host tier's blocks, one behind the other. Reads every label of the file."""
         self.block_bytes = file.shape.block_bytes
         self.pool_blocks = len(memory) // self.block_bytes
         self.host_slots = file.shape.slots
@@ -36,6 +39,8 @@ class DiskCopies:
         """By block."""
         self._labels: list[Label | None] = [None] * self.host_slots
         """By block: what it holds, or will once its copy has ended."""
+        self._found = dict(file.labels())
+        """By slot, what was there at the start, until it is indexed."""
 
     def describe(self, block: int, label: Label) -> None:
         """What the block is going to hold: before its copy is asked for."""
@@ -59,7 +64,7 @@ class DiskCopies:
 
         Blocks whose chain has a gap are left out: nothing could reuse them.
         """
-        found = dict(self._file.labels())
+        found, self._found = self._found, {}
         slot_of = {label.digest: slot for slot, label in sorted(found.items(), key=lambda item: item[1].turn)}
         parents = {label.parent for label in found.values()}
         ends = [slot for digest, slot in slot_of.items() if digest not in parents]
@@ -116,6 +121,7 @@ class _Ended:
 class OpenDisk:
     """A disk tier's file, locked while it is open."""
 
+    folder: Path
     copies: DiskCopies
     descriptor: int
     discarded_files: int
@@ -124,6 +130,24 @@ class OpenDisk:
     def close(self) -> None:
         """Give up the lock."""
         os.close(self.descriptor)
+
+    def read_cost(self) -> StepCost:
+        """What computing cost the last engine of this folder; all zero where nothing sensible was left."""
+        try:
+            fields = json.loads((self.folder / _COST_FILE).read_bytes())
+            cost = StepCost(**{name: float(fields[name]) for name in StepCost.__slots__})
+        except (OSError, ValueError, TypeError, KeyError):
+            return StepCost()
+        return cost if all(0 <= seconds <= MAX_STEP_S for seconds in astuple(cost)) else StepCost()
+
+    def write_cost(self, cost: StepCost) -> None:
+        """Leave to the next engine what computing costs: else it could not tell at first what is worth fetching."""
+        path = self.folder / _COST_FILE
+        try:
+            path.with_suffix(".new").write_text(json.dumps(asdict(cost)))
+            path.with_suffix(".new").replace(path)
+        except OSError as error:
+            log.warning("disk tier: %s cannot be written: %s", path, error)
 
 
 def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
@@ -137,7 +161,7 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
     for other in others:
         log.warning("disk tier: removing %s, which another model or version has left", other)
         other.unlink(missing_ok=True)
-    return OpenDisk(DiskCopies(file, memory), descriptor, len(others) + is_foreign)
+    return OpenDisk(folder, DiskCopies(file, memory), descriptor, len(others) + is_foreign)
 
 
 def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:

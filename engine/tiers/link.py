@@ -75,14 +75,15 @@ class Link:
             self._then.pop(end.copy_id)(end)
         return finished
 
-    def readable_blocks(self, sequence: CachedSequence, tokens: int) -> int:
-        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds."""
+    def readable_blocks(self, sequence: CachedSequence, tokens: int) -> tuple[int, bool]:
+        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds; and whether a spoilt one ends
+        them: then nothing behind it can come this way either."""
         nodes = self.lower.find(sequence, tokens // self.lower.block_size)
         if self.spoilt:
             for i, node in enumerate(nodes):
                 if node in self.spoilt:
-                    return i
-        return len(nodes)
+                    return i, True
+        return len(nodes), False
 
     def holds(self, sequence: CachedSequence, block: int) -> bool:
         """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""
@@ -97,12 +98,12 @@ class Link:
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
         """Leading blocks worth copying down: up to the last one that was used twice, or that takes longer to compute
-        again than to copy down and up. While a rate or the cost is not known, all of them."""
+        again than to copy, either way. While a rate or the cost is not known, all of them."""
         size, nodes = self.upper.block_size, sequence.nodes
         down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
         if down is None or up is None or not cost.token_s:
             return len(nodes)
-        copy_s = self.block_bytes / down + self.block_bytes / up
+        copy_s = self.block_bytes / min(down, up)
         last = len(nodes) - 1
         # Later blocks are dearer (the formula of `StepCost`), so the last one decides.
         if size * (cost.token_s + cost.attention_s * (last + 0.5) * size) > copy_s:

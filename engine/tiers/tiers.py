@@ -59,8 +59,14 @@ class Tiers:
         self.stats = TierStats()
 
     def learn_cost(self, cost: StepCost) -> None:
-        """See `LowerTiers.learn_cost`."""
-        self._cost = cost
+        """See `LowerTiers.learn_cost`. What an engine before has left holds until this one has learnt its own."""
+        if cost.token_s:
+            self._cost = cost
+
+    @property
+    def cost(self) -> StepCost:
+        """What computing costs; all zero: not known yet."""
+        return self._cost
 
     @property
     def is_busy(self) -> bool:
@@ -197,7 +203,7 @@ class Tiers:
         held: list[Held] = []
         reached, path_s = hits, 0.0
         for link in self._links:
-            readable = link.readable_blocks(sequence, tokens)
+            readable, is_spoilt = link.readable_blocks(sequence, tokens)
             part = Held.measured(link.copier, max(0, readable - reached), self._pool.block_size)
             if part is None:  # not measured yet: whatever lies deeper has to come this way, too
                 break
@@ -206,13 +212,19 @@ class Tiers:
             held.append(Held(part.blocks, part.block_tokens, block_s, part.queue_s + path_s))
             path_s = block_s
             reached = max(reached, readable)
+            if is_spoilt:
+                break
         return held if reached > hits else []
 
     def _hold(self, sequence: CachedSequence, stop: int, reserve_blocks: int, prefill: Prefill) -> Fetch | None:
         """Begin to fetch up to block `stop`; None where the tiers have no room."""
-        readable = [link.readable_blocks(sequence, stop * self._pool.block_size) for link in self._links]
-        depth = next((i for i, blocks in enumerate(readable) if blocks >= stop), None)
-        if depth is None:
+        for depth, link in enumerate(self._links):  # noqa: B007
+            readable, is_spoilt = link.readable_blocks(sequence, stop * self._pool.block_size)
+            if readable >= stop:
+                break
+            if is_spoilt:
+                return None
+        else:
             return None
         links = self._links[: depth + 1]
         sequences: list[CachedSequence] = []

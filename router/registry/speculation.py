@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby, islice, repeat
+from itertools import groupby, islice
 from operator import itemgetter
 from struct import Struct
 from typing import NewType
@@ -87,17 +87,20 @@ class Speculation:
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
         self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
         uses = self._uses
-        # Deepest first, and without a loop of Python's over the keys: every request enters some dozens.
-        deepest_first = keys[::-1]
-        before = list(map(uses.pop, deepest_first, repeat(None)))
-        renewed: dict[_Use | None, _Use] = {None: _use(now_s, expires_at_s, is_first=True)}
-        for old in set(before):
-            if old is not None:
+        new = []
+        first = latest = _use(now_s, expires_at_s, is_first=True)
+        before: _Use | None = None
+        for key in reversed(keys):
+            old = uses.pop(key, None)
+            if old is None:
+                uses[key] = first
+                new.append(key)
+                continue
+            if old is not before:
+                before = old
                 used_at_s, _, settled_at_s, _ = _unpack(old)
-                settled_at_s = used_at_s if now_s - used_at_s >= SETTLED_S else settled_at_s
-                renewed[old] = _use(now_s, expires_at_s, settled_at_s)
-        uses.update(zip(deepest_first, map(renewed.__getitem__, before), strict=True))
-        new = [key for key, old in zip(deepest_first, before, strict=True) if old is None] if None in before else []
+                latest = _use(now_s, expires_at_s, used_at_s if now_s - used_at_s >= SETTLED_S else settled_at_s)
+            uses[key] = latest
         if len(uses) <= self._limit:
             return new, ()
         too_many = list(islice(uses, len(uses) - self._limit + int(self._limit * _ROOM_SHARE)))

@@ -20,6 +20,7 @@ from engine.backend.tiers.base import BlockRun, CopyError, Direction
 from engine.cache.hashing import chain_digest, root_digest, token_bytes
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
 from engine.sched.request import KeySpan
 from engine.tiers.block_file import (
     HEAD_BYTES,
@@ -163,6 +164,21 @@ def test_files_of_other_models_make_room(tmp_path: Path) -> None:
     assert disk.discarded_files == 1
     assert not stale.exists()
     assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"base_s": "x"}', b"\xff", b'{"base_s": NaN}', None])
+def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes | None) -> None:
+    disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
+    left = StepCost(0.01, 1e-4, 1e-9, 1e-6, 1e-3)
+    disk.write_cost(left)
+    assert disk.read_cost() == left
+    path = tmp_path / "step-cost.json"
+    if content is None:
+        path.write_text(path.read_text().replace("0.0001", "-1e300"))
+    else:
+        path.write_bytes(content)
+    assert disk.read_cost() == StepCost()
+    disk.close()
 
 
 class FaultyMedium(FileMedium):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from itertools import pairwise
 
 from hypothesis import HealthCheck, Phase, settings
@@ -11,6 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from engine.backend.tiers.base import Direction
 from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Tier
 from engine.contract.keys import PrefixKey, prefix_keys
@@ -20,6 +23,7 @@ from engine.sched.request import KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
 from engine.tiers.link import Link
+from engine.tiers.stats import Decision, Outcome
 from engine.tiers.tiers import Tiers
 from tests.engine.sched.checking_backend import CheckingBackend
 from tests.engine.sched.test_scheduler_stateful import ARRIVALS, SchedulerMachine
@@ -57,12 +61,13 @@ class TiersMachine(SchedulerMachine):
         block_size=st.integers(1, 3),
         running=st.sampled_from([3, 4, 1]),
         eviction=st.sampled_from(Eviction),
+        index=st.sampled_from([IndexKind.HASH, IndexKind.HASH, IndexKind.RADIX]),
         lower=st.sampled_from([(10, 60), (12, 60), (10, 30), (12, 5), (40,), (12,), (3,)]),
         token_s=st.sampled_from([1.0, 1.0, 0.01, 0.0]),
         rate=st.sampled_from([1000.0, 1000.0, 100.0, 10.0]),
     )
-    def start(self, blocks, block_size, running, eviction, lower, token_s, rate):
-        self.cache = PrefixCache(blocks, block_size, eviction=eviction)
+    def start(self, blocks, block_size, running, eviction, index, lower, token_s, rate):
+        self.cache = PrefixCache(blocks, block_size, index=index, eviction=eviction)
         self.backend = CheckingBackend(self.cache, 20)
         self.now_s = 0.0
         self.copies: list[SlotCopies] = []
@@ -85,6 +90,7 @@ class TiersMachine(SchedulerMachine):
         self.requests: dict[int, Request] = {}
         self.next_id = 0
         self.is_late = False
+        self.failing_source: int | None = None
         self.parents: dict[PrefixKey, PrefixKey] = {}
         self.published: dict[PrefixKey, Tier] = {}
 
@@ -110,6 +116,7 @@ class TiersMachine(SchedulerMachine):
         """Prompts that come again and push each other out of the pool, each served to its end."""
         self.is_late = ends == "late"
         for number in which:
+            self.failing_source = number % 3 if ends == "some fail" else None
             length = min(10, (self.cache.pool.total - 1) * self.cache.block_size - 1)
             prompt = tuple(([1, 2] if number % 2 else [3]) + [number % 3 + 1] * length)[:length]
             self.add([(prompt, 1, frozenset(), 0, "")])
@@ -118,10 +125,9 @@ class TiersMachine(SchedulerMachine):
                     break
                 self.one_step(aborted=[])
                 self.is_sound()
-                for copies in self.copies if ends in ("all", "some fail") else []:
-                    for flying in tuple(copies.flying):
-                        copies.end(flying, fails=ends == "some fail" and (flying.run.source + number) % 3 == 0)
-
+                if ends in ("all", "some fail"):
+                    self.end_copies()
+        self.failing_source = None
         self.is_late = False
 
     @precondition(lambda self: any(copies.flying for copies in self.copies))
@@ -129,6 +135,12 @@ class TiersMachine(SchedulerMachine):
     def end_copy(self, data, fails):
         copies = data.draw(st.sampled_from([copies for copies in self.copies if copies.flying]))
         copies.end(data.draw(st.sampled_from(copies.flying)), fails=fails)
+
+    def end_copies(self):
+        """All that are under way; some may fail."""
+        for copies in self.copies:
+            for flying in tuple(copies.flying):
+                copies.end(flying, fails=flying.run.source % 3 == self.failing_source)
 
     @rule(seconds=st.sampled_from([0.001, 1.0, 1000.0]))
     def time_goes_by(self, seconds):
@@ -144,12 +156,11 @@ class TiersMachine(SchedulerMachine):
             if plan is not None or not self.requests:
                 break
             assert self.tiers.is_busy, "work waits, but nothing runs and nothing comes"
-            self.copies[0].end_all()
             if self.is_late:
+                self.copies[0].end_all()
                 self.now_s += 1000  # the disk hangs: nobody waits for it
             else:
-                for copies in self.copies:
-                    copies.end_all()
+                self.end_copies()
             plan = self.scheduler.schedule()
         assert (plan is not None) == bool(self.requests), "work waits, but nothing runs"
         return plan
@@ -203,6 +214,35 @@ class TiersMachine(SchedulerMachine):
         assert not self.tiers._fetched
         assert not self.tiers._left
         assert not self.tiers._decided
+
+
+def test_every_way_of_a_fetch_is_walked():
+    """Long runs of prompts that come again, by a fixed seed, with the same checks: all that tiers can do happens."""
+    totals: Counter[object] = Counter()
+    draw = random.Random(3)
+    for lower in [(10, 60), (12, 60), (10, 30), (40,), (12,)] * 4:
+        machine = TiersMachine()
+        machine.start(
+            blocks=draw.randint(6, 11),
+            block_size=draw.randint(1, 2),
+            running=draw.choice([1, 3]),
+            eviction=draw.choice(list(Eviction)),
+            index=draw.choice([IndexKind.HASH, IndexKind.RADIX]),
+            lower=lower,
+            token_s=1.0,
+            rate=1000.0,
+        )
+        for _ in range(8):
+            which = [draw.randint(0, 5) for _ in range(4)]
+            machine.serve(which, draw.choice(["all", "all", "none", "late", "some fail"]))
+        machine.teardown()
+        stats = machine.tiers.stats
+        for name in ("demoted", "promoted", "hit_tokens", "errors", "decisions", "outcomes", "skipped"):
+            totals.update({(name, kind): count for kind, count in getattr(stats, name).items()})
+    seen = [kind for kind, count in totals.items() if count]
+    wanted = {(name, tier) for name in ("demoted", "promoted", "hit_tokens") for tier in (Tier.HOST, Tier.DISK)}
+    wanted |= {("outcomes", outcome) for outcome in Outcome} | {("decisions", Decision.FETCH)}
+    assert wanted <= set(seen)
 
 
 def test_every_token_is_right_whatever_the_copies_do():
