@@ -88,6 +88,12 @@ class EngineSettings(Settings):
         "requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the seconds "
         "that computing it again takes",
     )
+    host_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of host memory for KV blocks below the pool: what requests leave is copied there, and "
+        "fetched where that is sooner than computing it again; 0: none",
+    )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
     max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
@@ -156,6 +162,8 @@ class EngineSettings(Settings):
             )
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
+        if self.host_cache_bytes and self.prefix_cache == "off":
+            raise ValueError("--host-cache-bytes needs --prefix-cache hash: nothing else finds what is kept there")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self

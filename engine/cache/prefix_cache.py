@@ -57,6 +57,8 @@ class PrefixCache:
         self._fenced: deque[tuple[int, CachedSequence]] = deque()
         """Released sequences, each with the number of the last step begun before."""
         self._generation = 0
+        self.evictions = 0
+        """Indexed blocks that had to hold something else, since the start."""
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -94,16 +96,46 @@ class PrefixCache:
         `reserve_blocks` would stay available.
         """
         nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        if not self._use(sequence, nodes, self.blocks_for(known_tokens), reserve_blocks):
+            return None
+        return len(nodes) * self.block_size
+
+    def find(self, sequence: CachedSequence, blocks: int) -> list[int]:
+        """The blocks that hold the sequence's beginning, at most so many; nothing changes."""
+        return self._index.match(sequence, blocks * self.block_size)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block of this digest is indexed."""
+        return isinstance(self._index, HashIndex) and digest in self._index.of
+
+    def hold(
+        self, sequence: CachedSequence, blocks: int, reserve_blocks: int = 0, *, counts_use: bool = True
+    ) -> int | None:
+        """Give the sequence its first `blocks` whole blocks, to be filled from another tier: `commit` them then, and
+        `release` the sequence. Returns how many of them are cached, the leading ones; None, with nothing changed, where
+        fewer than `reserve_blocks` would stay available. `counts_use`: whether that is a use of those cached.
+        """
+        nodes = self.find(sequence, blocks)
+        is_held = self._use(sequence, nodes, blocks, reserve_blocks, counts_use=counts_use)
+        return len(nodes) if is_held else None
+
+    def is_current(self, sequence: CachedSequence) -> bool:
+        """Whether the sequence got its blocks after the last `reset`."""
+        return sequence.generation == self._generation
+
+    def _use(
+        self, sequence: CachedSequence, nodes: list[int], blocks: int, reserve_blocks: int, *, counts_use: bool = True
+    ) -> bool:
+        """Give the sequence `blocks` blocks, first the cached `nodes`; False, with nothing changed, where they lack."""
         references = self.pool.references
         idle = sum([references(node) == 0 for node in nodes])
-        missing = self.blocks_for(known_tokens) - len(nodes)
-        if idle + missing + reserve_blocks > self.pool.available:
-            return None
+        if idle + blocks - len(nodes) + reserve_blocks > self.pool.available:
+            return False
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
         self.pool.add_references(nodes)
-        if nodes and self._indexed.is_followed[nodes[-1]]:
+        if counts_use and nodes and self._indexed.is_followed[nodes[-1]]:
             self.pool.count_use(nodes)  # else it goes on where one request ended: a conversation, not a common prefix
         sequence.blocks += nodes
         sequence.nodes += nodes
@@ -111,8 +143,8 @@ class PrefixCache:
         while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < len(nodes):
             self._attach_keys(sequence, nodes[i], i)
             i += 1
-        self.extend(sequence, known_tokens)
-        return len(nodes) * self.block_size
+        self.extend(sequence, blocks * self.block_size)
+        return True
 
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
@@ -177,6 +209,11 @@ class PrefixCache:
         return self.pool.free_idle()
 
     @property
+    def indexed_blocks(self) -> int:
+        """Blocks that hold something that can be reused."""
+        return len(self._index.of) if isinstance(self._index, HashIndex) else 0
+
+    @property
     def has_changes(self) -> bool:
         """Whether `take_changes` has something to tell."""
         return self._keys.has_changes
@@ -225,6 +262,7 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
+        self.evictions += 1
         self._index.remove(block)
         for key in reversed(self._indexed.remove(block)):
             self._keys.drop(key)
