@@ -39,7 +39,9 @@ class TorchBackend:
 
     max_in_flight = 1
 
-    def __init__(self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None, exact: bool = False) -> None:
+    def __init__(
+        self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None, exact: bool = False
+    ) -> None:
         if block_count < 1 or block_size < 1:
             raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")
         if exact and model.device.type != "cpu":
@@ -68,9 +70,9 @@ class TorchBackend:
     @torch.inference_mode()
     def logits(self, chunks: tuple[SequenceChunk, ...]) -> Tensor:
         """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
+        device = self.model.device
         if self._tiles is not None and isinstance(self.model, ExactDecoder):
             return self._exact_logits(chunks, self.model, self._tiles)
-        device = self.model.device
         # From lists, in one go: a torch operation per chunk takes longer than all of these.
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device)
         positions = [position for c in chunks for position in range(c.start, c.start + len(c.tokens))]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend.torch_kv import KvPool, first_seen
@@ -135,7 +136,8 @@ class ExactAttention:
         kinds = set(config.windows)
         self._chunks = {w: [self._chunk(chunk, row, w) for chunk, row in several] for w in kinds}
         self._decodes = {w: [self._decode(part, w) for part in _parts(single, w)] for w in kinds}
-        widths = [len(one.keys) for w in kinds for one in (*self._chunks[w], *self._decodes[w])]
+        widths = [len(one.keys) for parts in self._chunks.values() for one in parts]
+        widths += [len(one.keys) for parts in self._decodes.values() for one in parts]
         self._keys = torch.empty(max(widths), shape.dim)
         self._values = torch.zeros(max(widths), shape.columns)
         self._values[:, shape.dim] = 1
@@ -258,7 +260,7 @@ class ExactAttention:
             hidden=torch.from_numpy(np.concatenate(hidden)),
         )
 
-    def _tiles(self, chunk: SequenceChunk, window: int | None) -> tuple[int, int, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _tiles(self, chunk: SequenceChunk, window: int | None) -> tuple[int, int, NDArray[np.int64]]:
         """First tile that the chunk sees, how many, and the slots of their keys."""
         end = chunk.start + len(chunk.tokens)
         first = first_seen(chunk, window) // KEYS
@@ -266,7 +268,7 @@ class ExactAttention:
         slots = self._pool.slot_rows([chunk.blocks], first * KEYS, end)[0]
         return first, tiles, np.concatenate((slots, np.full(tiles * KEYS - len(slots), slots[-1])))
 
-    def _by_head(self, slots: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+    def _by_head(self, slots: NDArray[np.int64]) -> Tensor:
         heads = np.arange(self._kv_heads)[:, None]
         return torch.from_numpy((slots * self._kv_heads + heads).ravel())
 

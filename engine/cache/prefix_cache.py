@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
+from engine.cache.ghosts import EvictedLately
 from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.index import IndexKind, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.sequence import CachedSequence
+from engine.cache.survey import Survey
 from engine.contract.events import Keys
 
 MAX_KEYS_PER_BLOCK = 32
@@ -59,6 +62,11 @@ class PrefixCache:
         self._generation = 0
         self.evictions = 0
         """Indexed blocks that had to hold something else, since the start."""
+        self.evicted_too_soon = 0
+        """Of these, blocks asked for again before about four pools of others were evicted."""
+        self._evicted = EvictedLately(blocks_total)
+        self._stored = array("q", bytes(8 * blocks_total))
+        """By block: the steps begun when it was indexed."""
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -98,6 +106,8 @@ class PrefixCache:
         nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
         if not self._use(sequence, nodes, self.blocks_for(known_tokens), reserve_blocks):
             return None
+        if self.evictions:
+            self.evicted_too_soon += self._evicted.take(sequence.digests, len(nodes))
         return len(nodes) * self.block_size
 
     def find(self, sequence: CachedSequence, blocks: int) -> list[int]:
@@ -173,7 +183,9 @@ class PrefixCache:
             node = self._index.add(sequence, i)
             if node is None:
                 return
-            if node != sequence.blocks[i]:
+            if node == sequence.blocks[i]:
+                self._stored[node] = self._steps_begun
+            else:
                 self.pool.add_references((node,))
                 self.pool.count_use((node,))
             sequence.nodes.append(node)
@@ -205,6 +217,7 @@ class PrefixCache:
         self._generation += 1
         self._index.clear()
         self._indexed.clear()
+        self._evicted.clear()
         self._keys.clear()
         return self.pool.free_idle()
 
@@ -225,6 +238,10 @@ class PrefixCache:
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
         """Every held key by tier, parents first."""
         return self._keys.keys(), (), ()
+
+    def survey(self) -> Survey:
+        """What operators see. Its result may be taken by another thread."""
+        return Survey(self.pool, self._indexed, self._stored, self.block_size, self._steps_begun)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
@@ -262,7 +279,10 @@ class PrefixCache:
 
     def _forget(self, block: int) -> None:
         """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
-        self.evictions += 1
+        digest = self._indexed.digests[block]
+        if digest is not None:
+            self.evictions += 1
+            self._evicted.note(digest)
         self._index.remove(block)
         for key in reversed(self._indexed.remove(block)):
             self._keys.drop(key)
