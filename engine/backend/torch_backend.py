@@ -71,6 +71,7 @@ class TorchBackend:
     def logits(self, chunks: tuple[SequenceChunk, ...]) -> Tensor:
         """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
         device = self.model.device
+        self.pool.copy_sources(chunks)
         if self._tiles is not None and isinstance(self.model, ExactDecoder):
             return self._exact_logits(chunks, self.model, self._tiles)
         # From lists, in one go: a torch operation per chunk takes longer than all of these.

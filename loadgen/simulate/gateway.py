@@ -29,6 +29,7 @@ from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
+from router.routing.speeds import Speeds
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
@@ -99,6 +100,7 @@ class Gateway:
         self._capacity = capacity
         self._stride = stride
         self._serving = _Serving()
+        self._speeds = Speeds()
         self._index = PrefixIndex()
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
@@ -133,7 +135,9 @@ class Gateway:
         self._others.drop(gone)
         for name in pods:
             if PodId(name) not in serving.by_name:
-                pod = Pod(f"http://{name}", PodIdentity(PodId(name), None, (ServedModel(MODEL, b"{}"),)))
+                pod = Pod(
+                    f"http://{name}", PodIdentity(PodId(name), None, (ServedModel(MODEL, b"{}"),)), speeds=self._speeds
+                )
                 if (told := self._capacity(name)) is not None:
                     pod.facts = EngineFacts("vllm", None, *told)
                 serving.by_name[PodId(name)] = pod

@@ -16,6 +16,7 @@ from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
 from loadgen.simulate.digests import SharedDigests, SharingCache
+from loadgen.simulate.noise import StepNoise
 from loadgen.simulate.timeline import Timeline
 
 MAX_RUN_STEPS = 100_000
@@ -38,6 +39,8 @@ class PodSpec:
     max_waiting: int = 100_000
     reuses: bool = True
     """False: prefixes are not cached."""
+    noise: StepNoise | None = None
+    """None: steps take exactly the profile's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class SimPod:
         self._started: set[int] = set()
         self._is_waking = False
         self._tell_at_s = math.inf
+        self._begun = 0
+        """Steps and runs that have begun."""
 
     def submit(self, request: Request) -> None:
         """Queue the request. Raises QueueFull, and ValueError for one that can never run."""
@@ -140,6 +145,9 @@ class SimPod:
             return
         self._began_s = self._timeline.now_s
         self._step_s = self.spec.profile.step_s(plan)
+        if self.spec.noise is not None:
+            self._step_s *= self.spec.noise.factor(self.spec.name, self._begun, self._began_s)
+            self._begun += 1
         self._steps = plan.steps
         self._end_at(self._end_s(self._steps))
 

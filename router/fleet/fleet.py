@@ -19,6 +19,7 @@ from router.fleet.member import Member, Ranks
 from router.fleet.pod import Clock, Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.fleet.roster import Roster
+from router.routing.speeds import Speeds
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Fleet:
         self._named: dict[str, Member] = {}
         """By the name that discovery has for it."""
         self._roster = Roster()
+        self._speeds = Speeds()
         self._clock: Clock | None = None
         self._ended: set[PodId] = set()
         self._is_telling = False
@@ -290,7 +292,7 @@ class Fleet:
             if member.task is not None:
                 member.task.cancel()
         for url in wanted.keys() - self._members.keys():
-            member = self._members[url] = Member(wanted[url])
+            member = self._members[url] = Member(wanted[url], self._speeds)
             self._unprobed.add(member)
             member.task = group.create_task(self._watch(member))
         self._named = {member.address.name: member for member in self._members.values() if member.address.name}

@@ -9,6 +9,7 @@ from router.fleet.discovery import EngineAddress
 from router.fleet.faults import Standing
 from router.fleet.pod import Pod, facts_of
 from router.fleet.probe import PodIdentity
+from router.routing.speeds import Speeds
 
 Ranks = tuple[int, ...]
 """Data-parallel ranks in order; fewer than two are not told apart."""
@@ -26,12 +27,15 @@ class Member:
         "last_error",
         "pods",
         "probed_at_s",
+        "speeds",
         "task",
         "wake",
     )
 
-    def __init__(self, address: EngineAddress) -> None:
+    def __init__(self, address: EngineAddress, speeds: Speeds | None = None) -> None:
+        """`speeds`: see `Pod`."""
         self.address = address
+        self.speeds = speeds
         self.pods: tuple[Pod, ...] = ()
         """Empty until it is identified; one for each data-parallel rank, where there are several."""
         self.found_ranks: Ranks = ()
@@ -79,7 +83,7 @@ class Member:
 
     def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:
         """New pods; the first of them. The old ones are for the caller to end."""
-        first = Pod(self.url, identity, self.address.weight, key=self.address.key)
+        first = Pod(self.url, identity, self.address.weight, key=self.address.key, speeds=self.speeds)
         self.pods = (first,)
         self.use_ranks(ranks)
         return self.pods[0]
@@ -110,7 +114,15 @@ class Member:
         for rank in wanted:
             pod = old.pop(rank, None)
             if pod is None:
-                pod = Pod(first.url, first.identity, first.weight, key=first.key, rank=rank, faults=first.faults)
+                pod = Pod(
+                    first.url,
+                    first.identity,
+                    first.weight,
+                    key=first.key,
+                    rank=rank,
+                    faults=first.faults,
+                    speeds=self.speeds,
+                )
                 pod.facts = replace(pod.facts, engine=first.facts.engine, version=first.facts.version)
             ranked = None if rank is None else len(wanted)
             pod.facts = replace(pod.facts, rank=rank, ranks=ranked)

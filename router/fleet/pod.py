@@ -16,6 +16,7 @@ from router.overload.saturation import Cap
 from router.routing.adapters import Adapters
 from router.routing.pod_state import Mark, PodState
 from router.routing.reported import Counts
+from router.routing.speeds import Speeds
 from router.routing.types import PodId
 
 Clock = Callable[[], float]
@@ -56,8 +57,10 @@ class Pod:
         key: str = "",
         rank: int | None = None,
         faults: Faults | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
-        """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod."""
+        """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod.
+        `speeds`: where pods that are alike learn from each other's answers; None: it learns from its own."""
         self.url = url
         self.key = key
         """Which of the gateway's keys for engines it is shown; empty: the one for all."""
@@ -70,7 +73,7 @@ class Pod:
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
         self.adapters = Adapters()
-        self.state = PodState()
+        self.state = PodState(None if speeds is None else speeds.of(self.model, self.facts.engine))
         self.faults = Faults() if faults is None else faults
         self.cap = Cap()
         self.in_flight = 0

@@ -93,7 +93,7 @@ class AffinityGroups(WidePolicy):
             self._count_joined([pod.pod_id for pod in pods], recent, request.now_s)
             self._groups = groups
         pod, decoding = pods[chosen], sum([view.decoding for view in pods]) / len(pods)
-        self._remember(request, pod.pod_id, _work_s(request, pod.cost, pod.matched_tokens, decoding))
+        self._remember(request, pod.pod_id, _work_s(request, pod.cost, pod.overhead_s, pod.matched_tokens, decoding))
         return decide(self.name, pods, chosen)
 
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
@@ -126,7 +126,8 @@ class AffinityGroups(WidePolicy):
             self._count_joined(ids, recent.tolist(), now_s)
             self._groups = groups
         decoding = float(columns.decoding.sum()) / len(table)
-        work_s = _work_s(request, table.costs[chosen], pods.matched_by(chosen), decoding)
+        overhead_s = float(pods.columns.overhead_s[chosen])
+        work_s = _work_s(request, table.costs[chosen], overhead_s, pods.matched_by(chosen), decoding)
         self._remember(request, ids[chosen], work_s)
         return pods.decision(self.name, chosen)
 
@@ -274,11 +275,12 @@ def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
     return [i for i in even if pods[i].matched_tokens == longest]
 
 
-def _work_s(request: RequestInfo, cost: StepCost, matched_tokens: int, decoding: float) -> float:
+def _work_s(request: RequestInfo, cost: StepCost, overhead_s: float, matched_tokens: int, decoding: float) -> float:
     """Seconds of the pod that the request takes: its prefill, and its part in the steps that decode its answer.
 
-    The fixed part of a step is shared by those that decode in it, on average over the pods `decoding`.
+    The fixed part of a step is shared by those that decode in it, on average over the pods `decoding`. Of a pod that
+    does not tell it, the fixed part of a request stands for it.
     """
     uncached = max(0, request.prompt_tokens - matched_tokens)
-    token_s = cost.base_s / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens
+    token_s = (cost.base_s + overhead_s) / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens
     return prefill_s(cost, uncached, request.prompt_tokens) + request.output_tokens * token_s

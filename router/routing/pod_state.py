@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import PodSpeed, decode_s, further_steps, prefill_s, step_left_s
+from router.routing.latency import decode_s, further_steps, prefill_s, step_left_s
 from router.routing.reported import FRESH_S, Counts, Reported
 from router.routing.row import EARLY_S, PodRow, fullness
+from router.routing.sent import Sent
+from router.routing.speeds import PodSpeed, SpeedPool
 from router.routing.types import PodId, PodView
 
 USUAL_TOKENS = 512.0
@@ -19,27 +20,6 @@ _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
 """A report may lack what was sent this long before it came: publishing takes up to 50 ms, the way there the rest."""
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request of this gateway that the pod has not finished."""
-
-    prompt_tokens: int
-    uncached_tokens: int
-    context_tokens: int
-    """Expected mean length of its context while it decodes."""
-    work_s: float
-    """Time it takes: its prefill, and what decodes beside it in its steps beyond the first."""
-    sent_s: float
-    due_s: float
-    """When its prefill should end."""
-    promised_s: float
-    """The same, as it was thought when it was sent."""
-    streams: bool
-    was_alone: bool
-    """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
-    requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
 
 
 class Mark(NamedTuple):
@@ -59,6 +39,7 @@ class PodState:
     """
 
     __slots__ = (
+        "__weakref__",
         "_context_tokens",
         "_decoding",
         "_free_at_s",
@@ -75,10 +56,11 @@ class PodState:
         "_weight",
     )
 
-    def __init__(self) -> None:
-        self._pending: dict[str, _Sent] = {}
+    def __init__(self, pool: SpeedPool | None = None) -> None:
+        """`pool`: of the pods that are like this one; None: it has none like it."""
+        self._pending: dict[str, Sent] = {}
         """Sent and without a first token, oldest first."""
-        self._decoding: dict[str, _Sent] = {}
+        self._decoding: dict[str, Sent] = {}
         self._pending_tokens = 0
         self._context_tokens = 0
         self._free_at_s = 0.0
@@ -88,7 +70,8 @@ class PodState:
         """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
         self._joins_until_s = -math.inf
         """When the last step begins that is reckoned for what waits: what is sent before then shares it."""
-        self._speed = PodSpeed()
+        self._speed = PodSpeed(SpeedPool() if pool is None else pool)
+        self._speed.pool.join(self)
         self._reported = Reported()
         self._sent = 0
         """Requests ever sent."""
@@ -124,6 +107,13 @@ class PodState:
         """End that."""
         self._watchers = tuple(watcher for watcher in self._watchers if watcher is not changed)
 
+    def speed_changed(self, now_s: float) -> None:
+        """See `speeds.Member`."""
+        if not self._speed.is_reported:
+            self._speed.use_pool()
+            self._reprice(now_s)
+            self._tell()
+
     def _tell(self) -> None:
         for changed in self._watchers:
             changed.add(self)
@@ -152,14 +142,14 @@ class PodState:
         self._pending_tokens += uncached_tokens
         self._sent += 1
         self._usual_tokens += _FOLLOW * (uncached_tokens - self._usual_tokens)
-        self._pending[request_id] = _Sent(
+        self._pending[request_id] = Sent(
             prompt_tokens,
             uncached_tokens,
             prompt_tokens + output_tokens // 2,
             work_s,
             now_s,
-            self._free_at_s,
-            self._free_at_s,
+            self._free_at_s + self._speed.overhead_s,
+            self._free_at_s + self._speed.overhead_s,
             streams,
             not self._pending,
         )
@@ -187,7 +177,7 @@ class PodState:
         for waiting in self._pending.values():
             waiting.work_s = self._work_s(waiting.uncached_tokens, waiting.prompt_tokens)
             self._free_at_s += waiting.work_s
-            waiting.due_s = self._free_at_s
+            waiting.due_s = self._free_at_s + self._speed.overhead_s
 
     def finished(self, request_id: str, *, now_s: float) -> None:
         """The request has left the pod, however it ended. May be called again."""
@@ -316,6 +306,9 @@ class PodState:
             not speed.is_known(now_s),
             0.0,
             self._weight,
+            0.0,
+            math.inf,
+            speed.overhead_s,
         )
         if self._reported.load is not None:
             self._reported.add_to(view, now_s)
@@ -329,7 +322,7 @@ class PodState:
         due_s = until_s = math.inf
         for request in self._pending.values():
             if request.streams:
-                due_s = request.due_s
+                due_s = self._late_from_s(request)
                 break
             # When the first of them counts as decoding without its first token seen.
             until_s = min(until_s, request.due_s)
@@ -362,6 +355,7 @@ class PodState:
             self._stepped_s,
             full,
             speed.cost.token_s,
+            speed.overhead_s,
             self._weight,
             not is_known,
             until_s,
@@ -414,10 +408,15 @@ class PodState:
         """
         for oldest in self._pending.values():
             if oldest.streams:
-                if oldest.due_s < now_s:
-                    return max(self._free_at_s, 2 * now_s - oldest.due_s + self._step_s())
+                if (late_from_s := self._late_from_s(oldest)) < now_s:
+                    return max(self._free_at_s, 2 * now_s - late_from_s + self._step_s())
                 break
         return self._free_at_s
+
+    def _late_from_s(self, request: Sent) -> float:
+        """When it is later than noise explains."""
+        spread = self._speed.spread
+        return request.due_s + spread * (request.due_s - request.sent_s) if spread else request.due_s
 
     def _step_s(self) -> float:
         """Seconds of a step of the pod, apart from its prefill."""
@@ -425,7 +424,7 @@ class PodState:
         return decode_s(self.cost, len(self._decoding) + others.decoding, self._context_tokens + others.context_tokens)
 
     def _work_s(self, uncached_tokens: int, prompt_tokens: int) -> float:
-        """See `_Sent.work_s`."""
+        """See `Sent.work_s`."""
         work_s = prefill_s(self.cost, uncached_tokens, prompt_tokens)
         further = further_steps(uncached_tokens)
         return work_s + further * self._step_s() if further else work_s
@@ -461,7 +460,7 @@ class PodState:
     def _step_ended(self, now_s: float) -> None:
         """A step has ended with no first token of this gateway: what was sent while it ran begins with the next."""
         began_s, self._stepped_s = max(self._stepped_s, now_s - self._step_s()), now_s
-        unbegun: list[_Sent] = []
+        unbegun: list[Sent] = []
         for request in reversed(self._pending.values()):
             if request.sent_s <= began_s:
                 break
@@ -478,14 +477,14 @@ class PodState:
         while self._prefilled and now_s - self._prefilled[0][0] >= REPORT_LAG_S:
             self._prefilled.popleft()
 
-    def _start_decoding(self, request_id: str, request: _Sent) -> None:
+    def _start_decoding(self, request_id: str, request: Sent) -> None:
         self._pending_tokens -= request.uncached_tokens
         self._context_tokens += request.context_tokens
         self._decoding[request_id] = request
 
-    def _withdraw(self, request_id: str, request: _Sent, now_s: float) -> None:
+    def _withdraw(self, request_id: str, request: Sent, now_s: float) -> None:
         """Take a request out of the prefill queue: those behind it come forward by what was left of it."""
-        left_s = min(request.work_s, max(0.0, request.due_s - now_s))
+        left_s = min(request.work_s, max(0.0, request.due_s - self._speed.overhead_s - now_s))
         is_behind = False
         for other_id, other in self._pending.items():
             if is_behind:

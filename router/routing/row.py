@@ -34,6 +34,7 @@ class PodRow(NamedTuple, Generic[Number]):
     stepped_s: Number
     fullness: Number
     token_s: Number
+    overhead_s: Number
     weight: Number
     is_prior: Number
     valid_until_s: Number

@@ -70,6 +70,8 @@ class PodView:
     """Seconds until the adapter that the request wants is loaded; 0 where it is, or nothing is known."""
     room_tokens: float = math.inf
     """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
+    overhead_s: float = 0.0
+    """Seconds of each request beside its prefill, which nobody waits for; 0 for a pod that tells its constants."""
 
 
 @dataclass(frozen=True, slots=True)

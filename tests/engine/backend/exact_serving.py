@@ -9,6 +9,7 @@ import torch
 
 from engine.backend.sampler import sample
 from engine.backend.torch_backend import TorchBackend
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.plan import StepResult
 from engine.sched.request import Request
@@ -47,7 +48,7 @@ def serve(backend: TorchBackend, cache: PrefixCache, requests: Sequence[Request]
     return list(answers.values())
 
 
-def empty(backend: TorchBackend) -> PrefixCache:
+def empty(backend: TorchBackend, index: IndexKind = IndexKind.HASH) -> PrefixCache:
     """An empty cache over the backend's pool, in which nothing may be read that was not written."""
     backend.pool.data.fill_(torch.nan)
-    return PrefixCache(backend.pool.block_count, backend.pool.block_size)
+    return PrefixCache(backend.pool.block_count, backend.pool.block_size, index=index)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from engine.backend.torch_backend import TorchBackend
 from engine.backend.torch_exact import KEYS
+from engine.cache.index import IndexKind
 from engine.model.config import ARCHITECTURES
 from engine.model.decoder import Decoder, load_decoder
 from engine.model.exact import HEIGHTS, NotExact, agreeing_heights, cancelling, check_exp
 from engine.sched.request import Request
 from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
-from tests.engine.model.helpers import GREEDY, hf_model, save, tokens
+from tests.engine.model.helpers import GREEDY, VOCAB, hf_model, save, tokens
 from tests.engine.model.test_transformers_oracle import CASES
 
 OUTPUTS = 3
@@ -100,6 +101,33 @@ def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shar
     for i, prompt in enumerate(prompts):
         (alone,) = serve(wide, empty(wide), [request(i, prompt)], 128)
         assert torch.equal(together[i].bits(), alone.bits())
+
+
+@pytest.mark.parametrize("split", range(1, 3 * BLOCK_SIZE + 2))
+def test_a_hit_that_ends_within_a_block_changes_no_bit(wide: TorchBackend, split: int) -> None:
+    """The radix index reuses the first rows of a block, by copying them."""
+    prompt = tokens(3 * BLOCK_SIZE + 2, seed=31)
+    (cold,) = serve(wide, empty(wide), [request(1, prompt)], 64)
+    cache = empty(wide, IndexKind.RADIX)
+    serve(wide, cache, [request(2, [*prompt[:split], (prompt[split] + 1) % VOCAB, 3, 3])], 64)
+    warm, *_ = serve(wide, cache, [request(1, prompt), *beside(split % 3)], 19)
+    assert warm.cached_tokens == split > 0
+    assert torch.equal(warm.bits(), cold.bits())
+
+
+def test_equal_prompts_of_two_salts_share_nothing(wide: TorchBackend) -> None:
+    for index in (IndexKind.HASH, IndexKind.RADIX):
+        cache, prompt = empty(wide, index), tokens(30, seed=8)
+        for salt, cached in (
+            ("red", False),
+            ("blue", False),
+            ("", False),
+            ("red", True),
+            ("blue", True),
+            ("re", False),
+        ):
+            (answer,) = serve(wide, cache, [request(1, prompt, salt=salt)], 64)
+            assert (answer.cached_tokens > 0) == cached, (index, salt)
 
 
 BOUND = 1e-5

@@ -36,9 +36,16 @@ def prompt_of(family: int, length: int, tail: int) -> list[int]:
 
 
 @settings(max_examples=60)
-@given(prompts=PROMPTS, kept=st.integers(0, 3), eviction=st.sampled_from(Eviction))
-def test_a_survey_counts_every_block_once(prompts: list[tuple[int, int, int]], kept: int, eviction: Eviction) -> None:
-    cache = PrefixCache(40, BLOCK, eviction=eviction)
+@given(
+    prompts=PROMPTS,
+    kept=st.integers(0, 3),
+    eviction=st.sampled_from(Eviction),
+    index=st.sampled_from((IndexKind.HASH, IndexKind.RADIX)),
+)
+def test_a_survey_counts_every_block_once(
+    prompts: list[tuple[int, int, int]], kept: int, eviction: Eviction, index: IndexKind
+) -> None:
+    cache = PrefixCache(40, BLOCK, eviction=eviction, index=index)
     for i, made in enumerate(prompts):
         answer(cache, prompt_of(*made), keep=i < kept)
     seen = cache.survey().result(MOST_PREFIXES)

@@ -11,6 +11,7 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import make_router
 from loadgen.simulate.fleet import FleetSpec, Simulation
+from loadgen.simulate.noise import StepNoise
 from loadgen.simulate.pod import PodSpec
 from loadgen.workloads.chat import Chat
 
@@ -19,13 +20,21 @@ CPU = SimProfile("cpu", w0_ms=15.0, a_ms=15.0, c1_ms=0.13, c2_ms=1e-6, c3_ms=1e-
 """About a small model on a CPU: 0.2 s for a cold prefix."""
 
 
-def attained(gateways: int, requests: int, seed: int, *, tells_capacity: bool = True, shares: bool = True) -> float:
+def attained(
+    gateways: int,
+    requests: int,
+    seed: int,
+    *,
+    tells_capacity: bool = True,
+    shares: bool = True,
+    noise: StepNoise | None = None,
+) -> float:
     """Reused tokens of prefixes, as part of what is reused if each prefix is computed once."""
     records: list[RequestRecord] = []
     tokens = PREFIX_TOKENS
     workload = Chat("two-pods", seed, PREFIXES, 0.0, tokens, tokens, 12, 18, turns_min=1, turns_max=1, output_tokens=4)
     fleet = FleetSpec(
-        tuple(PodSpec(f"pod-{i}", CPU, block_size=BLOCK) for i in range(2)),
+        tuple(PodSpec(f"pod-{i}", CPU, block_size=BLOCK, noise=noise) for i in range(2)),
         publishes=False,
         tells_capacity=tells_capacity,
         share_s=0.05 if shares else None,
@@ -43,6 +52,16 @@ def attained(gateways: int, requests: int, seed: int, *, tells_capacity: bool = 
 @pytest.mark.parametrize("gateways", [1, 2, 4])
 def test_prefixes_that_just_fit_stay_where_they_are(gateways: int, requests: int) -> None:
     found = [attained(gateways, requests, seed) for seed in range(1, 6)]
+    assert statistics.fmean(found) >= 0.97, found
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_pods_that_differ_by_noise_alone_are_taken_for_equal(gateways: int) -> None:
+    """Steps take half or twice their time, each by itself and for two seconds at a time, as on a machine that does
+    other work. With constants fitted to each pod by itself, 24 seeds kept 0.96 of the hits."""
+    noises = [StepNoise(step=0.5, spell=0.6, common=0.5, seed=seed) for seed in range(1, 9)]
+    found = [attained(gateways, 192, noise.seed, noise=noise) for noise in noises]
+    assert statistics.median(found) >= 0.97, found
     assert statistics.fmean(found) >= 0.97, found
 
 

@@ -1,0 +1,194 @@
+"""What answers teach of the speed of pods that do not tell it: equal pods stay equal, unlike ones do not."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+
+import pytest
+
+from engine.contract.load import LoadReport, StepCost
+from router.routing.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
+from router.routing.pod_state import PodState
+from router.routing.policies import make_policy
+from router.routing.speeds import PodSpeed, SpeedPool, Speeds
+from router.routing.types import PodId, RequestInfo
+
+BASE_S, TOKEN_S = 0.02, 3e-4
+SAME = math.log(1.5)
+
+
+class Pods:
+    """Two pods that answer in turn, each answer some tenths of a second after the one before."""
+
+    def __init__(self, *, noise: float = 0.0, slower: float = 1.0, seed: int = 1) -> None:
+        self.pool = SpeedPool()
+        self.speeds = [PodSpeed(self.pool), PodSpeed(self.pool)]
+        self.slowness = [1.0, slower]
+        self.noise = noise
+        self.now_s = 100.0
+        self._rng = random.Random(seed)
+        self._spells: dict[tuple[int, int], float] = {}
+
+    def answer(self, until_s: float, *, long: float = 0.2, machine: float = 1.0) -> None:
+        """Until that time. `long`: share of prompts of which nothing is cached. `machine`: its slowness for all."""
+        while self.now_s < until_s:
+            self.now_s += 0.1
+            pod = self._rng.randrange(2)
+            tokens = 1500 if self._rng.random() < long else 40
+            # As long as a pod is in a spell, it is slower or faster, and each answer again.
+            spell = self._spells.setdefault((pod, int(self.now_s / 2)), self._rng.gauss(0, self.noise))
+            noise = math.exp(spell + self._rng.gauss(0, self.noise))
+            seconds = machine * self.slowness[pod] * noise * (BASE_S + TOKEN_S * tokens)
+            self.speeds[pod].observe(tokens, seconds, self.now_s)
+
+    @property
+    def apart(self) -> float:
+        """Logarithm of how much slower the second is thought to be."""
+        first, second = self.speeds
+        return math.log(second.cost.token_s / first.cost.token_s)
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
+    """In a third of the spells of two seconds a pod is at least 1.8 times as fast or slow; so is a third of answers."""
+    pods, aparts = Pods(noise=0.6, seed=seed), []
+    for until_s in range(105, 220, 5):
+        pods.answer(until_s)
+        aparts.append(abs(pods.apart))
+    assert max(aparts) < math.log(2)
+    assert statistics.median(aparts) < SAME / 2
+    assert TOKEN_S / 2 < pods.speeds[0].cost.token_s < 2 * TOKEN_S
+
+
+def test_a_slower_pod_is_learnt_at_once_where_answers_do_not_differ() -> None:
+    pods = Pods(slower=3.0)
+    pods.answer(110)
+    assert pods.apart == pytest.approx(math.log(3), abs=0.5)
+    pods.answer(150)
+    assert pods.apart == pytest.approx(math.log(3), abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_a_slower_pod_is_learnt_later_where_they_do(seed: int) -> None:
+    pods = Pods(noise=0.5, slower=5.0, seed=seed)
+    pods.answer(190)
+    assert pods.apart > SAME
+
+
+def test_what_is_known_of_long_prompts_outlasts_short_ones() -> None:
+    """Once all is cached, 2,000 answers tell nothing of a prompt that is not."""
+    pods = Pods()
+    pods.answer(120, long=0.5)
+    pods.answer(320, long=0.0)
+    cost = pods.speeds[0].cost
+    assert 1500 * cost.token_s == pytest.approx(1500 * TOKEN_S, rel=0.15)
+
+
+def test_short_prompts_tell_that_the_machine_is_slower_for_long_ones_too() -> None:
+    pods = Pods()
+    pods.answer(130, long=0.5)
+    pods.answer(150, long=0.0, machine=4.0)
+    assert 2 * TOKEN_S < pods.speeds[0].cost.token_s < 5 * TOKEN_S
+    assert abs(pods.apart) < 0.1
+
+
+def test_a_pod_that_joins_begins_with_what_its_like_have_taught() -> None:
+    pods = Pods()
+    pods.answer(130)
+    new = PodSpeed(pods.pool)
+    assert new.cost == pods.speeds[0].cost
+    assert new.cost.token_s == pytest.approx(TOKEN_S, rel=0.15)
+    assert not new.is_known(pods.now_s)
+    new.observe(1500, 0.47, pods.now_s)
+    assert new.is_known(pods.now_s)
+    assert not new.is_known(pods.now_s + OBSERVATION_S + 1)
+
+
+def test_few_answers_are_of_no_known_speed() -> None:
+    speed = PodSpeed(SpeedPool())
+    for i in range(ENOUGH_OBSERVATIONS - 1):
+        speed.observe(1500, 0.5, i)
+        assert not speed.is_known(i)
+    speed.observe(1500, 0.5, 20.0)
+    assert speed.is_known(20.0)
+
+
+def test_own_constants_count_for_more_than_any_answers() -> None:
+    pods = Pods()
+    cost = StepCost(base_s=0.004, token_s=2e-5)
+    pods.speeds[0].report(cost)
+    pods.answer(120)
+    assert pods.speeds[0].cost is cost
+    assert (pods.speeds[0].overhead_s, pods.speeds[0].spread) == (0.0, 0.0)
+    assert pods.speeds[1].cost.token_s == pytest.approx(TOKEN_S, rel=0.15), "what one pod tells is not the other's"
+
+
+def test_the_pods_of_a_pool_hear_when_its_constants_change() -> None:
+    pool = SpeedPool()
+    states = [PodState(pool) for _ in range(3)]
+    changed: set[PodState] = set()
+    for state in states:
+        state.watch(changed)
+    now_s = 0.0
+    for i in range(20):
+        states[0].sent(str(i), prompt_tokens=1500, uncached_tokens=1500, output_tokens=4, now_s=now_s)
+        now_s += 1.0
+        states[0].first_token(str(i), now_s=now_s)
+        states[0].finished(str(i), now_s=now_s)
+    assert {state.cost for state in states} == {states[0].cost}
+    assert states[0].cost.token_s > 4 * PRIOR.token_s
+    assert changed == set(states)
+
+
+def taught() -> tuple[PodState, float]:
+    """A pod of whose requests half a second is fixed, and the time."""
+    state, now_s = PodState(), 0.0
+    for i in range(60):
+        tokens = 1500 if i % 3 == 0 else 40
+        state.sent(str(i), prompt_tokens=1500, uncached_tokens=tokens, output_tokens=4, now_s=now_s)
+        now_s += 0.5 + TOKEN_S * tokens
+        state.first_token(str(i), now_s=now_s)
+        state.finished(str(i), now_s=now_s)
+    return state, now_s
+
+
+def test_nobody_waits_for_the_fixed_time_of_others() -> None:
+    state, now_s = taught()
+    idle = state.view(PodId("pod"), now_s=now_s)
+    assert idle.overhead_s == pytest.approx(0.5, rel=0.1)
+    state.sent("a", prompt_tokens=1500, uncached_tokens=100, output_tokens=4, now_s=now_s)
+    busy = state.view(PodId("pod"), now_s=now_s)
+    request = RequestInfo((), 1500, now_s)
+    policy = make_policy("predicted_ttft")
+    alone_s, behind_s = (policy.choose(request, [view]).predicted_ttft_s for view in (idle, busy))
+    assert alone_s is not None
+    assert behind_s is not None
+    assert alone_s == pytest.approx(0.5 + 1500 * TOKEN_S, rel=0.1)
+    assert behind_s - alone_s == pytest.approx(100 * TOKEN_S, rel=0.2)
+
+
+def test_an_answer_is_late_when_noise_does_not_explain_it() -> None:
+    """The request takes half a second; as long as others took at times, the pod does not count as stuck."""
+    pool = SpeedPool()
+    for deviation in [1.0, -1.0] * 100:
+        pool.saw_noise(deviation)
+    state = PodState(pool)
+    state.sent("a", prompt_tokens=5000, uncached_tokens=5000, output_tokens=4, now_s=0.0)
+    assert pool.spread == pytest.approx(math.e - 1, rel=0.05)
+    waits_s = [state.view(PodId("pod"), now_s=now_s).prefill_free_at_s - now_s for now_s in (1.0, 1.2, 3.0, 30.0)]
+    assert max(waits_s[:2]) <= 0
+    assert waits_s[2:] == pytest.approx([1.6, 28.6], abs=0.3)
+
+
+def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
+    speeds = Speeds()
+    first = PodState(speeds.of("a", "vllm"))
+    assert speeds.of("a", "vllm") is speeds.of("a", "vllm")
+    assert speeds.of("a", "vllm") is not speeds.of("a", "sglang")
+    first.report(LoadReport(cost=StepCost(token_s=1e-5)), now_s=0.0)
+    del first
+    gc.collect()
+    assert not list(speeds._pools)
