@@ -187,6 +187,7 @@ def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
     from engine.backend.torch_backend import TorchBackend
     from engine.backend.torch_kv import blocks_for_budget
     from engine.model.decoder import load_decoder
+    from engine.model.exact import NotExact
 
     model = load_decoder(settings.model, dtype=settings.dtype, device=settings.device)
     size = settings.block_size
@@ -198,6 +199,13 @@ def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
     except ValueError as error:
         raise StartError(f"--kv-cache-bytes {budget}: {error}") from None
     try:
+        backend = TorchBackend(
+            model, block_count=blocks, block_size=size, threads=settings.threads or None, exact=settings.exact
+        )
+    except NotExact as error:
+        if "exact" in settings.model_fields_set:
+            raise StartError(f"--exact cannot be kept on this machine: {error}; start with --no-exact") from None
+        log.warning("computing is not exact, as this machine's libraries sum in changing orders: %s", error)
         backend = TorchBackend(model, block_count=blocks, block_size=size, threads=settings.threads or None)
     except (MemoryError, RuntimeError) as error:
         reason = str(error).splitlines()[0]

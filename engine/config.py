@@ -115,6 +115,11 @@ class EngineSettings(Settings):
     attention: Literal["auto", "triton", "flashinfer", "flash_attn"] = Field(
         "triton", description="Attention on cuda; auto: a library that is installed and fits, else the engine's own"
     )
+    exact: bool = Field(
+        True,
+        description="On cpu: compute a request's logits bit for bit alike whatever is cached, in every batch; costs "
+        "time on the device (engine/backend/README.md)",
+    )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
     sim_profile: str = Field(
@@ -179,6 +184,8 @@ class EngineSettings(Settings):
             raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
         if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":
             raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
+        if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
+            raise ValueError(f"--exact is there on device cpu alone, not on {self.device}")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self

@@ -53,6 +53,12 @@ class EngineMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token was made.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.preemptions = counter("vllm:num_preemptions", "Requests that lost their KV blocks to others.")
+        self.blocks_cached = gauge("warmroute_kv_blocks_cached", "KV blocks of the pool that a request could reuse.")
+        self.evictions = counter("warmroute_kv_evictions", "Cached KV blocks that had to hold something else.")
+        self.evicted_too_soon = counter(
+            "warmroute_kv_evicted_too_soon",
+            "Evicted KV blocks asked for again before about four pools of others were evicted.",
+        )
         self.prefill_tokens = counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
         self.step_failures = counter("warmroute_step_failures", "Steps that failed in the backend.")
         self.time_to_first_token = histogram(
@@ -119,15 +125,26 @@ class EngineMetrics:
         """Count an HTTP response; `path` is a route, never what a client made up."""
         self._responses.labels(self._model_name, path, str(status)).inc()
 
-    def update(self, load: LoadReport, preemptions: int) -> None:
-        """Set what is read at a scrape. `preemptions`: since the engine started."""
+    def update(
+        self,
+        load: LoadReport,
+        *,
+        preemptions: int,
+        cached_blocks: int = 0,
+        evicted_blocks: int = 0,
+        evicted_too_soon: int = 0,
+    ) -> None:
+        """Set what is read at a scrape. All but `load` and `cached_blocks` are since the engine started."""
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.uncached_tokens.set(load.uncached_tokens)
         self.blocks_free.set(load.blocks_free)
         self.blocks_total.set(load.blocks_total)
         self.kv_usage.set(1 - load.blocks_free / load.blocks_total if load.blocks_total else 0)
+        self.blocks_cached.set(cached_blocks)
         self._advance(self.preemptions, "preemptions", preemptions)
+        self._advance(self.evictions, "evicted_blocks", evicted_blocks)
+        self._advance(self.evicted_too_soon, "evicted_too_soon", evicted_too_soon)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set what is read at a scrape of an engine that publishes."""

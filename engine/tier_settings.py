@@ -36,6 +36,8 @@ def real_stores(settings: EngineSettings, pool: KvPool) -> tuple[Store, ...]:
 
 def _disk(settings: EngineSettings, folder: Path, pool: KvPool, host: Store) -> Store:
     layout = (settings.device_kind, pool.data.dtype, *pool.data.shape[1:])
+    if settings.device_kind == "cpu" and settings.exact:
+        layout += ("exact", settings.threads)  # a block computed otherwise has other bits
     try:
         fingerprint = model_fingerprint(settings.model, layout)
     except OSError as error:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from engine.backend.sampler import sample
 from engine.backend.torch_decode import supports_sparse_decode
+from engine.backend.torch_exact import ExactAttention, TileShape
 from engine.backend.torch_kv import KvPool, PagedAttention
 from engine.model.decoder import Decoder
+from engine.model.exact import ExactDecoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 
 
@@ -30,18 +32,32 @@ class TorchBackend:
     It runs where the model is. `model.config` has `max_position`, `vocab_size` and `eos_token_ids` for the server.
     Blocks are numbered 0 .. block_count - 1. `threads` bounds torch's threads within an operation, for the whole
     process; None leaves torch's choice, one per core.
+
+    `exact`: a request's logits have the same bits whatever is cached, however its prompt is cut into chunks, and in any
+    batch. On the CPU alone. Raises NotExact where the libraries of this machine cannot be made to.
     """
 
     max_in_flight = 1
 
-    def __init__(self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None) -> None:
+    def __init__(
+        self, model: Decoder, *, block_count: int, block_size: int, threads: int | None = None, exact: bool = False
+    ) -> None:
         if block_count < 1 or block_size < 1:
             raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")
-        self.model = model
+        if exact and model.device.type != "cpu":
+            raise ValueError(f"exact computing is there on cpu alone, not on {model.device}")
         self.pool = KvPool(model.config, block_count, block_size, dtype=model.dtype, device=model.device)
         self._sparse = supports_sparse_decode(model.dtype, model.device)
         set_up = partial(torch.set_num_threads, threads) if threads else None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-step", initializer=set_up)
+        self.model = model
+        self._tiles: TileShape | None = None
+        if exact:
+            try:
+                self.model, self._tiles = self._worker.submit(_exact, model).result()
+            except BaseException:
+                self._worker.shutdown()
+                raise
 
     async def run(self, plan: StepPlan) -> StepResult:
         """See `Backend.run`. Raises RuntimeError after `close`."""
@@ -56,6 +72,8 @@ class TorchBackend:
         """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
         device = self.model.device
         self.pool.copy_sources(chunks)
+        if self._tiles is not None and isinstance(self.model, ExactDecoder):
+            return self._exact_logits(chunks, self.model, self._tiles)
         # From lists, in one go: a torch operation per chunk takes longer than all of these.
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device)
         positions = [position for c in chunks for position in range(c.start, c.start + len(c.tokens))]
@@ -65,6 +83,19 @@ class TorchBackend:
         attention = PagedAttention(self.pool, self.model.config, chunks, sparse=self._sparse)
         hidden = self.model.hidden(tokens, torch.tensor(positions, device=device), attention, rows)
         return self.model.logits(hidden).float()
+
+    def _exact_logits(self, chunks: tuple[SequenceChunk, ...], model: ExactDecoder, tiles: TileShape) -> Tensor:
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        positions = [position for c in chunks for position in range(c.start, c.start + len(c.tokens))]
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        last = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
+        sampled, multiple = len(last), model.row_multiple
+        for numbers in (tokens, positions):
+            numbers += [0] * (-len(numbers) % multiple)
+        rows = torch.tensor(last + last[:1] * (-sampled % multiple), dtype=torch.int64)
+        attention = ExactAttention(self.pool, model.config, chunks, tiles)
+        hidden = model.hidden(torch.tensor(tokens), torch.tensor(positions), attention, rows)
+        return model.logits(hidden)[:sampled].float()
 
     @torch.inference_mode()
     def _step(self, plan: StepPlan) -> StepResult:
@@ -78,3 +109,9 @@ class TorchBackend:
         elif self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return StepResult(sampled, time.perf_counter() - start_s)
+
+
+@torch.inference_mode()
+def _exact(model: Decoder) -> tuple[ExactDecoder, TileShape]:
+    """The model, exact with the threads of the one that calls."""
+    return ExactDecoder(model), TileShape.measured(model.config)

@@ -179,7 +179,7 @@ def _view(pool: KvPool, chunk: SequenceChunk, row: int, window: int | None) -> _
     step_rows = slice(row, row + length)
     if chunk.start == 0 and (window is None or length <= window):
         return _View(step_rows, None, slice(0), None)
-    first = _first_seen(chunk, window)
+    first = first_seen(chunk, window)
     skipped = first // pool.block_size
     pages = pool.page_rows(chunk.blocks[skipped : -(-end // pool.block_size)])
     tokens = slice(first - skipped * pool.block_size, end - skipped * pool.block_size)
@@ -187,7 +187,7 @@ def _view(pool: KvPool, chunk: SequenceChunk, row: int, window: int | None) -> _
 
 
 def _sparse(pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], window: int | None) -> SparseDecode:
-    runs = [_slot_rows(pool, run, _first_seen(run[0], window), run[0].start + 1) for run in _runs(chunks)]
+    runs = [_slot_rows(pool, run, first_seen(run[0], window), run[0].start + 1) for run in _runs(chunks)]
     heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
     return SparseDecode(runs, heads=heads, kv_heads=kv_heads, dim=dim, rows=len(pool.views[0].keys))
 
@@ -201,7 +201,7 @@ def _slot_rows(pool: KvPool, run: Sequence[SequenceChunk], start: int, end: int)
     return pool.slot_rows([chunk.blocks for chunk in run], start, end)
 
 
-def _first_seen(chunk: SequenceChunk, window: int | None) -> int:
+def first_seen(chunk: SequenceChunk, window: int | None) -> int:
     """Position of the first token that the chunk's first token sees."""
     return max(0, chunk.start + 1 - window) if window else 0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
+from engine.cache.ghosts import EvictedLately
 from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.index import IndexKind, Match, NoIndex, PrefixIndex
@@ -15,6 +17,7 @@ from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.radix_index import RadixIndex
 from engine.cache.sequence import CachedSequence
+from engine.cache.survey import Survey
 from engine.contract.events import Keys
 
 MAX_KEYS_PER_BLOCK = 32
@@ -67,6 +70,11 @@ class PrefixCache:
         self._generation = 0
         self.evictions = 0
         """Indexed blocks that had to hold something else, since the start."""
+        self.evicted_too_soon = 0
+        """Of these, blocks asked for again before about four pools of others were evicted."""
+        self._evicted = EvictedLately(blocks_total)
+        self._stored = array("q", bytes(8 * blocks_total))
+        """By block: the steps begun when it was indexed."""
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -107,6 +115,8 @@ class PrefixCache:
         match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
         if not self._use(sequence, match, self.blocks_for(known_tokens), reserve_blocks):
             return None
+        if self.evictions:
+            self.evicted_too_soon += self._evicted.take(sequence.digests, len(match.nodes))
         return len(match.nodes) * self.block_size + (0 if sequence.source is None else match.rows)
 
     def find(self, sequence: CachedSequence, blocks: int) -> Sequence[int]:
@@ -192,6 +202,7 @@ class PrefixCache:
         if first < stop:
             self._commit_blocks(sequence, first, stop)
         if is_last and len(sequence.nodes) == stop and computed_tokens % self.block_size:
+            self._stored[sequence.blocks[stop]] = self._steps_begun
             self._index.add_tail(sequence, computed_tokens)
 
     def release(self, sequence: CachedSequence) -> None:
@@ -219,6 +230,7 @@ class PrefixCache:
         self._generation += 1
         self._index.clear()
         self._indexed.clear()
+        self._evicted.clear()
         self._keys.clear()
         return self.pool.free_idle()
 
@@ -239,6 +251,10 @@ class PrefixCache:
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
         """Every held key by tier, parents first."""
         return self._keys.keys(), (), ()
+
+    def survey(self) -> Survey:
+        """What operators see. Its result may be taken by another thread."""
+        return Survey(self.pool, self._indexed, self._stored, self.block_size, self._steps_begun)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
@@ -264,6 +280,9 @@ class PrefixCache:
     def _commit_blocks(self, sequence: CachedSequence, first: int, stop: int) -> None:
         nodes, blocks, anchors = self._index.add(sequence, first, stop), sequence.blocks, sequence.anchors
         others = [node for node, block in zip(nodes, blocks[first:stop], strict=False) if node != block]
+        stored, steps = self._stored, self._steps_begun
+        for block in blocks[first : first + len(nodes)]:
+            stored[block] = steps
         if others:
             self.pool.add_references(others)
             self.pool.count_use(others)
@@ -302,6 +321,10 @@ class PrefixCache:
     def _forget(self, blocks: Sequence[int]) -> None:
         """These blocks are to hold something else: the one place where what is cached is lost, but for `reset`."""
         self.evictions += len(blocks)
+        digests = self._indexed.digests
+        for block in blocks:
+            if digest := digests[block]:  # the rows of one that was not full have none
+                self._evicted.note(digest)
         self._index.remove(blocks)
         for key in self._indexed.remove(blocks):
             self._keys.drop(key)

@@ -46,16 +46,16 @@ class Decoder:
         `rows` None: all of them. Only `rows` pass the last layer's output projection and MLP: no other row is read
         after its attention.
         """
-        config, layers = self.config, self.weights.layers
+        layers = self.weights.layers
         x = embedding(tokens, self.weights.embedding)
-        rotation = turns(positions, self._frequencies, config.rope.attention_factor)
+        rotation = self._rotation(positions)
         for i, layer in enumerate(layers):
             attended = attention(i, *self._qkv(layer, x, rotation))
             if rows is not None and i == len(layers) - 1:
                 x, attended = x[rows], attended[rows]
             x = x + layer.output(attended)
             x += self._mlp(layer, x)
-        return rms_norm(x, self.weights.norm, self._eps)
+        return self._norm(x, self.weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden_size] -> [R, vocab_size]."""
@@ -63,18 +63,30 @@ class Decoder:
 
     def _qkv(self, layer: LayerWeights, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        fused = layer.qkv(rms_norm(x, layer.input_norm, self._eps))
+        fused = layer.qkv(self._norm(x, layer.input_norm))
         heads = fused.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         qk = heads[:, : -config.kv_heads]
         if layer.qk_norm is not None:
-            qk.copy_(rms_norm(qk, layer.qk_norm, self._eps))
-        rotate_(qk, rotation)
+            qk.copy_(self._norm(qk, layer.qk_norm))
+        self._rotate(qk, rotation)
         return heads[:, : config.heads], heads[:, config.heads :].view(len(x), 2, config.kv_heads, config.head_dim)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        normed = rms_norm(x, layer.mlp_norm, self._eps)
+        normed = self._norm(x, layer.mlp_norm)
         gate, up = layer.gate_up(normed).view(len(x), 2, self.config.intermediate_size).unbind(1)
-        return layer.down(silu(gate).mul_(up))
+        return layer.down(self._activate(gate, up))
+
+    def _rotation(self, positions: Tensor) -> Tensor:
+        return turns(positions, self._frequencies, self.config.rope.attention_factor)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._eps)
+
+    def _rotate(self, qk: Tensor, rotation: Tensor) -> None:
+        rotate_(qk, rotation)
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return silu(gate).mul_(up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:

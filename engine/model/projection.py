@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -12,11 +14,17 @@ class Projection:
 
     float32 weights on an x86 CPU are kept in oneDNN's blocked layout: for 16 rows that is about twice as fast as MKL on
     the plain matrix, for 2,048 rows about 1.1 times (measured on an AMD EPYC, one thread). The plain matrix is dropped.
+
+    `tiled`: as many rows at once as one of `heights` says, and no other number (`exact.py`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
         """weight [out, in], bias [out]. `shared`: the weight is also in use elsewhere, so it stays as it is."""
         self._bias = bias
+        self.outputs, self.inputs = weight.shape
+        self.dtype = weight.dtype
+        self.heights: tuple[int, ...] = ()
+        """Ascending; none: any number of rows at once."""
         self._packed = not shared and _packs(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
@@ -25,8 +33,39 @@ class Projection:
         """weight [out, in] and bias [out]; None where the matrix is not kept plain."""
         return None if self._packed else (self._weight, self._bias)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Two of equal kind are multiplied by the same calls."""
+        return self.outputs, self.inputs, self.dtype, self._packed, self._bias is None
+
+    def like(self, weight: Tensor) -> Projection:
+        """Another weight [out, in] with a bias of zeros where this one has a bias: of the same kind."""
+        bias = None if self._bias is None else torch.zeros_like(self._bias)
+        return Projection(weight, bias, shared=not self._packed)
+
+    def tiled(self, heights: tuple[int, ...]) -> Projection:
+        """The same matrix, of which the products have as many rows at once as one of `heights` says.
+
+        Rows to multiply must then be a multiple of the smallest.
+        """
+        other = copy(self)
+        other.heights = heights
+        return other
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
+        if not self.heights or not len(x) or len(x) in self.heights:
+            return self._multiply(x)
+        parts, start = [], 0
+        for height in reversed(self.heights):
+            while len(x) - start >= height:
+                parts.append(self._multiply(x[start : start + height]))
+                start += height
+        if start < len(x):
+            raise ValueError(f"{len(x)} rows are no multiple of {self.heights[0]}")
+        return torch.cat(parts)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return y

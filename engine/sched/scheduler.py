@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
+from engine.cache.survey import Survey
 from engine.contract.events import Keys
 from engine.contract.load import LoadReport
 from engine.sched.entry import Entry
@@ -269,7 +270,17 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Counters since the start, as of now."""
-        return replace(self._stats)
+        cache = self._cache
+        return replace(self._stats, evicted_blocks=cache.evictions, evicted_too_soon=cache.evicted_too_soon)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of the pool that hold something that can be reused."""
+        return self._cache.indexed_blocks
+
+    def survey_cache(self) -> Survey:
+        """What the cache looks like, for operators."""
+        return self._cache.survey()
 
     def _begin(self, chunks: list[SequenceChunk], max_steps: int, *, may_admit: bool) -> StepPlan | None:
         """A step of these decodes, with what prefill fits beside them."""

@@ -22,5 +22,9 @@ class SchedulerStats:
     finished_stop: int = 0
     finished_length: int = 0
     aborted: int = 0
+    evicted_blocks: int = 0
+    """Cached blocks that had to hold something else."""
+    evicted_too_soon: int = 0
+    """Of these, blocks asked for again before about four pools of others were evicted."""
     failed: int = 0
     """Requests dropped by a failed step."""

@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from engine.cache.survey import MOST_PREFIXES
 from engine.contract import headers
 from engine.contract.audit import Action, recorded
 from engine.contract.errors import ApiError, BadRequest
@@ -202,7 +203,14 @@ async def _metrics(request: web.Request) -> web.Response:
     service = request.app[STATE].service
     metrics = request.app[METRICS]
     if service is not None:
-        metrics.update(service.scheduler.load(), service.scheduler.stats().preemptions)
+        stats = service.scheduler.stats()
+        metrics.update(
+            service.scheduler.load(),
+            preemptions=stats.preemptions,
+            cached_blocks=service.scheduler.cached_blocks,
+            evicted_blocks=stats.evicted_blocks,
+            evicted_too_soon=stats.evicted_too_soon,
+        )
         metrics.update_registry(service.registry())
     return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
@@ -224,6 +232,20 @@ async def _held_keys(request: web.Request) -> web.Response:
         return _json({"epoch": service.epoch, "stride": service.model.stride, "keys": keys})
 
 
+async def _cache(request: web.Request) -> web.Response:
+    with _audited(request) as action:
+        service = request.app[STATE].serving()
+        most = request.query.get("top", "10")
+        if not (most.isascii() and most.isdecimal() and len(most) <= 3 and int(most) <= MOST_PREFIXES):
+            raise BadRequest(f"top must be a whole number from 0 to {MOST_PREFIXES}", param="top")
+        survey, stats = service.scheduler.survey_cache(), service.scheduler.stats()
+        async with service.surveying:
+            seen = await service.workers.run(survey.result, int(most))
+        counted = ("prompt_tokens_queried", "prompt_tokens_hit", "evicted_blocks", "evicted_too_soon", "steps")
+        action.status = 200
+        return _json({"epoch": service.epoch, **{name: getattr(stats, name) for name in counted}, **seen})
+
+
 @contextmanager
 def _audited(request: web.Request) -> Iterator[Action]:
     with recorded(request.method, request.path, request.remote) as action:
@@ -238,7 +260,7 @@ def _audited(request: web.Request) -> Iterator[Action]:
 
 
 _RESET_ROUTES = (web.post("/reset_prefix_cache", _reset_prefix_cache),)
-_ADMIN_ROUTES = (*_RESET_ROUTES, web.get("/debug/held_keys", _held_keys))
+_ADMIN_ROUTES = (*_RESET_ROUTES, web.get("/debug/held_keys", _held_keys), web.get("/debug/cache", _cache))
 
 
 def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:

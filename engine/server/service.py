@@ -72,6 +72,8 @@ class EngineService:
     on_fleet: Callable[[int], None]
     """Called with the number of engines that a gateway follows, when one says it."""
     created_s: int = field(default_factory=lambda: int(time.time()))
+    surveying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a thread looks over the cache: one at a time, as it shares the interpreter with everything else."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, Choice]]:

@@ -81,7 +81,7 @@ def engine_text() -> str:
     metrics = EngineMetrics("m")
     metrics.observe_finish(elapsed_s=1.0, reason="stop")
     metrics.observe_response("/v1/models", 200)
-    metrics.update(LoadReport(), 0)
+    metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
     return metrics.exposition().decode()
 

@@ -17,7 +17,7 @@ from tests.engine.server.conftest import Engine, Start, wait_until
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 COMPUTING = (("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("GET", "/v1/models"))
-OPERATING = (("POST", "/reset_prefix_cache"), ("GET", "/debug/held_keys"))
+OPERATING = (("POST", "/reset_prefix_cache"), ("GET", "/debug/held_keys"), ("GET", "/debug/cache"))
 
 
 @pytest.fixture
@@ -113,6 +113,7 @@ async def test_every_action_of_an_operator_leaves_a_line(engine: Engine, caplog:
     assert [(line["action"], line["by"], line["status"]) for line in lines] == [
         ("POST /reset_prefix_cache", "127.0.0.1", 200),
         ("GET /debug/held_keys", "127.0.0.1", 200),
+        ("GET /debug/cache", "127.0.0.1", 200),
         ("POST /reset_prefix_cache", "127.0.0.1", 503),
     ]
     assert lines[0]["detail"]["freed_blocks"] > 0

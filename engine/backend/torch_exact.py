@@ -1,0 +1,304 @@
+"""Attention on the CPU in one order: a query's bits depend on its own keys and values, and on nothing else of a step.
+
+Keys are cut into tiles at fixed positions of their sequence. A tile's scores, and its sum of values, are one product of
+a shape that `heights` allows (`engine.model.exact`); tiles are added from the first to the last. What a query does not
+see has a weight of exactly 0, and adding 0 changes no sum, so it makes no difference how many more tiles a step's other
+queries see. The largest score is exact in any order. Weights are summed as one more column of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.backend.torch_kv import KvPool, first_seen
+from engine.model.config import ModelConfig
+from engine.model.exact import HEIGHTS, NotExact, agreeing_heights, cancelling
+from engine.sched.plan import SequenceChunk
+
+KEYS = 128
+"""Keys of a tile."""
+_HEIGHTS = HEIGHTS[:-1]
+_COLUMNS = 16
+"""The values' columns are a multiple of it: a remainder is computed by other code, row by row in other ways."""
+_BATCHES = (1, 2, 3, 17)
+"""Tiles in a call for which the library is asked."""
+_SCORES = 2**21
+"""Scores at once, about: 8 MB."""
+_GATHERED_KEYS = 4096
+"""Keys of decoding sequences at once, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How the products of one model's attention are cut."""
+
+    group: int
+    """Heads that share keys."""
+    dim: int
+    columns: int
+    """Of the values: `dim`, one of ones, and zeros."""
+    heights: tuple[int, ...]
+
+    @staticmethod
+    def measured(config: ModelConfig) -> TileShape:
+        """Asks the library, in the thread in which steps are to run. Raises NotExact."""
+        group, dim = config.heads // config.kv_heads, config.head_dim
+        columns = -(-(dim + 1) // _COLUMNS) * _COLUMNS
+        heights = set(_HEIGHTS)
+        for terms, width in ((dim, KEYS), (KEYS, columns)):
+            x, w = cancelling(terms, width, torch.float32)
+            if width == KEYS:  # as keys lie in memory
+                w = w.t().contiguous().t()
+            heights &= set(agreeing_heights(lambda rows, w=w: _in_batches(rows, w), x, _HEIGHTS))  # type: ignore[misc]
+        fitting = tuple(sorted(height for height in heights if height >= group))
+        if not fitting:
+            raise NotExact(
+                f"batched products of float32 matrices with {dim} and {KEYS} columns, at least {group} rows at a time"
+            )
+        return TileShape(group, dim, columns, fitting)
+
+    def height(self, rows: int, tiles: int) -> int:
+        """Rows of the next call where so many are left: the least that takes them all, if half of it is used."""
+        most = [h for h in self.heights if h * tiles * KEYS <= _SCORES] or [self.heights[0]]
+        enough = next((h for h in most if h >= rows), most[-1])
+        below = [h for h in most if h <= rows]
+        return enough if 2 * rows > enough or not below else below[-1]
+
+
+def _in_batches(rows: Tensor, w: Tensor) -> Tensor:
+    """rows [height, terms] @ w, as tiles of calls of several sizes: [tiles, height, columns]."""
+    return torch.cat([torch.bmm(rows.expand(n, -1, -1), w.expand(n, -1, -1).clone()) for n in _BATCHES])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Queries of one chunk whose scores are computed at once."""
+
+    queries: slice
+    """Among the step's tokens."""
+    height: int
+    tiles: slice
+    """Among the chunk's, those that a query sees."""
+    hidden: tuple[tuple[slice, Tensor], ...]
+    """Of tiles that are seen in part: which, of the block's; [tiles, height, KEYS]: True where a key is not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk of several tokens."""
+
+    keys: Tensor
+    """Rows of `LayerView.keys`, kv head by kv head; every tile is whole: behind the last key it repeats."""
+    tiles: int
+    rows: tuple[_Rows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Sequences of one token each, attended to together."""
+
+    queries: Tensor
+    """Rows among the step's tokens."""
+    keys: Tensor
+    """As `_Chunk.keys`, sequence after sequence."""
+    sequence_of: Tensor
+    """By tile."""
+    number_of: Tensor
+    """By tile: which of its sequence's."""
+    most: int
+    """Tiles of the longest sequence."""
+    hidden: Tensor
+    """[tiles, 1, KEYS]"""
+
+
+class ExactAttention:
+    """Attention of one step: an `engine.model.decoder.Attention`. Rows behind the chunks' are left zero."""
+
+    def __init__(self, pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], shape: TileShape) -> None:
+        self._pool, self._shape = pool, shape
+        self._kv_heads, self._windows = config.kv_heads, config.windows
+        self._scale = config.head_dim**-0.5
+        written = [pool.slot_rows([c.blocks], c.start, c.start + len(c.tokens))[0] for c in chunks]
+        keys = np.concatenate(written)
+        self._slots = torch.from_numpy(np.stack((keys, keys + pool.block_size), axis=1))
+        several: list[tuple[SequenceChunk, int]] = []
+        single: list[tuple[SequenceChunk, int]] = []
+        row = 0
+        for chunk in chunks:
+            (several if len(chunk.tokens) > 1 else single).append((chunk, row))
+            row += len(chunk.tokens)
+        kinds = set(config.windows)
+        self._chunks = {w: [self._chunk(chunk, row, w) for chunk, row in several] for w in kinds}
+        self._decodes = {w: [self._decode(part, w) for part in _parts(single, w)] for w in kinds}
+        widths = [len(one.keys) for parts in self._chunks.values() for one in parts]
+        widths += [len(one.keys) for parts in self._decodes.values() for one in parts]
+        self._keys = torch.empty(max(widths), shape.dim)
+        self._values = torch.zeros(max(widths), shape.columns)
+        self._values[:, shape.dim] = 1
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See `engine.model.decoder.Attention`."""
+        self._pool.write(layer, self._slots, kv[: len(self._slots)])
+        window = self._windows[layer]
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        scaled = q.float() * self._scale
+        for chunk in self._chunks[window]:
+            keys, values = self._gather(layer, chunk.keys)
+            for rows in chunk.rows:
+                self._attend(rows, scaled[rows.queries], keys, values, out[rows.queries])
+        for decodes in self._decodes[window]:
+            out[decodes.queries] = self._attend_each(decodes, scaled[decodes.queries], layer).to(out.dtype)
+        return out.flatten(1)
+
+    def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [kv_heads, tiles, KEYS, dim] and values [kv_heads, tiles, KEYS, columns] in float32."""
+        view, count, dim = self._pool.views[layer], len(rows), self._shape.dim
+        keys, values = self._keys[:count], self._values[:count]
+        if view.keys.dtype == keys.dtype:
+            torch.index_select(view.keys, 0, rows, out=keys)
+        else:
+            keys.copy_(view.keys.index_select(0, rows))
+        values[:, :dim] = view.values.index_select(0, rows)
+        heads = self._kv_heads
+        return keys.view(heads, -1, KEYS, dim), values.view(heads, -1, KEYS, self._shape.columns)
+
+    def _attend(self, rows: _Rows, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """q and out [queries, heads, dim]: a kv head at a time."""
+        n, group, dim = len(q), self._shape.group, self._shape.dim
+        padded = q.new_zeros(self._kv_heads, rows.height, dim)
+        padded[:, : n * group] = q.view(n, self._kv_heads, group, dim).transpose(0, 1).reshape(self._kv_heads, -1, dim)
+        tiles = rows.tiles.stop - rows.tiles.start
+        for head in range(self._kv_heads):
+            scores = torch.bmm(padded[head].expand(tiles, -1, -1), keys[head, rows.tiles].transpose(1, 2))
+            for where, hidden in rows.hidden:
+                scores[where].masked_fill_(hidden, -torch.inf)
+            _exp(scores.sub_(scores.amax(dim=(0, 2))[None, :, None]))
+            sums = _summed(torch.bmm(scores, values[head, rows.tiles]))[: n * group]
+            attended = sums[:, :dim] / sums[:, dim : dim + 1]
+            out.view(n, self._kv_heads, group, dim)[:, head] = attended.view(n, group, dim)
+
+    def _attend_each(self, decodes: _Decodes, q: Tensor, layer: int) -> Tensor:
+        """q [sequences, heads, dim] -> [sequences, heads, dim] in float32."""
+        n, group, dim, heads = len(q), self._shape.group, self._shape.dim, self._kv_heads
+        height = self._shape.heights[0]
+        padded = q.new_zeros(heads, n, height, dim)
+        padded[:, :, :group] = q.view(n, heads, group, dim).transpose(0, 1)
+        keys, values = self._gather(layer, decodes.keys)
+        spread = padded.index_select(1, decodes.sequence_of).flatten(0, 1)
+        scores = torch.bmm(spread, keys.flatten(0, 1).transpose(1, 2)).view(heads, -1, height, KEYS)
+        scores.masked_fill_(decodes.hidden, -torch.inf)
+        place = (slice(None), decodes.sequence_of, decodes.number_of)
+        largest = q.new_full((heads, n, decodes.most, height), -torch.inf)
+        largest[place] = scores.amax(dim=3)
+        scores.sub_(largest.amax(dim=2).index_select(1, decodes.sequence_of)[..., None])
+        _exp(scores)
+        products = torch.bmm(scores.flatten(0, 1), values.flatten(0, 1)).view(heads, -1, height, self._shape.columns)
+        by_number = q.new_zeros(decodes.most, heads, n, height, self._shape.columns)
+        by_number.permute(1, 2, 0, 3, 4)[place] = products
+        sums = _summed(by_number)[:, :, :group]
+        attended = sums[..., :dim] / sums[..., dim : dim + 1]
+        return attended.transpose(0, 1).reshape(q.shape)
+
+    def _chunk(self, chunk: SequenceChunk, row: int, window: int | None) -> _Chunk:
+        first, tiles, keys = self._tiles(chunk, window)
+        blocks = tuple(self._blocks(chunk, row, first, window))
+        return _Chunk(self._by_head(keys), tiles, blocks)
+
+    def _blocks(self, chunk: SequenceChunk, row: int, first: int, window: int | None) -> Iterator[_Rows]:
+        """The chunk's queries in blocks; `first`: its first tile."""
+        group, done = self._shape.group, 0
+        while done < len(chunk.tokens):
+            start = chunk.start + done
+            left = len(chunk.tokens) - done
+            most_tiles = (chunk.start + len(chunk.tokens) - 1) // KEYS + 1 - first
+            height = self._shape.height(left * group, most_tiles)
+            count = min(left, height // group)
+            last = start + count - 1
+            begin = (max(0, start + 1 - window) if window else 0) // KEYS
+            end = last // KEYS + 1
+            hidden = [self._hidden(start, count, height, slice(start // KEYS, end), begin, window)]
+            if window and begin < start // KEYS:
+                seen_by_all = min(max(0, last + 1 - window) // KEYS + 1, start // KEYS)
+                hidden.append(self._hidden(start, count, height, slice(begin, seen_by_all), begin, window))
+            queries = slice(row + done, row + done + count)
+            yield _Rows(queries, height, slice(begin - first, end - first), tuple(hidden))
+            done += count
+
+    def _hidden(
+        self, start: int, count: int, height: int, tiles: slice, begin: int, window: int | None
+    ) -> tuple[slice, Tensor]:
+        """As `_Rows.hidden`: tiles by their number in the sequence, of a block that begins with tile `begin`."""
+        queries = np.minimum(np.arange(height) // self._shape.group, count - 1) + start
+        keys = np.arange(tiles.start * KEYS, tiles.stop * KEYS).reshape(-1, 1, KEYS)
+        hidden = keys > queries[:, None]
+        if window is not None:
+            hidden |= keys <= queries[:, None] - window
+        return slice(tiles.start - begin, tiles.stop - begin), torch.from_numpy(hidden)
+
+    def _decode(self, part: Sequence[tuple[SequenceChunk, int]], window: int | None) -> _Decodes:
+        planned = [self._tiles(chunk, window) for chunk, _ in part]
+        counts = [tiles for _, tiles, _ in planned]
+        hidden = []
+        for (first, tiles, _), (chunk, _) in zip(planned, part, strict=True):
+            position = np.arange(first * KEYS, (first + tiles) * KEYS)
+            unseen = position > chunk.start
+            if window is not None:
+                unseen |= position <= chunk.start - window
+            hidden.append(unseen.reshape(-1, 1, KEYS))
+        return _Decodes(
+            queries=torch.tensor([row for _, row in part]),
+            keys=self._by_head(np.concatenate([keys for *_, keys in planned])),
+            sequence_of=torch.from_numpy(np.repeat(np.arange(len(part)), counts)),
+            number_of=torch.from_numpy(np.concatenate([np.arange(count) for count in counts])),
+            most=max(counts),
+            hidden=torch.from_numpy(np.concatenate(hidden)),
+        )
+
+    def _tiles(self, chunk: SequenceChunk, window: int | None) -> tuple[int, int, NDArray[np.int64]]:
+        """First tile that the chunk sees, how many, and the slots of their keys."""
+        end = chunk.start + len(chunk.tokens)
+        first = first_seen(chunk, window) // KEYS
+        tiles = -(-end // KEYS) - first
+        slots = self._pool.slot_rows([chunk.blocks], first * KEYS, end)[0]
+        return first, tiles, np.concatenate((slots, np.full(tiles * KEYS - len(slots), slots[-1])))
+
+    def _by_head(self, slots: NDArray[np.int64]) -> Tensor:
+        heads = np.arange(self._kv_heads)[:, None]
+        return torch.from_numpy((slots * self._kv_heads + heads).ravel())
+
+
+def _exp(scores: Tensor) -> None:
+    """In place. NumPy's: twice as fast as torch's here, and the same at every place of an array (`check_exp`)."""
+    array = scores.numpy()
+    np.exp(array, out=array)
+
+
+def _summed(tiles: Tensor) -> Tensor:
+    """[tiles, ...] -> their sum, from the first to the last; in the first one's memory."""
+    total = tiles[0]
+    for tile in tiles[1:]:
+        total += tile
+    return total
+
+
+def _parts(
+    single: Iterable[tuple[SequenceChunk, int]], window: int | None
+) -> Iterator[list[tuple[SequenceChunk, int]]]:
+    """Sequences to attend to at once: as many as have about `_GATHERED_KEYS` keys together, at least one."""
+    part: list[tuple[SequenceChunk, int]] = []
+    keys = 0
+    for chunk, row in single:
+        seen = chunk.start + 1 - first_seen(chunk, window)
+        if part and keys + seen > _GATHERED_KEYS:
+            yield part
+            part, keys = [], 0
+        part.append((chunk, row))
+        keys += seen
+    if part:
+        yield part

@@ -1,0 +1,172 @@
+"""Rows whose bits do not depend on the rows beside them: what `--exact` asks of the libraries that sum.
+
+A product of matrices sums in an order that the library chooses by the shapes: the same row can have other bits in a
+product of 1 row than of 33, or as the last row of 33 than as the first. So an exact product is computed in tiles of a
+few heights alone, and at the start the library is asked, on this processor and with these threads, which heights give
+every row the same order. The question is a sum of which the terms cancel: what comes out is nothing but the rounding of
+the order, so another order has other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.projection import Projection
+from engine.model.rope import inverse_frequencies, rotate_, turns
+from engine.model.weights import LayerWeights, ModelWeights
+
+HEIGHTS = (4, 16, 64, 256, 1024)
+"""Rows that a product may have at once. Less than 4 are other routines in most libraries; more gain nothing."""
+_OFFSET_ROWS = 3
+"""Rows before a tile in memory, so that the question covers tiles which do not begin where memory is aligned."""
+_GRAIN = 32_768
+"""Elements up to which torch computes an elementwise operation on one thread (`at::internal::GRAIN_SIZE`)."""
+_TURN_ROWS = 1024
+"""Positions whose rotation is computed in one call."""
+
+
+class NotExact(Exception):
+    """A library of this machine sums a row in another order from call to call; the text says which operation."""
+
+
+def cancelling(terms: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [terms] and w [terms, columns], of which x @ w is 0 but for rounding. The same at each call."""
+    made = np.random.default_rng(0)
+    half = terms // 2
+    order = torch.from_numpy(made.permutation(terms))
+    x = torch.zeros(terms)
+    x[:half] = torch.from_numpy(made.standard_normal(half, np.float32))
+    w = torch.zeros(terms, columns)
+    w[:half] = torch.from_numpy(made.standard_normal((half, columns), np.float32))
+    x[half : 2 * half], w[half : 2 * half] = -x[:half], w[:half]
+    return x[order].to(dtype), w[order].to(dtype)
+
+
+def agreeing_heights(
+    multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int] = HEIGHTS
+) -> tuple[int, ...]:
+    """Those of `heights` at which `multiply` gives x the same bits in every row; (1,) where there are none.
+
+    `multiply`: [height, terms] -> [..., height, columns]. Every call with one row is the same call, so one row at a
+    time is exact on any machine, and slow.
+    """
+    agreed: list[int] = []
+    reference: Tensor | None = None
+    for height in heights:
+        rows = x.expand(_OFFSET_ROWS + height, -1).contiguous()
+        results = [multiply(rows[start : start + height]) for start in (0, _OFFSET_ROWS)]
+        first = results[0].reshape(-1, results[0].shape[-1])[0] if reference is None else reference
+        if all(bool((result == first).all()) for result in results):
+            reference = first
+            agreed.append(height)
+    return tuple(agreed) or (1,)
+
+
+def exact_projection(projection: Projection) -> Projection:
+    """The same weights, multiplied in tiles that sum in one order."""
+    x, w = cancelling(projection.inputs, projection.outputs, projection.dtype)
+    return projection.tiled(agreeing_heights(projection.like(w.t().contiguous()), x))
+
+
+def check_exp() -> None:
+    """Raises NotExact where NumPy's exp of a number depends on where in an array it stands."""
+    values = np.random.default_rng(0).uniform(-90, 0, 257).astype(np.float32)
+    whole = np.exp(values)
+    for start in (1, 5, 8, 17):
+        if not np.array_equal(np.exp(values[start:]), whole[start:]):
+            raise NotExact("NumPy's exp gives a number other bits in another place of an array")
+
+
+class ExactDecoder(Decoder):
+    """A decoder whose rows have the same bits beside any others. Steps have a multiple of `row_multiple` tokens.
+
+    Products: `agreeing_heights`. Sums of squares: torch reduces the last axis row by row. Everything else is
+    elementwise: operations that IEEE 754 rounds correctly have one result; of the others (silu, the complex product)
+    torch computes whole vectors and the remainder of a line by different code, so a line is a row, on one thread.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        """Asks the libraries, in the thread in which steps are to run. Raises NotExact."""
+        check_exp()
+        asked: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+        def exact(projection: Projection) -> Projection:
+            kind = projection.kind
+            if kind not in asked:
+                asked[kind] = exact_projection(projection).heights
+            return projection.tiled(asked[kind])
+
+        weights = model.weights
+        layers = tuple(_with_products(layer, exact) for layer in weights.layers)
+        super().__init__(model.config, _replaced(weights, layers, exact(weights.head)))
+        self.row_multiple = max(HEIGHTS[0], *(heights[0] for heights in asked.values()))
+        self._turns = _TurnTable(model.config, self.device)
+
+    def _rotation(self, positions: Tensor) -> Tensor:
+        return self._turns.of(positions)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.mul_(norm).mul_(1 / x.shape[-1]).add_(self._eps).sqrt_().reciprocal_()
+        normed: Tensor = (x * scale).to(x.dtype).mul_(weight)
+        return normed
+
+    def _rotate(self, qk: Tensor, rotation: Tensor) -> None:
+        for rows in _lines(len(qk), qk[0].numel()):
+            rotate_(qk[rows], rotation[rows])
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        out = gate.new_empty(gate.shape)
+        for rows in _lines(len(gate), gate.shape[1]):
+            torch.mul(silu(gate[rows]), up[rows], out=out[rows])
+        return out
+
+
+class _TurnTable:
+    """Rotations by position, each computed once in a call of one shape. Grows to the largest position that was used."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._scale = config.rope.attention_factor
+        self._table = self._made(0)
+
+    def of(self, positions: Tensor) -> Tensor:
+        """As `rope.turns`."""
+        last = int(positions.max())
+        if last >= len(self._table):
+            blocks = range(len(self._table) // _TURN_ROWS, last // _TURN_ROWS + 1)
+            self._table = torch.cat([self._table, *map(self._made, blocks)])
+        return self._table.index_select(0, positions)
+
+    def _made(self, block: int) -> Tensor:
+        start = block * _TURN_ROWS
+        positions = torch.arange(start, start + _TURN_ROWS, device=self._frequencies.device)
+        return turns(positions, self._frequencies, self._scale)
+
+
+def _lines(rows: int, row_elements: int) -> Iterator[slice]:
+    """Rows to compute at once such that torch does not share them among threads, which would cut a row anywhere."""
+    step = max(1, rows) if torch.get_num_threads() == 1 else max(1, (_GRAIN - 1) // row_elements)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _with_products(layer: LayerWeights, exact: Callable[[Projection], Projection]) -> LayerWeights:
+    return replace(
+        layer,
+        qkv=exact(layer.qkv),
+        output=exact(layer.output),
+        gate_up=exact(layer.gate_up),
+        down=exact(layer.down),
+    )
+
+
+def _replaced(weights: ModelWeights, layers: tuple[LayerWeights, ...], head: Projection) -> ModelWeights:
+    return replace(weights, layers=layers, head=head)

@@ -1,0 +1,54 @@
+"""A model behind the real scheduler and prefix cache, of which every logit is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.backend.sampler import sample
+from engine.backend.torch_backend import TorchBackend
+from engine.cache.index import IndexKind
+from engine.cache.prefix_cache import PrefixCache
+from engine.sched.plan import StepResult
+from engine.sched.request import Request
+from engine.sched.scheduler import Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Answer:
+    """What a request got."""
+
+    cached_tokens: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def bits(self) -> torch.Tensor:
+        """The logits as integers: equal where the bits are."""
+        return torch.stack(self.logits).view(torch.int32)
+
+
+def serve(backend: TorchBackend, cache: PrefixCache, requests: Sequence[Request], step_tokens: int) -> list[Answer]:
+    """All of them together, until each has ended; steps of at most `step_tokens` tokens."""
+    scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=step_tokens, max_running=8, max_waiting=100))
+    answers = {request.id: Answer() for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    while (plan := scheduler.schedule()) is not None:
+        rows = backend.logits(plan.chunks)
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        for request, row in zip(sampling, rows, strict=True):
+            answers[request.id].logits.append(row)
+        tokens = sample(rows, sampling) if sampling else []
+        sampled = {request.id: token for request, token in zip(sampling, tokens, strict=True)}
+        for output in scheduler.complete(StepResult(sampled)):
+            answers[output.request_id].cached_tokens = output.cached_tokens
+    return list(answers.values())
+
+
+def empty(backend: TorchBackend, index: IndexKind = IndexKind.HASH) -> PrefixCache:
+    """An empty cache over the backend's pool, in which nothing may be read that was not written."""
+    backend.pool.data.fill_(torch.nan)
+    return PrefixCache(backend.pool.block_count, backend.pool.block_size, index=index)

@@ -1,0 +1,231 @@
+"""`exact`: a request's logits, bit for bit, whatever is cached, however its prompt is cut, whatever runs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.backend.torch_backend import TorchBackend
+from engine.backend.torch_exact import KEYS
+from engine.cache.index import IndexKind
+from engine.model.config import ARCHITECTURES
+from engine.model.decoder import Decoder, load_decoder
+from engine.model.exact import HEIGHTS, NotExact, agreeing_heights, cancelling, check_exp
+from engine.sched.request import Request
+from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
+from tests.engine.model.helpers import GREEDY, VOCAB, hf_model, save, tokens
+from tests.engine.model.test_transformers_oracle import CASES
+
+OUTPUTS = 3
+
+
+def request(number: int, prompt: list[int], outputs: int = OUTPUTS, salt: str = "") -> Request:
+    return Request(number, prompt, outputs, GREEDY, salt=salt)
+
+
+def beside(count: int) -> list[Request]:
+    """Other requests, of other lengths."""
+    return [request(100 + i, tokens(5 + 9 * i, seed=50 + i), OUTPUTS + i) for i in range(count)]
+
+
+def loaded(kind: str, folder: Path, dtype: str = "float32", **config: Any) -> Decoder:
+    return load_decoder(save(hf_model(kind, **config), folder), dtype=dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_warm_at_every_split_and_in_any_batch_is_cold_alone(case: str, tmp_path: Path) -> None:
+    kind, config = CASES[case]
+    backend = TorchBackend(loaded(kind, tmp_path, **config), block_count=80, block_size=BLOCK_SIZE, exact=True)
+    prompt = tokens(22, seed=1)
+    (cold,) = serve(backend, empty(backend), [request(1, prompt)], 64)
+    for split in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE):
+        cache = empty(backend)
+        serve(backend, cache, [request(2, [*prompt[:split], *tokens(split % 3 + 1, seed=2)])], 64)
+        warm, *_ = serve(backend, cache, [request(1, prompt), *beside(split % 3)], (64, 7, 11)[split % 3 - 1] + 8)
+        assert warm.cached_tokens == split > 0
+        assert torch.equal(warm.bits(), cold.bits()), split
+
+
+def test_the_cases_are_of_every_architecture() -> None:
+    assert {f"{kind}ForCausalLM" for kind, _ in CASES.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", 150), ("float16", None)])
+def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path) -> None:
+    """Chunks and hits that end beside the edges of tiles and blocks; decoding over an edge; an answer read again."""
+    model = loaded("Mistral", tmp_path, dtype, sliding_window=window, max_position_embeddings=512)
+    backend = TorchBackend(model, block_count=400, block_size=BLOCK_SIZE, exact=True)
+    prompt = tokens(2 * KEYS + 40, seed=3)
+    (cold,) = serve(backend, empty(backend), [request(1, prompt)], 512)
+    for cached, step_tokens in ((KEYS - BLOCK_SIZE, 33), (KEYS, 512), (KEYS + BLOCK_SIZE, 97), (2 * KEYS + 36, 20)):
+        cache = empty(backend)
+        serve(backend, cache, [request(2, [*prompt[:cached], 5])], 512)
+        warm, *_ = serve(backend, cache, [request(1, prompt), *beside(2)], step_tokens)
+        assert warm.cached_tokens == cached
+        assert torch.equal(warm.bits(), cold.bits())
+    asked = prompt[: KEYS - 3]
+    cache = empty(backend)
+    first = request(1, asked, 8)
+    serve(backend, cache, [first, *beside(1)], 512)
+    turn = [*asked, *first.output_tokens, *tokens(9, seed=4)]
+    warm, *_ = serve(backend, cache, [request(2, turn)], 512)
+    (cold,) = serve(backend, empty(backend), [request(2, turn)], 512)
+    assert warm.cached_tokens >= KEYS, "blocks that decode steps have written are among those reused"
+    assert torch.equal(warm.bits(), cold.bits())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
+    """Six heads that share their keys, so that a decode has more rows than the smallest product."""
+    model = loaded("Qwen3", tmp_path_factory.mktemp("wide"), head_dim=16, num_key_value_heads=1)
+    return TorchBackend(model, block_count=200, block_size=BLOCK_SIZE, exact=True)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    shared=st.integers(0, 40),
+    step_tokens=st.integers(8, 90),
+)
+def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shared: int, step_tokens: int) -> None:
+    """Prompts with a common beginning, in steps of any size: each as if it had the engine to itself."""
+    common = tokens(shared, seed=9)
+    prompts = [[*common, *tokens(length, seed=20 + i)] for i, length in enumerate(lengths)]
+    together = serve(wide, empty(wide), [request(i, p) for i, p in enumerate(prompts)], step_tokens)
+    for i, prompt in enumerate(prompts):
+        (alone,) = serve(wide, empty(wide), [request(i, prompt)], 128)
+        assert torch.equal(together[i].bits(), alone.bits())
+
+
+@pytest.mark.parametrize("split", range(1, 3 * BLOCK_SIZE + 2))
+def test_a_hit_that_ends_within_a_block_changes_no_bit(wide: TorchBackend, split: int) -> None:
+    """The radix index reuses the first rows of a block, by copying them."""
+    prompt = tokens(3 * BLOCK_SIZE + 2, seed=31)
+    (cold,) = serve(wide, empty(wide), [request(1, prompt)], 64)
+    cache = empty(wide, IndexKind.RADIX)
+    serve(wide, cache, [request(2, [*prompt[:split], (prompt[split] + 1) % VOCAB, 3, 3])], 64)
+    warm, *_ = serve(wide, cache, [request(1, prompt), *beside(split % 3)], 19)
+    assert warm.cached_tokens == split > 0
+    assert torch.equal(warm.bits(), cold.bits())
+
+
+def test_equal_prompts_of_two_salts_share_nothing(wide: TorchBackend) -> None:
+    for index in (IndexKind.HASH, IndexKind.RADIX):
+        cache, prompt = empty(wide, index), tokens(30, seed=8)
+        for salt, cached in (
+            ("red", False),
+            ("blue", False),
+            ("", False),
+            ("red", True),
+            ("blue", True),
+            ("re", False),
+        ):
+            (answer,) = serve(wide, cache, [request(1, prompt, salt=salt)], 64)
+            assert (answer.cached_tokens > 0) == cached, (index, salt)
+
+
+BOUND = 1e-5
+"""Of the largest logit: without `exact`, greedy tokens may differ where the two best logits are nearer than this."""
+
+
+def test_without_exact_greedy_tokens_differ_only_where_two_logits_are_near(tmp_path: Path) -> None:
+    """Half of the vocabulary is nearly the other half, so that there are gaps on both sides of the bound."""
+    theirs = hf_model("Llama")
+    with torch.no_grad():
+        head = theirs.lm_head.weight
+        factor = 1 + torch.logspace(-9, -2, len(head[1::2]))[:, None]
+        head[1::2] = head[0:-1:2] * factor
+    backend = TorchBackend(load_decoder(save(theirs, tmp_path)), block_count=80, block_size=BLOCK_SIZE)
+    near = far = 0
+    for seed in range(6):
+        prompt = tokens(22, seed=seed)
+        (cold,) = serve(backend, empty(backend), [request(1, prompt)], 64)
+        for split in (4, 12, 20):
+            cache = empty(backend)
+            serve(backend, cache, [request(2, [*prompt[:split], 1])], 64)
+            warm, *_ = serve(backend, cache, [request(1, prompt), *beside(2)], 23)
+            assert warm.cached_tokens == split
+            for ours, theirs_ in zip(warm.logits, cold.logits, strict=True):
+                best, second = theirs_.topk(2).values.tolist()
+                is_near = best - second < BOUND * float(theirs_.abs().max())
+                near, far = near + is_near, far + (not is_near)
+                if int(ours.argmax()) != int(theirs_.argmax()):
+                    assert is_near, (best, second)
+                    break  # from here on the two read other texts
+    assert near, "no gap under the bound: the model does not try it"
+    assert far
+
+
+def in_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """rows @ w, term after term."""
+    total = torch.zeros(len(rows), w.shape[1])
+    for column, weights in zip(rows.t(), w, strict=True):
+        total = total + column[:, None] * weights
+    return total
+
+
+@pytest.mark.parametrize("terms", [7, 48, 128, 1000])
+def test_the_question_is_a_sum_of_which_only_rounding_is_left(terms: int) -> None:
+    x, w = cancelling(terms, 40, torch.float32)
+    exactly = x.double() @ w.double()
+    assert float(exactly.abs().max()) < 1e-12
+    differs = in_order(x[None], w) != in_order(x.flip(0)[None], w.flip(0))
+    assert differs.float().mean() > 0.3, "another order has other bits"
+
+
+def test_heights_that_sum_in_another_order_are_left_out() -> None:
+    x, w = cancelling(64, 8, torch.float32)
+
+    def one_order(rows: torch.Tensor) -> torch.Tensor:
+        return in_order(rows, w)
+
+    def other(rows: torch.Tensor) -> torch.Tensor:
+        return in_order(rows.flip(1), w.flip(0))
+
+    heights = (4, 8, 16)
+    assert agreeing_heights(one_order, x, heights) == heights
+    assert agreeing_heights(lambda rows: (other if len(rows) == 8 else one_order)(rows), x, heights) == (4, 16)
+    last_differs = lambda rows: torch.cat((one_order(rows[:-1]), other(rows[-1:])))  # noqa: E731
+    assert agreeing_heights(last_differs, x, heights) == (1,)
+
+
+def test_a_projection_with_no_agreeing_height_is_multiplied_row_by_row(tmp_path: Path) -> None:
+    model = loaded("Llama", tmp_path)
+    projection = model.weights.layers[0].down
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((8, projection.inputs), np.float32))
+    with torch.inference_mode():
+        by_row = projection.tiled((1,))(x)
+        assert torch.equal(by_row, torch.cat([projection(row[None]) for row in x]))
+        torch.testing.assert_close(by_row, projection(x))
+        tiled = projection.tiled(HEIGHTS[:2])
+        assert tiled(torch.cat((x, x, x))).shape == (24, projection.outputs)
+        with pytest.raises(ValueError, match="no multiple of 4"):
+            tiled(x[:6])
+
+
+def test_an_exp_that_depends_on_the_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_exp()
+    real = np.exp
+
+    def tail_differs(values: Any) -> Any:
+        out = real(values)
+        out[-1:] = np.nextafter(out[-1:], np.float32(9))
+        out[:1] = np.nextafter(out[:1], np.float32(9))
+        return out
+
+    monkeypatch.setattr(np, "exp", tail_differs)
+    with pytest.raises(NotExact, match="NumPy's exp"):
+        check_exp()
+
+
+def test_exact_is_refused_off_the_cpu(tmp_path: Path) -> None:
+    model = loaded("Llama", tmp_path)
+    model.device = torch.device("meta")
+    with pytest.raises(ValueError, match="cpu alone"):
+        TorchBackend(model, block_count=8, block_size=BLOCK_SIZE, exact=True)
