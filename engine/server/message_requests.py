@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
-from engine.contract.messages import chat_messages
+from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
 from engine.sched.request import CacheMark
 from engine.server.fields import GenerationFields, parse_at, parse_fields
@@ -117,7 +117,9 @@ def _marks(fields: CountFields) -> list[_Mark]:
     found: list[_Mark] = []
     first = 0
     if fields.system is not None:
-        found += [_Mark(0, parts, mark.lifetime_s) for parts, mark in check_content(fields.system, "system")]
+        marks = check_content(fields.system, "system")
+        gone = [is_billing(block) for block in fields.system] if isinstance(fields.system, list) else []
+        found += [_Mark(0, parts - sum(gone[:parts]), mark.lifetime_s) for parts, mark in marks]
         first = 1
     for i, message in enumerate(fields.messages, start=first):
         where = f"messages[{i - first}]"
