@@ -155,7 +155,10 @@ OWNED = {
     "loadgen": {"config", "url", "admin_url", "out"},
 }
 """Settings that the chart gives by values of its own."""
-BY_SETTING: dict[str, Schema] = {"block_size": {"enum": [16, 32, 64]}}
+BY_SETTING: dict[str, Schema] = {
+    "block_size": {"enum": [16, 32, 64]},
+    "prefix_cache": {"enum": ["hash", "off", True, False], "type": ["string", "boolean"]},  # YAML reads `off` as false
+}
 """Where a program's own check says more than the type."""
 MODEL_NAME = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
 

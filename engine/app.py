@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
 from engine.contract.api_keys import parse_keys
@@ -42,6 +43,9 @@ from engine.server.routes import make_admin_app, make_app, make_metrics_app
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.tiers.build import Store, TierError, emulated_store, host_store, make_tiers
+from engine.tiers.exported import TierCollector
+from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from engine.backend.cuda.backend import CudaBackend
@@ -64,6 +68,8 @@ class LoadedModel:
     text: ModelText
     backend: Backend
     blocks: int
+    stores: tuple[Store, ...] = ()
+    """Tiers below the pool, but for those that are emulated."""
 
 
 class BackendStuck(Exception):
@@ -126,10 +132,12 @@ def load(settings: EngineSettings) -> LoadedModel:
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
     backend: Backend
+    stores: tuple[Store, ...] = ()
     if settings.device == "sim":
         backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size))
     else:
         backend, blocks = model_backend(settings)
+        stores = _stores(settings, backend)
     max_model_len = min(config.max_position, blocks * settings.block_size)
     if settings.max_model_len > max_model_len:
         raise StartError(
@@ -145,7 +153,33 @@ def load(settings: EngineSettings) -> LoadedModel:
         eos_token_ids=config.eos_token_ids,
         stride=settings.stride,
     )
-    return LoadedModel(text, backend, blocks)
+    return LoadedModel(text, backend, blocks, stores)
+
+
+def _stores(settings: EngineSettings, backend: TorchBackend | CudaBackend) -> tuple[Store, ...]:
+    try:
+        return (host_store(backend.pool, settings.host_cache_bytes),) if settings.host_cache_bytes else ()
+    except TierError as error:
+        raise StartError(str(error)) from None
+
+
+def _emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
+    """For device sim: they go by the event loop's clock."""
+    if not settings.host_cache_bytes:
+        return ()
+    profile = load_profile(settings.sim_profile)
+    try:
+        return (
+            emulated_store(
+                asyncio.get_running_loop(),
+                settings.host_cache_bytes,
+                pool_blocks=blocks,
+                block_bytes=profile.kv_token_bytes * settings.block_size,
+                bytes_per_s=profile.host_gb_s * 1e9,
+            ),
+        )
+    except TierError as error:
+        raise StartError(str(error)) from None
 
 
 def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
@@ -271,8 +305,16 @@ async def engine_tasks(
     Raises BackendStuck on the way out, where a step did not end before its deadline or does not once `force` is set.
     """
     cache = PrefixCache(
-        loaded.blocks, settings.block_size, enabled=settings.prefix_cache, eviction=Eviction(settings.eviction)
+        loaded.blocks,
+        settings.block_size,
+        index=IndexKind(settings.prefix_cache),
+        eviction=Eviction(settings.eviction),
     )
+    wake = _Wake()
+    stores = loaded.stores or (_emulated_stores(settings, loaded.blocks) if settings.device == "sim" else ())
+    tiers = _tiers(settings, cache, stores, wake)
+    if tiers is not None:
+        metrics.registry.register(TierCollector(tiers, settings.model_name))
     scheduler = Scheduler(
         cache,
         SchedulerConfig(
@@ -280,6 +322,7 @@ async def engine_tasks(
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
         ),
+        tiers,
     )
     pod_id = settings.pod_id or f"{socket.gethostname()}:{port}"
     epoch = time.time_ns()
@@ -290,10 +333,14 @@ async def engine_tasks(
         on_changes=publisher.offer if publisher else _ignore,
         metrics=metrics,
         step_deadline_s=settings.step_deadline_s,
+        check_in_s=tiers.check_in_s if tiers is not None else None,
     )
+    wake.call = loop.wake
     workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
+        for store in stores:
+            stack.push_async_callback(asyncio.to_thread, store.close)
         stack.callback(workers.close)
         stepping = await stack.enter_async_context(_background(loop.run(), "step loop"))
         publishing = None
@@ -305,6 +352,33 @@ async def engine_tasks(
         hear = publisher.follow_pace if publisher is not None else _ignore
         state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry, hear)
         yield publishing.cancel if publishing is not None else lambda: None
+
+
+class _Wake:
+    """Wakes the step loop from any thread."""
+
+    def __init__(self) -> None:
+        self.call: Callable[[], None] = lambda: None
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self) -> None:
+        with suppress(RuntimeError):  # the event loop has closed: nobody steps any more
+            self._loop.call_soon_threadsafe(self.call)
+
+
+def _tiers(
+    settings: EngineSettings, cache: PrefixCache, stores: Sequence[Store], wake: Callable[[], None]
+) -> Tiers | None:
+    if not stores:
+        return None
+    return make_tiers(
+        cache,
+        stores,
+        eviction=Eviction(settings.eviction),
+        step_tokens=settings.max_step_tokens,
+        clock=asyncio.get_running_loop().time,
+        on_end=wake,
+    )
 
 
 async def _close(backend: Backend, loop: EngineLoop, force: asyncio.Event) -> None:

@@ -77,12 +77,22 @@ class EngineSettings(Settings):
     kv_pool_tokens: int = Field(
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
-    prefix_cache: bool = Field(True, description="Reuse the KV of equal prefixes")
+    prefix_cache: Literal["hash", "off"] = Field(
+        "hash",
+        description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
+        "off: not at all",
+    )
     eviction: Literal["lru", "lfu", "cost"] = Field(
         "lfu",
         description="Which unused KV block goes first. lru: the longest unused; lfu: the one common to the fewest "
         "requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the seconds "
         "that computing it again takes",
+    )
+    host_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of host memory for KV blocks below the pool: what requests leave is copied there, and "
+        "fetched where that is sooner than computing it again; 0: none",
     )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
@@ -130,6 +140,12 @@ class EngineSettings(Settings):
     def _is_redis_url(cls, url: str | None) -> str | None:
         return check_redis_url(url) if url else None
 
+    @field_validator("prefix_cache", mode="before")
+    @classmethod
+    def _is_index(cls, value: object) -> object:
+        """YAML reads `off` as false; earlier versions had true and false here."""
+        return {"false": "off", "true": "hash"}.get(str(value).lower(), value)
+
     @field_validator("block_size")
     @classmethod
     def _is_block_size(cls, value: int) -> int:
@@ -146,6 +162,8 @@ class EngineSettings(Settings):
             )
         if "admin_host" in self.model_fields_set and self.admin_port is None:
             raise ValueError("--admin-host needs --admin-port")
+        if self.host_cache_bytes and self.prefix_cache == "off":
+            raise ValueError("--host-cache-bytes needs --prefix-cache hash: nothing else finds what is kept there")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self

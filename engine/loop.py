@@ -116,7 +116,10 @@ class EngineLoop:
         on_changes: Callable[[KeyChanges], None],
         metrics: EngineMetrics,
         step_deadline_s: float,
+        check_in_s: Callable[[], float] | None = None,
     ) -> None:
+        """`check_in_s`: seconds after which an idle loop must look for work again; None: `wake` tells it in time."""
+        self._check_in_s = check_in_s or (lambda: IDLE_CHECK_S)
         self._scheduler = scheduler
         self._backend = backend
         self._on_changes = on_changes
@@ -170,6 +173,10 @@ class EngineLoop:
             yield stream
         finally:
             stream.abort_all()
+
+    def wake(self) -> None:
+        """There may be work: look for it if idle."""
+        self._wake.set()
 
     def reset_cache(self) -> int:
         """Forget all cached prefixes, and publish that; the number of blocks freed. Running requests go on."""
@@ -277,7 +284,7 @@ class EngineLoop:
     async def _idle(self) -> None:
         self._wake.clear()
         try:
-            async with asyncio.timeout(IDLE_CHECK_S):
+            async with asyncio.timeout(min(IDLE_CHECK_S, self._check_in_s())):
                 await self._wake.wait()
         except TimeoutError:
             pass

@@ -8,14 +8,14 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.backend.profiles import SimProfile, find_profile
+from engine.backend.profiles import HOST_GB_S, KV_TOKEN_BYTES, SimProfile, find_profile
 
 SUFFIXES = (".yaml", ".yml")
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _ProfileFile(BaseModel):
-    """The fields of `SimProfile`, all required but the name."""
+    """The fields of `SimProfile`, all required but the name and what copies to host memory take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,6 +27,8 @@ class _ProfileFile(BaseModel):
     c3_ms: _Ms
     c4_ms: _Ms
     kv_tokens: int = Field(ge=1)
+    kv_token_bytes: int = Field(KV_TOKEN_BYTES, ge=1)
+    host_gb_s: float = Field(HOST_GB_S, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _takes_time(self) -> _ProfileFile:

@@ -16,6 +16,9 @@ which is of the linear operations alone: what the four exchange between layers i
     c4  as for 8B: it stands for work of the host
     KV  0.9 * 4 * 80 GB - 141 GB of weights - 4 * 2 GB for activations = 139 GB, at 327,680 bytes a token 424,000 tokens
 
+Copies to host memory (`--host-cache-bytes`): A100 and L4 have PCIe 4 x16, H100 has PCIe 5 x16, and the four of
+h100-70b-tp4 have a link each: some 25 and 50 GB/s a link, as copies of page-locked memory measure.
+
 `warmroute-engine calibrate` measures a profile instead (`calibrate.py`).
 """
 
@@ -28,6 +31,11 @@ from types import MappingProxyType
 
 from engine.sched.plan import StepPlan
 from engine.sched.step_cost import step_features
+
+KV_TOKEN_BYTES = 131_072
+"""Of Llama-3-8B in bfloat16: 32 layers, keys and values of 8 heads of 128 numbers."""
+HOST_GB_S = 25.0
+"""PCIe 4 x16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,10 @@ class SimProfile:
     """Per decoding sequence."""
     kv_tokens: int
     """Tokens whose KV fits the device."""
+    kv_token_bytes: int = KV_TOKEN_BYTES
+    """Bytes of a token's KV."""
+    host_gb_s: float = HOST_GB_S
+    """10^9 bytes a second between the device and the host's memory, each way."""
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds the step takes."""
@@ -75,10 +87,10 @@ PROFILES: Mapping[str, SimProfile] = MappingProxyType(
     {
         profile.name: profile
         for profile in (
-            SimProfile("h100-8b", 6.0, 3.0, 0.022, 1.07e-6, 7.0e-5, 0.02, 410_000),
+            SimProfile("h100-8b", 6.0, 3.0, 0.022, 1.07e-6, 7.0e-5, 0.02, 410_000, host_gb_s=50.0),
             SimProfile("a100-8b", 10.0, 8.1, 0.066, 3.0e-6, 1.2e-4, 0.02, 410_000),
             SimProfile("l4-8b", 30.0, 20.0, 0.16, 6.0e-6, 4.0e-4, 0.05, 170_000),
-            SimProfile("h100-70b-tp4", 14.3, 10.2, 0.0523, 1.34e-6, 4.4e-5, 0.02, 424_000),
+            SimProfile("h100-70b-tp4", 14.3, 10.2, 0.0523, 1.34e-6, 4.4e-5, 0.02, 424_000, 327_680, 200.0),
         )
     }
 )

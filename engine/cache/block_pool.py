@@ -36,6 +36,10 @@ class BlockPool:
         """References to the block."""
         return self._references[block]
 
+    def uses(self, block: int) -> int:
+        """Requests to which what this used or idle block holds was common, as far as they were counted."""
+        return self._uses[block]
+
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """`count` blocks with one reference each, and which of them were idle (the caller forgets what those held).
 

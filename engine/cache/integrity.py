@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.cache.block_pool import BlockPool
-from engine.cache.hashing import chain_digest, root_digest
 from engine.cache.held_keys import HeldKeys
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 from engine.cache.sequence import CachedSequence
@@ -17,12 +16,11 @@ def check(
     indexed: IndexedBlocks,
     users: Iterable[CachedSequence],
     keys: HeldKeys,
-    block_size: int,
     generation: int,
 ) -> None:
     """Raises AssertionError naming the first invariant that does not hold."""
     _check_blocks(pool, indexed, list(users))
-    _check_index(indexed, 4 * block_size)
+    _check_chains(indexed)
     _check_eviction_order(pool, indexed)
     for sequence in users:
         _check_table(sequence, indexed, is_current=sequence.generation == generation)
@@ -43,20 +41,18 @@ def _check_blocks(pool: BlockPool, indexed: IndexedBlocks, users: Sequence[Cache
     _require(all(indexed.digests[block] is not None for block in idle), "idle blocks are indexed")
 
 
-def _check_index(indexed: IndexedBlocks, token_width: int) -> None:
-    digests, parents = indexed.digests, indexed.parents
-    _require(len(indexed.of) == sum(digest is not None for digest in digests), "digests and blocks are the same")
-    for digest, block in indexed.of.items():
-        _require(digests[block] == digest, f"block {block}: one block, one digest")
-        salt, tokens = indexed.contents[block][:-token_width], indexed.contents[block][-token_width:]
-        parent = root_digest(salt) if parents[block] == NO_BLOCK else digests[parents[block]]
-        _require(parent is not None, f"block {block}: its parent is indexed")
-        _require(parent is not None and digest == chain_digest(parent, tokens), f"block {block}: digest of its content")
+def _check_chains(indexed: IndexedBlocks) -> None:
+    for block in _blocks(indexed):
+        parent = indexed.parents[block]
+        depth = 0 if parent == NO_BLOCK else indexed.depths[parent] + 1
+        _require(indexed.depths[block] == depth, f"block {block}: it is one deeper than its parent")
+        is_chained = parent == NO_BLOCK or (indexed.digests[parent] is not None and bool(indexed.is_followed[parent]))
+        _require(is_chained, f"block {block}: its parent is indexed, and followed")
 
 
 def _check_eviction_order(pool: BlockPool, indexed: IndexedBlocks) -> None:
     turn = {block: i for i, block in enumerate(pool.idle_blocks())}
-    for block in indexed.of.values():
+    for block in _blocks(indexed):
         parent = indexed.parents[block]
         if parent not in turn:
             continue
@@ -70,7 +66,7 @@ def _check_table(sequence: CachedSequence, indexed: IndexedBlocks, *, is_current
     for i, node in enumerate(sequence.nodes):
         is_indexed = indexed.digests[node] is not None
         _require(is_indexed == is_current, "the nodes of a sequence are indexed until the cache is reset")
-        same = indexed.parents[node] == parent and indexed.contents[node] == sequence.contents[i]
+        same = indexed.parents[node] == parent and indexed.digests[node] == sequence.digests[i]
         _require(same or not is_indexed, "a sequence's nodes are its own chain")
         parent = node
     for i, block in enumerate(sequence.blocks):
@@ -78,6 +74,10 @@ def _check_table(sequence: CachedSequence, indexed: IndexedBlocks, *, is_current
             indexed.digests[block] is None or (i < len(sequence.nodes) and sequence.nodes[i] == block),
             f"block {block}: an indexed block in a table is a node of that table's chain",
         )
+
+
+def _blocks(indexed: IndexedBlocks) -> list[int]:
+    return [block for block, digest in enumerate(indexed.digests) if digest is not None]
 
 
 def _require(condition: bool, invariant: str) -> None:

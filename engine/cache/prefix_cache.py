@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from engine.cache.block_pool import BlockPool
 from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
+from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
-from engine.cache.indexed import NO_BLOCK, IndexedBlocks
+from engine.cache.index import IndexKind, NoIndex, PrefixIndex
+from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
@@ -22,7 +24,7 @@ A popular block would otherwise collect a key from every request that goes its o
 
 
 class PrefixCache:
-    """KV blocks of requests, indexed by content once computed.
+    """KV blocks of requests, indexed by content once computed. How equal beginnings are found is `PrefixIndex`'s.
 
     Use: `open` a sequence, `admit` it, `extend` it before a step that needs more room, `commit` after the step,
     `release`. Steps are bracketed by `begin_step` and `end_step`, and end in the order in which they began; what is
@@ -30,13 +32,20 @@ class PrefixCache:
     """
 
     def __init__(
-        self, blocks_total: int, block_size: int, *, enabled: bool = True, eviction: Eviction = Eviction.LRU
+        self,
+        blocks_total: int,
+        block_size: int,
+        *,
+        index: IndexKind = IndexKind.HASH,
+        eviction: Eviction = Eviction.LRU,
     ) -> None:
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
         self.block_size = block_size
-        self.enabled = enabled
+        self.enabled = index is not IndexKind.OFF
+        """Whether anything is ever reused."""
         self._indexed = IndexedBlocks(blocks_total)
+        self._index: PrefixIndex = HashIndex(self._indexed, block_size) if self.enabled else NoIndex()
         self._worth: GreedyDual | None = None
         if eviction is not Eviction.LRU:
             self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
@@ -48,6 +57,8 @@ class PrefixCache:
         self._fenced: deque[tuple[int, CachedSequence]] = deque()
         """Released sequences, each with the number of the last step begun before."""
         self._generation = 0
+        self.evictions = 0
+        """Indexed blocks that had to hold something else, since the start."""
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -75,16 +86,8 @@ class PrefixCache:
             sequence.extend(tokens)
 
     def count_hits(self, sequence: CachedSequence, known_tokens: int) -> int:
-        """Blocks that `admit` would reuse, by hash alone. Cheap: starts from the last count for this sequence."""
-        digests, index = sequence.digests, self._indexed.of
-        limit = self._hit_limit(sequence, known_tokens)
-        hits = min(sequence.hits, limit)
-        while hits and digests[hits - 1] not in index:
-            hits -= 1
-        while hits < limit and digests[hits] in index:
-            hits += 1
-        sequence.hits = hits
-        return hits
+        """Tokens that `admit` would reuse. Cheap: starts from the last count for this sequence."""
+        return self._index.count(sequence, known_tokens - 1)
 
     def admit(self, sequence: CachedSequence, known_tokens: int, reserve_blocks: int = 0) -> int | None:
         """Give the sequence blocks for its `known_tokens`, reusing what is cached.
@@ -92,17 +95,47 @@ class PrefixCache:
         Returns the number of tokens reused, at most `known_tokens - 1`; None, with nothing changed, where fewer than
         `reserve_blocks` would stay available.
         """
-        nodes = self._match(sequence, self._hit_limit(sequence, known_tokens))
+        nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        if not self._use(sequence, nodes, self.blocks_for(known_tokens), reserve_blocks):
+            return None
+        return len(nodes) * self.block_size
+
+    def find(self, sequence: CachedSequence, blocks: int) -> list[int]:
+        """The blocks that hold the sequence's beginning, at most so many; nothing changes."""
+        return self._index.match(sequence, blocks * self.block_size)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block of this digest is indexed."""
+        return isinstance(self._index, HashIndex) and digest in self._index.of
+
+    def hold(
+        self, sequence: CachedSequence, blocks: int, reserve_blocks: int = 0, *, counts_use: bool = True
+    ) -> int | None:
+        """Give the sequence its first `blocks` whole blocks, to be filled from another tier: `commit` them then, and
+        `release` the sequence. Returns how many of them are cached, the leading ones; None, with nothing changed, where
+        fewer than `reserve_blocks` would stay available. `counts_use`: whether that is a use of those cached.
+        """
+        nodes = self.find(sequence, blocks)
+        is_held = self._use(sequence, nodes, blocks, reserve_blocks, counts_use=counts_use)
+        return len(nodes) if is_held else None
+
+    def is_current(self, sequence: CachedSequence) -> bool:
+        """Whether the sequence got its blocks after the last `reset`."""
+        return sequence.generation == self._generation
+
+    def _use(
+        self, sequence: CachedSequence, nodes: list[int], blocks: int, reserve_blocks: int, *, counts_use: bool = True
+    ) -> bool:
+        """Give the sequence `blocks` blocks, first the cached `nodes`; False, with nothing changed, where they lack."""
         references = self.pool.references
         idle = sum([references(node) == 0 for node in nodes])
-        missing = self.blocks_for(known_tokens) - len(nodes)
-        if idle + missing + reserve_blocks > self.pool.available:
-            return None
+        if idle + blocks - len(nodes) + reserve_blocks > self.pool.available:
+            return False
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
         self.pool.add_references(nodes)
-        if nodes and self._indexed.is_followed[nodes[-1]]:
+        if counts_use and nodes and self._indexed.is_followed[nodes[-1]]:
             self.pool.count_use(nodes)  # else it goes on where one request ended: a conversation, not a common prefix
         sequence.blocks += nodes
         sequence.nodes += nodes
@@ -110,8 +143,8 @@ class PrefixCache:
         while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < len(nodes):
             self._attach_keys(sequence, nodes[i], i)
             i += 1
-        self.extend(sequence, known_tokens)
-        return len(nodes) * self.block_size
+        self.extend(sequence, blocks * self.block_size)
+        return True
 
     def extend(self, sequence: CachedSequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for `tokens` tokens; False, with nothing changed, if there are too few."""
@@ -137,9 +170,12 @@ class PrefixCache:
             return
         anchors = sequence.anchors
         for i in range(len(sequence.nodes), computed_tokens // self.block_size):
-            node = self._index_block(sequence, i)
+            node = self._index.add(sequence, i)
             if node is None:
                 return
+            if node != sequence.blocks[i]:
+                self.pool.add_references((node,))
+                self.pool.count_use((node,))
             sequence.nodes.append(node)
             if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
                 self._attach_keys(sequence, node, i)
@@ -167,9 +203,15 @@ class PrefixCache:
         Blocks in use stay with their users and are never indexed again.
         """
         self._generation += 1
+        self._index.clear()
         self._indexed.clear()
         self._keys.clear()
         return self.pool.free_idle()
+
+    @property
+    def indexed_blocks(self) -> int:
+        """Blocks that hold something that can be reused."""
+        return len(self._index.of) if isinstance(self._index, HashIndex) else 0
 
     @property
     def has_changes(self) -> bool:
@@ -186,7 +228,8 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._indexed, self._users, self._keys, self.block_size, self._generation)
+        check(self.pool, self._indexed, self._users, self._keys, self._generation)
+        self._index.check()
 
     def _free(self, sequence: CachedSequence) -> None:
         nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests
@@ -201,40 +244,6 @@ class PrefixCache:
         sequence.nodes.clear()
         sequence.next_anchor = 0
         self._users.discard(sequence)
-
-    def _hit_limit(self, sequence: CachedSequence, known_tokens: int) -> int:
-        """One token is always left to compute: its logits choose the next."""
-        return min((known_tokens - 1) // self.block_size, len(sequence.digests))
-
-    def _match(self, sequence: CachedSequence, limit: int) -> list[int]:
-        """Longest indexed prefix. Equal parents and equal contents all the way: a hash collision is a miss."""
-        find, parents, contents = self._indexed.of.get, self._indexed.parents, self._indexed.contents
-        nodes: list[int] = []
-        parent = NO_BLOCK
-        for i in range(limit):
-            node = find(sequence.digests[i])
-            if node is None or parents[node] != parent or contents[node] != sequence.contents[i]:
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
-
-    def _index_block(self, sequence: CachedSequence, i: int) -> int | None:
-        """The indexed block equal to the sequence's block i, whose parent is indexed, or else that block itself.
-
-        None where another chain has its digest.
-        """
-        indexed, parent = self._indexed, sequence.nodes[i - 1] if i else NO_BLOCK
-        digest, content, block = sequence.digests[i], sequence.contents[i], sequence.blocks[i]
-        node = indexed.of.get(digest)
-        if node is None:
-            indexed.add(block, digest, parent, content)
-            return block
-        if indexed.parents[node] != parent or indexed.contents[node] != content:
-            return None
-        self.pool.add_references((node,))
-        self.pool.count_use((node,))
-        return node
 
     def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:
         """Anchor the sequence's keys that reach as far as its block `index`, in order."""
@@ -252,6 +261,8 @@ class PrefixCache:
             sequence.next_anchor += 1
 
     def _forget(self, block: int) -> None:
-        """The block is to hold something else."""
+        """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
+        self.evictions += 1
+        self._index.remove(block)
         for key in reversed(self._indexed.remove(block)):
             self._keys.drop(key)

@@ -20,7 +20,7 @@ class CachedSequence:
     digests: list[bytes] = field(default_factory=list)
     """One per full block of known tokens; none where the cache is disabled."""
     contents: list[bytes] = field(default_factory=list)
-    """As `IndexedBlocks.contents`, one per digest."""
+    """As `HashIndex.contents`, one per digest."""
     blocks: list[int] = field(default_factory=list)
     """Pool blocks in order of position; empty while the request waits."""
     nodes: list[int] = field(default_factory=list)

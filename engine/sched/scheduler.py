@@ -18,6 +18,7 @@ from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.stats import SchedulerStats
 from engine.sched.step_cost import StepCostFit
+from engine.sched.tiers import LowerTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,11 @@ class Scheduler:
     A backend that needs no word between decode steps asks for a run of them and ends it with `complete_run`.
     """
 
-    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig, tiers: LowerTiers | None = None) -> None:
+        """`tiers`: those below the cache's pool; None: there are none."""
         self._cache = cache
         self._config = config
+        self._tiers = tiers
         self._waiting: dict[int, Entry] = {}
         self._running: list[Entry] = []  # oldest first
         self._entries: dict[int, Entry] = {}
@@ -86,7 +89,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs: then `schedule` has a step for it, or one is in progress."""
+        """Whether a request waits or runs. Then `schedule` has a step for it, or one is in progress, or those that wait
+        do so for blocks of a slower tier."""
         return bool(self._entries) or bool(self._steps)
 
     def hash_prompt(self, tokens: Sequence[int], salt: str, key_spans: Sequence[KeySpan]) -> CachedSequence:
@@ -130,7 +134,7 @@ class Scheduler:
         entry = self._entries.get(request_id)
         if entry is None:
             return False
-        self._drop(entry)
+        self._drop(entry, keeps=True)
         self._count(aborted=1)
         return True
 
@@ -142,6 +146,8 @@ class Scheduler:
         """
         if self._steps:
             raise RuntimeError("a step is in progress: complete or fail it first")
+        if self._tiers is not None:
+            self._tiers.poll()
         decoding = [entry for entry in self._running if entry.is_decoding]
         any_preempted = self._make_room(decoding)
         chunks = [entry.decode_chunk() for entry in decoding if entry.sequence.blocks]
@@ -154,6 +160,8 @@ class Scheduler:
         """
         if len(self._steps) != 1 or self._steps[0].steps > 1:
             raise RuntimeError("one step, and no run of them, must be in progress to schedule ahead of its end")
+        if self._tiers is not None:
+            self._tiers.poll()
         decoding = [entry for entry in self._running if entry.may_decode_ahead]
         if not all(self._cache.extend(entry.sequence, entry.planned_tokens + 1) for entry in decoding):
             return None  # preemption makes room, and can only when the blocks are not in use
@@ -247,14 +255,16 @@ class Scheduler:
 
     def take_changes(self) -> KeyChanges:
         """Net change of the held prefix keys since the last call."""
-        return self._cache.take_changes()
+        return self._cache.take_changes() if self._tiers is None else self._tiers.take_changes()
 
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
         """Held prefix keys by tier, parents first."""
-        return self._cache.held_keys()
+        return self._cache.held_keys() if self._tiers is None else self._tiers.held_keys()
 
     def reset_cache(self) -> int:
         """Forget all cached prefixes; returns the number of blocks that freed. Running requests are not disturbed."""
+        if self._tiers is not None:
+            self._tiers.reset()
         return self._cache.reset()
 
     def stats(self) -> SchedulerStats:
@@ -311,9 +321,13 @@ class Scheduler:
             if not budget or len(self._running) >= self._config.max_running:
                 break
             hits = self._cache.count_hits(entry.sequence, entry.known_tokens)
-            if self._in_flight.covers(entry.sequence, hits, entry.known_tokens):
+            if self._in_flight.covers(entry.sequence, hits // self._cache.block_size, entry.known_tokens):
+                continue
+            if self._waits_for_tiers(entry, hits):
                 continue
             if not self._start(entry, hits):
+                if self._tiers is not None:
+                    self._tiers.make_room()
                 break
             admitted.append(entry.arrival)
             chunks.append(entry.prefill_chunk(budget))
@@ -334,14 +348,35 @@ class Scheduler:
         keyed.sort(key=lambda item: item[:3])
         return [item[3] for item in keyed]
 
+    def _waits_for_tiers(self, entry: Entry, hits: int) -> bool:
+        """Whether blocks below the pool are worth waiting for."""
+        if self._tiers is None:
+            return False
+        known, reserve, cached = entry.known_tokens, self._reserve(), hits // self._cache.block_size
+        cost = self._step_cost.cost()
+        ahead = sum(other.prefill_end - other.planned_tokens for other in self._running if not other.is_decoding)
+        return self._tiers.waits(
+            entry.request.id,
+            entry.sequence,
+            known,
+            cached_blocks=cached,
+            fits=self._cache.blocks_for(known) - cached + reserve <= self._cache.pool.available,
+            reserve_blocks=reserve,
+            queue_s=ahead * cost.token_s,
+        )
+
+    def _reserve(self) -> int:
+        """Blocks that an admission leaves, so that running requests can grow."""
+        return len(self._running) + 1 if self._running else 0
+
     def _start(self, entry: Entry, expected_hits: int) -> bool:
-        """Give the entry its blocks; False where they are too few.
+        """Give the entry its blocks, given that about so many tokens are cached; False where they are too few.
 
         A block stays in reserve for each running request's growth, so that an admission does not cause a preemption.
         """
-        reserve = len(self._running) + 1 if self._running else 0
-        known = entry.known_tokens
-        if self._cache.blocks_for(known) - expected_hits + reserve > self._cache.pool.available:
+        reserve, known = self._reserve(), entry.known_tokens
+        missing = self._cache.blocks_for(known) - expected_hits // self._cache.block_size
+        if missing + reserve > self._cache.pool.available:
             return False
         cached = self._cache.admit(entry.sequence, known, reserve)
         if cached is None:
@@ -355,6 +390,8 @@ class Scheduler:
         entry.prefill_end = known
         self._in_flight.claim(entry.sequence, cached // self._cache.block_size)
         del self._waiting[entry.request.id]
+        if self._tiers is not None:
+            self._tiers.forget(entry.request.id)
         insort(self._running, entry, key=lambda other: other.arrival)
         return True
 
@@ -365,15 +402,21 @@ class Scheduler:
         self._waiting[entry.request.id] = entry
         self._count(preemptions=1)
 
-    def _stop(self, entry: Entry) -> None:
+    def _stop(self, entry: Entry, *, keeps: bool = False) -> None:
+        """`keeps`: its blocks are not wanted at once, so tiers below may copy them first."""
         self._running.remove(entry)
         self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
-        self._cache.release(entry.sequence)
+        if keeps and self._tiers is not None:
+            self._tiers.take_over(entry.sequence)
+        else:
+            self._cache.release(entry.sequence)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: Entry, *, keeps: bool = False) -> None:
         del self._entries[entry.request.id]
         if self._waiting.pop(entry.request.id, None) is None:
-            self._stop(entry)
+            self._stop(entry, keeps=keeps)
+        elif self._tiers is not None:
+            self._tiers.forget(entry.request.id)
 
     def _commit(self, entry: Entry, new_tokens: int) -> None:
         block_size = self._cache.block_size
@@ -407,7 +450,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
             self._count(finished_length=1)
         if finish:
-            self._drop(entry)
+            self._drop(entry, keeps=True)
         return TokenOutput(request.id, sampled, finish, entry.cached_tokens or 0)
 
     def _require_step(self) -> StepPlan:
@@ -425,6 +468,8 @@ class Scheduler:
         self._step_cost.observe(plan, elapsed_s, steps)
         cost = self._step_cost.cost()
         self._cache.learn_cost(cost.token_s, cost.attention_s)
+        if self._tiers is not None:
+            self._tiers.learn_cost(cost)
 
     def _entry_of(self, chunk: SequenceChunk) -> Entry | None:
         """The chunk's entry, unless it has ended (its id may belong to a newer request by now)."""
@@ -433,7 +478,7 @@ class Scheduler:
 
     def _uncached_tokens(self, entry: Entry) -> int:
         known = entry.known_tokens
-        return known - self._cache.count_hits(entry.sequence, known) * self._cache.block_size
+        return known - self._cache.count_hits(entry.sequence, known)
 
     def _count(self, **increments: int) -> None:
         stats = self._stats

@@ -82,7 +82,7 @@ class Omniscient:
         coming = self._coming.get(pod.spec.name, Counter())
         limit = (prompt_tokens - 1) // pod.spec.block_size
         sequence.hits = 0
-        hits = pod.cache.count_hits(sequence, prompt_tokens)
+        hits = pod.cache.count_hits(sequence, prompt_tokens) // pod.spec.block_size
         while hits < limit and sequence.digests[hits] in coming:
             hits += 1
         load = pod.scheduler.load()

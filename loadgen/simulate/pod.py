@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.backend.profiles import SimProfile
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Keys
 from engine.contract.load import LoadReport
@@ -69,7 +70,7 @@ class SimPod:
         self.cache = (
             SharingCache(blocks, spec.block_size, digests or SharedDigests())
             if spec.reuses
-            else PrefixCache(blocks, spec.block_size, enabled=False)
+            else PrefixCache(blocks, spec.block_size, index=IndexKind.OFF)
         )
         config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
         self.scheduler = Scheduler(self.cache, config)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
@@ -104,7 +102,7 @@ class Chooser:
         self._speculation_ttl_s = speculation_ttl_s
         self._foreign_ttl_s = foreign_ttl_s
         self._shadows = shadows
-        self._tables = Tables()
+        self._tables = Tables(index.rooms)
         self._wide_from = wide_from
         self._telling = telling
         notebook = None if telling is None else telling.notebook
@@ -215,7 +213,7 @@ class Chooser:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
         if self._index.regret:
-            seen.room = np.array([self._index.room_tokens(pod_id) for pod_id in table.ids])
+            seen.room = table.room
         return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
@@ -380,8 +378,9 @@ class Chooser:
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
             views.append(view)
         if index.regret:
-            for pod, view in zip(pods, views, strict=True):
-                view.room_tokens = index.room_tokens(pod.pod_id)
+            room_of = index.rooms.of
+            for view in views:
+                view.room_tokens = room_of(view.pod_id)
         if _is_adapter(inbound, pods):
             for pod, view in zip(pods, views, strict=True):
                 view.adapter_s = pod.adapters.setup_s(inbound.model)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.fleet.pod import Pod
+from router.registry.rooms import Rooms
 from router.routing.wide import PodTable
 
 WIDE_FROM = 32
@@ -21,7 +22,9 @@ class _Kept:
 class Tables:
     """A table for each model; models with the same pods (adapters) share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Rooms) -> None:
+        """`rooms`: what the pods' caches can take, which each table has a column of."""
+        self._rooms = rooms
         self._kept: dict[str, _Kept] = {}
 
     def of(self, model: str, pods: Sequence[Pod]) -> PodTable:
@@ -33,7 +36,7 @@ class Tables:
             kept.pods = pods
             return kept.table
         same = next((other.table for other in self._kept.values() if list(other.pods) == list(pods)), None)
-        table = same or PodTable((pod.pod_id, pod.state) for pod in pods)
+        table = same or self._new(pods)
         self._kept[model] = _Kept(pods, table)
         if kept is not None:
             self._close_unused(kept.table)
@@ -48,6 +51,12 @@ class Tables:
     def __contains__(self, model: str) -> bool:
         return model in self._kept
 
+    def _new(self, pods: Sequence[Pod]) -> PodTable:
+        table = PodTable((pod.pod_id, pod.state) for pod in pods)
+        self._rooms.watch(table.set_room)
+        return table
+
     def _close_unused(self, table: PodTable) -> None:
         if all(kept.table is not table for kept in self._kept.values()):
+            self._rooms.unwatch(table.set_room)
             table.close()

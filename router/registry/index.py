@@ -19,6 +19,7 @@ from typing import TypeAlias
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey
 from router.registry.room import Regret, Taken
+from router.registry.rooms import Rooms
 from router.registry.speculation import Run, Speculation
 from router.routing.types import PodId
 
@@ -84,6 +85,8 @@ class PrefixIndex:
         self._speculative_limit = speculative_limit
         self._request_limit = max(_REQUEST_KEYS, speculative_limit // _REQUEST_SHARE)
         self._speculations: dict[PodId, Speculation] = {}
+        self.rooms = Rooms()
+        """What the pods that tell nothing can take before they evict something."""
         self._regret = Regret()
         self._reporters: set[PodId] = set()
         """Pods that may have reported keys; of the others nothing but speculation is known."""
@@ -217,6 +220,7 @@ class PrefixIndex:
         if speculation := self._speculations.get(pod):
             for reported in (removed, *stored):
                 speculation.discard(reported)
+            self._show_room(pod, speculation)
 
     def replace(self, pod: PodId, stored: tuple[Keys, Keys, Keys]) -> None:
         """Enter a pod's snapshot: nothing else is believed of the pod, speculation included.
@@ -230,6 +234,7 @@ class PrefixIndex:
         """Forget a pod, in constant time; `sweep` frees its memory. Unknown pods are no error."""
         slot = self._slots.pop(pod, None)
         self._speculations.pop(pod, None)
+        self.rooms.set(pod, math.inf)
         self._reporters.discard(pod)
         if slot is not None:
             self._changes += 1
@@ -266,6 +271,7 @@ class PrefixIndex:
                 if gone := speculation.take(taken, len(keys), now_s):
                     self._change(gone, slot, 0)
                     self._regret.lost(gone)
+            self._show_room(pod, speculation)
             self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
@@ -274,6 +280,7 @@ class PrefixIndex:
         if speculation := self._speculations.get(pod):
             dropped = speculation.retract(keys)
             self._change(dropped, self._slots[pod], 0)
+            self._show_room(pod, speculation)
             return dropped
         return ()
 
@@ -281,6 +288,7 @@ class PrefixIndex:
         """Forget what is speculated of `keys`, but for those used after `used_at_s`."""
         if speculation := self._speculations.get(pod):
             self._change(speculation.discard(speculation.unused_since(keys, used_at_s)), self._slots[pod], 0)
+            self._show_room(pod, speculation)
 
     def refute(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, now_s: float) -> None:
         """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.
@@ -291,6 +299,7 @@ class PrefixIndex:
         if speculation := self._speculations.get(pod):
             speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
             self._change(speculated, self._slots[pod], 0)
+            self._show_room(pod, speculation)
 
     def believed(self, pod: PodId) -> list[Run]:
         """What is speculated of the pod, the first to be dropped first. Takes time in all of it."""
@@ -315,6 +324,7 @@ class PrefixIndex:
         new, dropped = speculation.merge(runs, now_s, ttl_s)
         self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
         self._change(dropped, slot, 0)
+        self._show_room(pod, speculation)
         self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
@@ -322,16 +332,12 @@ class PrefixIndex:
         holds more than was thought, or they were part of an earlier answer."""
         if strides < len(keys) and (speculation := self._speculations.get(pod)):
             speculation.was_held(keys[strides], tokens)
+            self._show_room(pod, speculation)
 
     def capacity_is_told(self, pod: PodId) -> bool:
         """Whether the pod has told what its cache holds, so that what is speculated of it ends without a time."""
         speculation = self._speculations.get(pod)
         return speculation is not None and speculation.capacity_is_told
-
-    def room_tokens(self, pod: PodId) -> float:
-        """Tokens that the pod can take before it evicts something; infinite where that is not known."""
-        speculation = self._speculations.get(pod)
-        return math.inf if speculation is None else speculation.room_tokens()
 
     @property
     def regret(self) -> float:
@@ -426,10 +432,16 @@ class PrefixIndex:
             elif mask:
                 del shard[key]
 
+    def _show_room(self, pod: PodId, speculation: Speculation) -> None:
+        """What is speculated of the pod has changed, or what its cache is thought to hold."""
+        if speculation.has_room:
+            self.rooms.set(pod, speculation.room_tokens())
+
     def _expire(self, now_s: float) -> None:
         for pod, speculation in self._speculations.items():
             if speculation.next_expiry_s <= now_s:
                 self._change(speculation.expire(now_s), self._slots[pod], 0)
+                self._show_room(pod, speculation)
         self._next_expiry_s = min((s.next_expiry_s for s in self._speculations.values()), default=float("inf"))
 
 

@@ -138,6 +138,11 @@ class Speculation:
         return math.inf if room is None else max(0.0, room.capacity_tokens - self._tokens(room))
 
     @property
+    def has_room(self) -> bool:
+        """Whether anything was told of what requests take of the pod's cache; else its room is infinite."""
+        return self._room is not None
+
+    @property
     def capacity_is_told(self) -> bool:
         """Whether the pod has told what its cache holds."""
         return self._room is not None and self._room.is_told

@@ -41,7 +41,7 @@ class WidePods:
     host: Floats | None = None
     disk: Floats | None = None
     room: Floats | None = None
-    """As `PodView.room_tokens`; None: of no pod known."""
+    """As `PodView.room_tokens`; None: it does not count."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """The pods in `rows` hold `tokens` of the prompt; said of fewer pods with more tokens later, that counts."""
@@ -141,6 +141,8 @@ class PodTable:
         """One column for each field of `PodRow`."""
         self._columns: PodRow[Floats] = PodRow(*(self._cells[:, i] for i in range(_COLUMNS)))
         self._changed: set[PodState] = set(self._states)
+        self.room: Floats = np.full(len(listed), np.inf)
+        """As `PodView.room_tokens`, as `set_room` has it."""
         self._valid_until_s = 0.0
         """No row has to be made anew before, unless its pod changes."""
         self._known: list[tuple[float, int]] = []
@@ -173,6 +175,11 @@ class PodTable:
     def row(self, pod_id: PodId) -> int | None:
         """The row of a pod, if it is here."""
         return self._row_of.get(pod_id)
+
+    def set_room(self, pod_id: PodId, tokens: float) -> None:
+        """So many tokens the pod can take before it evicts something. Others' pods are passed over."""
+        if (row := self._row_of.get(pod_id)) is not None:
+            self.room[row] = tokens
 
     def at(self, now_s: float) -> WidePods:
         """The pods as of now, holding nothing."""

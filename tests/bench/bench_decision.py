@@ -4,11 +4,13 @@
 A decision: match the keys, bring the table up to date, choose, enter the keys. The time is without the request's lease,
 first token and end, but with what they leave to bring up to date. In turn with it, in the same process, the same
 history is decided with a view of each pod; `--alone` leaves that out, as it empties the processor's caches.
+`--foreign`: the pods publish nothing, have told a small capacity and are full, so that what each evicts counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -16,9 +18,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.requests import Endpoint
+from router.fleet.facts import EngineFacts
 from router.fleet.pod import Pod
 from router.gateway.chooser import Chooser
 from router.gateway.estimates import Estimates
@@ -26,7 +30,9 @@ from router.gateway.inbound import Inbound
 from router.gateway.registry import NoRegistry
 from router.gateway.tables import WIDE_FROM
 from router.registry.index import PrefixIndex
+from router.registry.room import Taken
 from router.routing.policies import POLICY_NAMES
+from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 from tests.bench.bench_policies import COST, STRIDE_TOKENS, STRIDES, Serving, loaded_fleet, make_policies, prompts
 
@@ -37,12 +43,14 @@ REPORTS_PER_DECISION = 2
 """Load reports that come between two decisions: of a thousand pods with two a second each, at 1,000 requests/s."""
 IN_FLIGHT = 4
 """Requests of a pod, on average."""
+FOREIGN_PROMPTS = 3
+"""Prompts that the cache of a pod that publishes nothing has room for."""
 
 
 class World:
     """A fleet, and a chooser that decides for it."""
 
-    def __init__(self, pods: int, policy: str, shared: str, wide_from: int) -> None:
+    def __init__(self, pods: int, policy: str, shared: str, wide_from: int, *, foreign: bool = False) -> None:
         rng = random.Random(1)
         fleet = dict(sorted(loaded_fleet(pods, rng).items()))
         self.now_s = 0.1
@@ -50,14 +58,28 @@ class World:
         self._serving = Serving(fleet)
         self._pods: Sequence[Pod] = self._serving.pods("m")
         self._rng = rng
-        index = PrefixIndex()
+        index = self._index = PrefixIndex()
         self._requests = prompts(rng)
+        capacity = FOREIGN_PROMPTS * STRIDE_TOKENS * STRIDES
+
+        def hold(pod_id: PodId, keys: Keys) -> None:
+            if foreign:
+                taken = Taken(STRIDE_TOKENS * len(keys), float(STRIDE_TOKENS), capacity, STRIDE_TOKENS)
+                index.speculate(pod_id, keys, 0.0, math.inf, taken)
+            else:
+                index.apply(pod_id, (), (keys, (), ()))
+
         for keys in self._requests:
-            index.apply(rng.choice(list(fleet)), (), (keys, (), ()))
+            hold(rng.choice(list(fleet)), keys)
+        if foreign:
+            for pod in self._pods:
+                pod.facts = EngineFacts("vllm", None, capacity, STRIDE_TOKENS)
+                for keys in rng.sample(self._requests, FOREIGN_PROMPTS):
+                    hold(pod.pod_id, keys)
         if shared == "all":
             self._requests = [self._requests[0][:24] + keys[24:] for keys in self._requests]
             for pod_id in fleet:
-                index.apply(pod_id, (), (self._requests[0][:24], (), ()))
+                hold(pod_id, self._requests[0][:24])
         elif shared == "none":
             self._requests = [tuple(PrefixKey(rng.getrandbits(64)) for _ in range(STRIDES)) for _ in range(400)]
         self._open: deque[tuple[Pod, str]] = deque()
@@ -102,10 +124,15 @@ class World:
             pod.state.finished(request, now_s=self.now_s)
         return choice.pod.pod_id, took_us
 
+    @property
+    def regret(self) -> float:
+        """See `PrefixIndex.regret`."""
+        return self._index.regret
 
-def compare(pods: int, policy: str, shared: str, rounds: int) -> tuple[float, float, int]:
+
+def compare(pods: int, policy: str, shared: str, rounds: int, *, foreign: bool = False) -> tuple[float, float, int]:
     """Median microseconds in the gateway and with a view of each pod, and decisions that differ."""
-    worlds = [World(pods, policy, shared, wide_from) for wide_from in (WIDE_FROM, sys.maxsize)]
+    worlds = [World(pods, policy, shared, wide_from, foreign=foreign) for wide_from in (WIDE_FROM, sys.maxsize)]
     times: list[list[float]] = [[], []]
     unlike = 0
     for number in range(rounds):
@@ -119,10 +146,13 @@ def compare(pods: int, policy: str, shared: str, rounds: int) -> tuple[float, fl
     return ours, each, unlike
 
 
-def alone(pods: int, policy: str, shared: str, rounds: int) -> float:
+def alone(pods: int, policy: str, shared: str, rounds: int, *, foreign: bool = False) -> float:
     """Median microseconds in the gateway."""
-    world = World(pods, policy, shared, WIDE_FROM)
-    return statistics.median([world.decide(number)[1] for number in range(rounds)][rounds // 5 :])
+    world = World(pods, policy, shared, WIDE_FROM, foreign=foreign)
+    found_us = statistics.median([world.decide(number)[1] for number in range(rounds)][rounds // 5 :])
+    if foreign and shared != "none" and not world.regret:
+        raise AssertionError("nothing that was evicted was asked for again: evictions cost nothing here")
+    return found_us
 
 
 def main() -> None:
@@ -131,16 +161,18 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=["predicted_ttft"], choices=POLICY_NAMES)
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--foreign", action="store_true")
     arguments = parser.parse_args()
+    foreign = arguments.foreign
     print(f"{'policy':16} {'prompt held by':15} " + " ".join(f"{size:>21} pods" for size in SIZES))
     for policy in arguments.policies:
         for shared in ("some", "all", "none"):
             cells = []
             for size in SIZES:
                 if arguments.alone:
-                    cells.append(f"{alone(size, policy, shared, arguments.rounds):5.0f} us")
+                    cells.append(f"{alone(size, policy, shared, arguments.rounds, foreign=foreign):5.0f} us")
                     continue
-                ours, each, unlike = compare(size, policy, shared, arguments.rounds)
+                ours, each, unlike = compare(size, policy, shared, arguments.rounds, foreign=foreign)
                 cells.append(f"{ours:5.0f} us {ours / each:5.2f} of {each:6.0f}")
                 if unlike:
                     cells[-1] += f" ({unlike} unlike)"

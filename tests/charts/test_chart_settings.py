@@ -102,7 +102,7 @@ def test_settings_arrive_with_their_values(any_helm: Helm):
     assert gateway.shadow_policies == ["predicted_ttft", "round_robin"]
     assert (gateway.log_requests, gateway.total_timeout_s, gateway.models) == (True, 77, ["a"])
     engine = load(container(named(objects, "Deployment", "rel-warmroute-engine-a")["spec"]["template"], "engine"))
-    assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, False, 77)
+    assert (engine.kv_cache_bytes, engine.prefix_cache, engine.drain_s) == (123456789012345, "off", 77)
     assert (engine.pod_id, engine.served_model_name) == ("from-elsewhere", "a")
     assert engine.redis_url == "redis://engine:from-elsewhere@rel-warmroute-redis.ns:6379/0"
     assert gateway.redis_url == "redis://gateway:from-elsewhere@rel-warmroute-redis.ns:6379/0"

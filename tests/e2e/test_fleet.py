@@ -106,7 +106,8 @@ async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack
         for i, tenant in enumerate(tenants):
             _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
             pods.setdefault(i, set()).add(pod)
-    assert sum(len(seen) == 1 for seen in pods.values()) >= 8, f"an idle fleet moves nobody: {pods}"
+    # By chance a tenant in 27 would stay. A busy machine may hold a pod up, which then loses a tenant, and rightly so.
+    assert sum(len(seen) == 1 for seen in pods.values()) >= 6, f"an idle fleet moves nobody: {pods}"
     assert len(set().union(*pods.values())) == PODS, f"an idle fleet is used in all its width: {pods}"
 
 

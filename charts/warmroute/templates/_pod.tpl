@@ -2,12 +2,15 @@
 What every pod has.
 */}}
 
-{{/* A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats. */}}
+{{/*
+A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats.
+YAML reads the `off` of prefix_cache as false, and the engine takes that for off.
+*/}}
 {{- define "warmroute.flags" -}}
 {{- range $key := keys . | sortAlpha }}
 {{- $value := index $ $key }}
 {{- $flag := printf "--%s" ($key | replace "_" "-") }}
-{{- if kindIs "bool" $value }}
+{{- if and (kindIs "bool" $value) (ne $key "prefix_cache") }}
 - {{ ternary $flag (printf "--no-%s" (trimPrefix "--" $flag)) $value }}
 {{- else if kindIs "slice" $value }}
 - {{ printf "%s=%s" $flag (join "," $value) | quote }}

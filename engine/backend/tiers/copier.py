@@ -127,6 +127,16 @@ class BlockCopier:
         copy.unstarted.clear()
         self._lanes[copy.direction].open_blocks -= dropped
 
+    def cancel_all(self, direction: Direction) -> None:
+        """`cancel` every copy of this direction."""
+        for copy in self._open.values():
+            if copy.direction is direction and copy.unstarted:
+                self.cancel(copy.copy_id)
+
+    def open_blocks(self, direction: Direction) -> int:
+        """Blocks asked for and not finished, in flight or not."""
+        return self._lanes[direction].open_blocks
+
     def step_ended(self, step: int) -> None:
         """All steps up to this number have ended on the device. Steps are numbered from 1 in the order of launch."""
         self._ended_step = max(self._ended_step, step)
@@ -153,6 +163,10 @@ class BlockCopier:
             return lane.rate.bytes_per_s()
         open_bytes = lane.in_flight[0].run.blocks * self._engine.block_bytes
         return lane.rate.bytes_per_s(open_bytes, self._clock() - lane.head_since_s)
+
+    def learn_rate(self, direction: Direction, moved_bytes: int, elapsed_s: float) -> None:
+        """What is known of the rate without a copy: so many bytes took so long."""
+        self._lanes[direction].rate.observe(moved_bytes, elapsed_s)
 
     def seconds_for(self, direction: Direction, blocks: int) -> float | None:
         """Seconds until so many further blocks would have moved, behind those asked for already; None: not known."""

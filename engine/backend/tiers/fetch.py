@@ -72,11 +72,15 @@ def first_token_s(prefill: Prefill, held: Held, blocks: int) -> float:
     """Seconds until the prefill has ended when `blocks` are fetched first. The fetch costs nothing while it ends before
     the device is free: the copies have streams of their own."""
     begins_s = max(prefill.queue_s, held.queue_s + blocks * held.block_s) if blocks else prefill.queue_s
-    start = prefill.cached_tokens + blocks * held.block_tokens
+    return begins_s + compute_s(prefill, prefill.cached_tokens + blocks * held.block_tokens)
+
+
+def compute_s(prefill: Prefill, start: int) -> float:
+    """Seconds that the device takes for the prompt's tokens from `start` on, queue not included."""
     tokens, cost = prefill.prompt_tokens - start, prefill.cost
     steps = max(1.0, tokens / prefill.step_tokens)
     # The formula of `StepCost`, summed over the chunks: their attention terms telescope.
-    return begins_s + cost.base_s * steps + cost.token_s * tokens + cost.attention_s * tokens * (start + tokens / 2)
+    return cost.base_s * steps + cost.token_s * tokens + cost.attention_s * tokens * (start + tokens / 2)
 
 
 def _candidates(prefill: Prefill, held: Held) -> set[int]:

@@ -86,7 +86,7 @@ class Moving(Gateway):
 def _held_tokens(pod: SimPod, request: Offered) -> int:
     """Leading tokens of the prompt whose KV the pod holds now."""
     sequence = PrefixCache(1, pod.spec.block_size).open(request.tokens)
-    return pod.cache.count_hits(sequence, len(request.tokens)) * pod.spec.block_size
+    return pod.cache.count_hits(sequence, len(request.tokens))
 
 
 def _put(cache: PrefixCache, request: Offered, tokens: int, key_tokens: int) -> None:

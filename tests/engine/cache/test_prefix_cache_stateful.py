@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.cache import integrity, prefix_cache, sequence
+from engine.cache import hash_index, prefix_cache, sequence
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey, prefix_keys
 from engine.sched.request import KeySpan
@@ -48,17 +49,17 @@ def spans_of(salt: str, tokens: list[int], shortfall: int) -> tuple[KeySpan, ...
 
 
 class CacheMachine(RuleBasedStateMachine):
+    index = IndexKind.HASH
     keys_are_exact = True
 
     @initialize(
         blocks=st.integers(4, 16),
         block_size=st.integers(1, 4),
-        enabled=st.sampled_from([True, True, True, True, False]),
         shortfall=st.integers(0, 2),
         eviction=st.sampled_from(Eviction),
     )
-    def start(self, blocks, block_size, enabled, shortfall, eviction):
-        self.cache = PrefixCache(blocks, block_size, enabled=enabled, eviction=eviction)
+    def start(self, blocks, block_size, shortfall, eviction):
+        self.cache = PrefixCache(blocks, block_size, index=self.index, eviction=eviction)
         self.model = Model(self.cache)
         self.shortfall = shortfall
         self.parents: dict[PrefixKey, PrefixKey] = {}
@@ -88,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         user = User(salt, list(tokens), spans, self.cache.open(tokens, salt, spans))
         self.most_anchors = max(self.most_anchors, len(user.sequence.anchors))
         hits = self.model.expected_hits(user)
-        assert self.cache.count_hits(user.sequence, len(tokens)) == hits
+        assert self.cache.count_hits(user.sequence, len(tokens)) == hits * self.cache.block_size
         return user if self.admit_user(user, reserve) else None
 
     def admit_user(self, user, reserve) -> bool:
@@ -213,8 +214,12 @@ class CrowdedMachine(CacheMachine):
         assert all(len(keys) <= most for keys in self.cache._indexed.keys)
 
 
-def test_cache_equals_model():
-    run_state_machine_as_test(CacheMachine, settings=SETTINGS)
+@pytest.mark.parametrize("kind", IndexKind)
+def test_cache_equals_model(kind):
+    class Machine(CacheMachine):
+        index = kind
+
+    run_state_machine_as_test(Machine, settings=SETTINGS)
 
 
 def test_keys_stay_prefix_closed_when_blocks_take_few_keys():
@@ -261,5 +266,5 @@ def test_colliding_hashes_never_serve_wrong_blocks(bits):
             in_use |= {block for user in self.model.users for block in user.sequence.blocks}
             assert self.cache.pool.available == self.cache.pool.total - len(in_use)
 
-    with patch.object(sequence, "chain_digest", weak), patch.object(integrity, "chain_digest", weak):
+    with patch.object(sequence, "chain_digest", weak), patch.object(hash_index, "chain_digest", weak):
         run_state_machine_as_test(Colliding, settings=SETTINGS)

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.request import FinishReason, Request
 from engine.sched.sampling import SamplingParams
@@ -48,10 +49,10 @@ class OverlapMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         step_tokens=st.integers(3, 20),
         running=st.sampled_from([3, 4, 6, 1]),
-        enabled=st.sampled_from([True, True, True, False]),
+        index=st.sampled_from(IndexKind),
     )
-    def start(self, blocks, block_size, step_tokens, running, enabled):
-        self.cache = PrefixCache(blocks, block_size, enabled=enabled)
+    def start(self, blocks, block_size, step_tokens, running, index):
+        self.cache = PrefixCache(blocks, block_size, index=index)
         config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=2)
         self.scheduler = Scheduler(self.cache, config)
         self.backend = InOrderBackend(self.cache, step_tokens)

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.request import FinishReason, Request
 from engine.sched.sampling import SamplingParams
@@ -48,10 +49,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         step_tokens=st.integers(3, 20),
         running=st.sampled_from([3, 4, 6, 1]),
         overtakes=st.integers(0, 3),
-        enabled=st.sampled_from([True, True, True, False]),
+        index=st.sampled_from(IndexKind),
     )
-    def start(self, blocks, block_size, step_tokens, running, overtakes, enabled):
-        self.cache = PrefixCache(blocks, block_size, enabled=enabled)
+    def start(self, blocks, block_size, step_tokens, running, overtakes, index):
+        self.cache = PrefixCache(blocks, block_size, index=index)
         config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=overtakes)
         self.scheduler = Scheduler(self.cache, config)
         self.backend = CheckingBackend(self.cache, step_tokens)
@@ -173,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if entry.request.id in self.scheduler._waiting:
                 tokens = [*entry.request.prompt_tokens, *entry.request.output_tokens]
                 fresh = self.cache.open(tokens, entry.request.salt)
-                total += len(tokens) - self.cache.count_hits(fresh, len(tokens)) * self.cache.block_size
+                total += len(tokens) - self.cache.count_hits(fresh, len(tokens))
             else:
                 total += max(entry.prefill_end - entry.computed_tokens, 0)
         return total

@@ -12,14 +12,16 @@ import pytest
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from engine.contract.requests import Endpoint
+from router.fleet.facts import EngineFacts
 from router.fleet.pod import Pod
-from router.fleet.probe import PodIdentity
+from router.fleet.probe import PodIdentity, ServedModel
 from router.gateway.chooser import Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import Inbound
 from router.gateway.registry import NoRegistry
 from router.gateway.tables import Tables
 from router.registry.index import PrefixIndex
+from router.registry.rooms import Rooms
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
@@ -87,6 +89,14 @@ def new_pod(number: int) -> Pod:
     return Pod("http://pod", PodIdentity(PodId(f"pod-{number:03}"), 1, ()))
 
 
+def new_foreign_pod(number: int) -> Pod:
+    """One that publishes nothing; of three, one tells no capacity."""
+    pod = Pod("http://pod", PodIdentity(PodId(f"pod-{number:03}"), 1, (ServedModel("m", b"{}"),)))
+    if number % 3:
+        pod.facts = EngineFacts("vllm", None, 1000 + 100 * (number % 5), 16)
+    return pod
+
+
 def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
     """Choices, strides and tokens believed held; with retries, another policy for some, and pods that change."""
     worlds = [World(1), World(sys.maxsize)]
@@ -100,6 +110,48 @@ def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
                 world.listed = [*(pod for i, pod in enumerate(world.listed) if i != gone), new_pod(come)]
         first, second = (world.ask(number, policy, excluded) for world in worlds)
         assert first == second, number
+
+
+def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
+    """Their room is a column of the table, kept current by whatever changes what is believed of them; the pods that
+    are chosen, and what is believed of them in the end, are those of a view of each pod."""
+    worlds = [World(1), World(sys.maxsize)]
+    for world in worlds:
+        world.listed = [new_foreign_pod(i) for i in range(PODS)]
+    rng = random.Random(3)
+    for number in range(800):
+        deed, place, held = rng.randrange(12), rng.randrange(PODS), rng.randrange(8)
+        chosen = []
+        for world in worlds:
+            pod_id, inbound = world.listed[place].pod_id, world.inbound(number // 2)
+            if deed == 0:
+                world.chooser.refute(pod_id, inbound.keys, held, world.now_s)
+            elif deed == 1:
+                world.index.was_held(pod_id, inbound.keys, 0, 400)
+            elif deed == 2:
+                world.chooser.unbelieve(pod_id, inbound.keys, world.now_s)
+            elif deed == 3:
+                taken = world.chooser.taken(world.listed[place], 500)
+                world.chooser.remember(pod_id, inbound.keys, world.now_s, taken)
+            elif deed == 4:
+                world.chooser.believe(pod_id, [(world.now_s, world.inbound(number).keys)], world.now_s)
+            elif deed == 5 and number % 40 == 0:
+                world.chooser.forget(pod_id, world.now_s)
+            elif deed == 6:
+                world.index.retract(pod_id, inbound.keys)
+            elif deed == 7 and number % 10 == 0:
+                world.listed = sorted(
+                    (*world.listed[:place], *world.listed[place + 1 :], new_foreign_pod(1000 + number)),
+                    key=lambda pod: pod.pod_id,
+                )
+                world.index.drop(pod_id)
+            chosen.append(world.ask(number, POLICY))
+        assert chosen[0] == chosen[1], number
+    by_table, one_by_one = (world.index for world in worlds)
+    rooms = [by_table.rooms.of(pod.pod_id) for pod in worlds[0].listed]
+    assert rooms == [one_by_one.rooms.of(pod.pod_id) for pod in worlds[1].listed]
+    assert by_table.regret == one_by_one.regret > 0
+    assert 0 < sum(room < 500 for room in rooms) < PODS
 
 
 def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
@@ -130,7 +182,8 @@ def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
 
 def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gone() -> None:
     pods = [new_pod(i) for i in range(3)]
-    tables = Tables()
+    rooms = Rooms()
+    tables = Tables(rooms)
     table = tables.of("base", pods)
     assert tables.of("adapter", tuple(pods)) is table
     assert tables.of("base", pods[:2]) is not table
@@ -138,3 +191,4 @@ def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gon
     tables.drop("adapter")
     assert "base" not in tables
     assert not any(pod.state._watchers for pod in pods)
+    assert not rooms._watchers

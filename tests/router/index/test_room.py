@@ -65,7 +65,7 @@ def test_belief_is_what_an_lru_cache_of_the_told_size_holds_but_for_what_is_give
         keys = prompt(name, length)
         index.speculate(POD, keys, float(at_s), math.inf, taken(length, blocks * BLOCK, capacity))
         cache.ask(keys, blocks * BLOCK)
-        assert index.room_tokens(POD) <= capacity
+        assert index.rooms.of(POD) <= capacity
         for other in range(1, 10):
             chain = prompt(other, 12)
             believed = index.match(chain, float(at_s)).get(POD, Match(0)).strides
@@ -82,7 +82,7 @@ def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used(
     for i in range(4):
         keys = (*shared, PrefixKey(100 + i))
         index.speculate(POD, keys, float(i), math.inf, taken(9, 0, 2000))
-    assert index.room_tokens(POD) == 2000 - 12 * KEY_TOKENS
+    assert index.rooms.of(POD) == 2000 - 12 * KEY_TOKENS
     index.speculate(POD, prompt(2, 20), 9.0, math.inf, taken(20, 0, 2000))
     assert index.match(prompt(2, 20), 9.0)[POD] == Match(20)
     assert index.match(shared, 9.0)[POD] == Match(8)
@@ -91,7 +91,7 @@ def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used(
 def test_answers_take_room_though_no_key_stands_for_them() -> None:
     index = PrefixIndex()
     index.speculate(POD, prompt(1, 4), 0.0, math.inf, taken(4, 1000, 1500))
-    assert index.room_tokens(POD) == 1500 - 4 * KEY_TOKENS - 1008  # whole blocks
+    assert index.rooms.of(POD) == 1500 - 4 * KEY_TOKENS - 1008  # whole blocks
     index.speculate(POD, prompt(2, 4), 1.0, math.inf, taken(4, 1000, 1500))
     assert index.match(prompt(1, 4), 1.0)[POD] == Match(3)
 
@@ -100,7 +100,7 @@ def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None
     index = PrefixIndex()
     for i in range(100):
         index.speculate(POD, prompt(i, 10), 1.0, 600.0, taken(10, 200, None))
-    assert index.room_tokens(POD) == math.inf
+    assert index.rooms.of(POD) == math.inf
     assert all(index.match(prompt(i, 10), 500.0)[POD] == Match(10) for i in range(100))
     assert not index.match(prompt(3, 10), 700.0)
 
@@ -160,4 +160,4 @@ def test_ghosts_and_losses_are_bounded() -> None:
     while index.sweep(1000):
         pass
     assert len(index) == 0
-    assert index.room_tokens(POD) == math.inf
+    assert index.rooms.of(POD) == math.inf

@@ -1,0 +1,125 @@
+"""Makes the tiers that the settings ask for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.backend.tiers.base import CopyEngine, CopyError, Direction
+from engine.backend.tiers.copier import BlockCopier, CopyLimits
+from engine.cache.eviction import Eviction
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.events import Tier
+from engine.tiers.emulated import EmulatedCopies, Timers
+from engine.tiers.link import Link
+from engine.tiers.threads import ThreadedCopies
+from engine.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from engine.backend.torch_kv import KvPool
+
+_MIB = 1 << 20
+LIMITS = CopyLimits(run_bytes=4 * _MIB, in_flight_bytes=16 * _MIB, half_life_bytes=256 * _MIB)
+"""Of copies on threads: as much is still copied after a copy is given up."""
+CUDA_POLL_S = 0.001
+"""Copies of the card tell nobody that they have ended."""
+MEASURED_BYTES = 32 * _MIB
+"""That are copied to and fro at the start to learn the rates."""
+MEASURE_S = 30.0
+"""Within which that must have ended."""
+
+
+class TierError(Exception):
+    """A tier cannot be made; the text names the setting and the remedy."""
+
+
+class _Telling(CopyEngine, Protocol):
+    """Copies that tell of their end."""
+
+    def tell(self, on_end: Callable[[], None] | None) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A tier without its index: room for blocks, and measured copies between it and the tier above it."""
+
+    tier: Tier
+    blocks: int
+    block_bytes: int
+    copier: BlockCopier
+    telling: _Telling | None = None
+    """The copies, where they tell of their end."""
+
+    def close(self) -> None:
+        """Begin no further copy. Blocks the thread for a second at most."""
+        if self.telling is not None:
+            self.telling.close()
+
+
+def host_store(kv: KvPool, host_bytes: int) -> Store:
+    """The host tier of `host_bytes` bytes below the pool. Blocks: the copies are measured. Raises
+    TierError."""
+    # Imported here: an emulated pod needs no torch.
+    from engine.backend.cuda.copies import HostMemoryError, HostPool, copy_engine, measure_rates
+
+    pool = kv.data
+    block_bytes = pool[0].nbytes
+    slots = _slots("--host-cache-bytes", host_bytes, block_bytes)
+    try:
+        host = HostPool(pool, slots)
+        copies = copy_engine(pool, host)
+    except HostMemoryError as error:
+        raise TierError(f"--host-cache-bytes {host_bytes}: {error}") from None
+    telling = None if pool.device.type == "cuda" else ThreadedCopies(copies, "host-tier")
+    copier = BlockCopier(telling or copies, time.monotonic, LIMITS if telling else None)
+    measured = max(1, min(MEASURED_BYTES // block_bytes, slots, len(pool)))
+    pool[:measured].zero_()
+    try:
+        measure_rates(copier, measured, MEASURE_S)
+    except (CopyError, TimeoutError) as error:
+        raise TierError(f"--host-cache-bytes {host_bytes}: blocks cannot be copied: {error}") from None
+    return Store(Tier.HOST, slots, block_bytes, copier, telling)
+
+
+def emulated_store(timers: Timers, host_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float) -> Store:
+    """An emulated host tier. Raises TierError."""
+    slots = _slots("--host-cache-bytes", host_bytes, block_bytes)
+    copies = EmulatedCopies(
+        timers, pool_blocks=pool_blocks, host_slots=slots, block_bytes=block_bytes, bytes_per_s=bytes_per_s
+    )
+    copier = BlockCopier(copies, timers.time, LIMITS)
+    for direction in Direction:
+        copier.learn_rate(direction, int(bytes_per_s), 1.0)
+    return Store(Tier.HOST, slots, block_bytes, copier, copies)
+
+
+def make_tiers(
+    pool: PrefixCache,
+    stores: Sequence[Store],
+    *,
+    eviction: Eviction,
+    step_tokens: int,
+    clock: Callable[[], float],
+    on_end: Callable[[], None],
+) -> Tiers:
+    """The tiers over these stores, from the pool downwards. `on_end`: called, on any thread, when a copy has ended."""
+    links: list[Link] = []
+    upper = pool
+    for store in stores:
+        lower = PrefixCache(store.blocks, pool.block_size, eviction=eviction)
+        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes))
+        if store.telling is not None:
+            store.telling.tell(on_end)
+        upper = lower
+    poll_s = math.inf if all(store.telling for store in stores) else CUDA_POLL_S
+    return Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s)
+
+
+def _slots(setting: str, tier_bytes: int, block_bytes: int) -> int:
+    if tier_bytes < block_bytes:
+        raise TierError(f"{setting} {tier_bytes} holds no block: one block takes {block_bytes} bytes")
+    return tier_bytes // block_bytes

@@ -1,0 +1,68 @@
+"""The tiers in Prometheus' terms: read when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.contract.events import Tier
+from engine.tiers.stats import Decision, Outcome
+from engine.tiers.tiers import Tiers
+
+
+class TierCollector(Collector):
+    """Register it with the engine's `CollectorRegistry`. Every series carries `model_name`, as all of the engine's."""
+
+    def __init__(self, tiers: Tiers, model_name: str) -> None:
+        self._tiers = tiers
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector.collect`."""
+        stats, sizes = self._tiers.stats, self._tiers.sizes()
+        tiers = [size.tier for size in sizes]
+        room = {size.tier: size.blocks * size.block_bytes for size in sizes}
+        used = {size.tier: size.held_blocks * size.block_bytes for size in sizes}
+        rates = {tier: self._tiers.bytes_per_s(tier) or 0.0 for tier in tiers}
+        yield self._gauge("capacity_bytes", "Bytes of KV that the tier has room for.", room)
+        yield self._gauge("bytes", "Bytes of KV that the tier holds.", used)
+        yield self._gauge("bytes_per_second", "Measured rate from the tier to the one above it.", rates)
+        evicted = {size.tier: size.evicted_blocks for size in sizes}
+        yield self._counter("hit_tokens", "Prompt tokens whose KV came from the tier.", tiers, stats.hit_tokens)
+        yield self._counter("evictions", "Blocks that had to make room in the tier.", tiers, evicted)
+        yield self._counter("demotions", "Blocks copied down to the tier.", tiers, stats.demoted)
+        yield self._counter("promotions", "Blocks copied up from the tier.", tiers, stats.promoted)
+        yield self._counter("skipped", "Blocks not copied down: the tier or its queue was full.", tiers, stats.skipped)
+        yield self._counter(
+            "worthless", "Blocks not copied down: computing them again is sooner.", tiers, stats.worthless
+        )
+        yield self._counter("errors", "Copies that failed.", tiers, stats.errors)
+        decisions = CounterMetricFamily(
+            "warmroute_tier_decisions",
+            "Requests that found something below the pool, by what was expected to be sooner: to fetch all of it, a "
+            "part, or to compute.",
+            labels=("model_name", "decision"),
+        )
+        for decision in Decision:
+            decisions.add_metric((self._model_name, decision.value), stats.decisions[decision])
+        yield decisions
+        outcomes = CounterMetricFamily(
+            "warmroute_tier_fetches", "Fetches that have ended, by how.", labels=("model_name", "outcome")
+        )
+        for outcome in Outcome:
+            outcomes.add_metric((self._model_name, outcome.value), stats.outcomes[outcome])
+        yield outcomes
+
+    def _gauge(self, name: str, text: str, values: Mapping[Tier, float]) -> Metric:
+        family = GaugeMetricFamily(f"warmroute_tier_{name}", text, labels=("model_name", "tier"))
+        for tier, value in values.items():
+            family.add_metric((self._model_name, tier.name.lower()), value)
+        return family
+
+    def _counter(self, name: str, text: str, tiers: list[Tier], values: Mapping[Tier, int]) -> Metric:
+        family = CounterMetricFamily(f"warmroute_tier_{name}", text, labels=("model_name", "tier"))
+        for tier in tiers:
+            family.add_metric((self._model_name, tier.name.lower()), values.get(tier, 0))
+        return family

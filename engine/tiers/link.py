@@ -1,0 +1,108 @@
+"""Two neighbouring tiers: the index of each, and the copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
+from engine.backend.tiers.copier import BlockCopier
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
+from engine.contract.events import Tier
+from engine.contract.load import StepCost
+
+MIN_QUEUE_BLOCKS = 16
+QUEUE_SHARE = 1 / 4
+"""Of the upper tier's blocks: with as many on their way down no more are asked to go. They are not free meanwhile."""
+
+
+class Link:
+    """Copies blocks between `upper` and `lower`. Whoever asks for a copy keeps its source and its target referenced."""
+
+    def __init__(self, tier: Tier, upper: PrefixCache, lower: PrefixCache, copier: BlockCopier, block_bytes: int):
+        """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`."""
+        self.tier = tier
+        self.upper = upper
+        self.lower = lower
+        self.copier = copier
+        self.block_bytes = block_bytes
+        self.spoilt: set[int] = set()
+        """Blocks of `lower` that cannot be read, though they are indexed: written again when they come by."""
+        self._then: dict[int, Callable[[FinishedCopy], None]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy has not ended."""
+        return bool(self._then)
+
+    def copy(self, direction: Direction, pairs: Sequence[BlockPair], then: Callable[[FinishedCopy], None]) -> int:
+        """Begin to copy; `then` is called by `poll`. The copy's id."""
+        ask = self.copier.demote if direction is Direction.DEMOTE else self.copier.promote
+        copy_id = ask(pairs)
+        self._then[copy_id] = then
+        return copy_id
+
+    def cancel(self, copy_id: int) -> None:
+        """Begin no further part of the copy, if it has not ended."""
+        if copy_id in self._then:
+            self.copier.cancel(copy_id)
+
+    def cancel_demotions(self) -> None:
+        """Begin no further part of any copy downwards."""
+        self.copier.cancel_all(Direction.DEMOTE)
+
+    def poll(self) -> list[FinishedCopy]:
+        """Call what waits for the copies that have ended; these copies."""
+        finished = self.copier.poll()
+        for end in finished:
+            self._then.pop(end.copy_id)(end)
+        return finished
+
+    def readable_blocks(self, sequence: CachedSequence, tokens: int) -> int:
+        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds."""
+        nodes = self.lower.find(sequence, tokens // self.lower.block_size)
+        if self.spoilt:
+            for i, node in enumerate(nodes):
+                if node in self.spoilt:
+                    return i
+        return len(nodes)
+
+    def holds(self, sequence: CachedSequence, block: int) -> bool:
+        """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""
+        return self.lower.has(sequence.digests[block])
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a sequence may be asked to go down now: all of it, as all of it is held meanwhile."""
+        most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))
+        return self.copier.open_blocks(Direction.DEMOTE) < most
+
+    def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
+        """Leading blocks worth copying down: up to the last one that was used twice, or that takes longer to compute
+        again than to copy down and up. While a rate or the cost is not known, all of them."""
+        size, nodes = self.upper.block_size, sequence.nodes
+        down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
+        if down is None or up is None or not cost.token_s:
+            return len(nodes)
+        copy_s = self.block_bytes / down + self.block_bytes / up
+        last = len(nodes) - 1
+        # Later blocks are dearer (the formula of `StepCost`), so the last one decides.
+        if size * (cost.token_s + cost.attention_s * (last + 0.5) * size) > copy_s:
+            return len(nodes)
+        uses = self.upper.pool.uses
+        return next((i + 1 for i in range(last, -1, -1) if uses(nodes[i]) > 1), 0)
+
+    def pairs_down(
+        self, upper: CachedSequence, lower: CachedSequence, present: int
+    ) -> tuple[list[BlockPair], list[BlockPair]]:
+        """What is spoilt below and in nobody's use, and what is missing there behind the `present` blocks."""
+        pairs = [BlockPair(source, target) for source, target in zip(upper.nodes, lower.blocks, strict=False)]
+        is_idle = self.copier.fences.is_slot_idle
+        repairs = [pair for pair in pairs[:present] if pair.target in self.spoilt and is_idle(pair.target)]
+        return repairs, pairs[present:]
+
+
+def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:
+    """How many of the first pairs asked for have arrived without a gap."""
+    done = set(end.done)
+    return next((i for i, pair in enumerate(pairs) if pair not in done), len(pairs))

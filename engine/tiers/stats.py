@@ -1,0 +1,65 @@
+"""What the tiers have done, since the engine started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.contract.events import Tier
+
+
+class Decision(StrEnum):
+    """Of the race between fetching and computing, per request that found something in a slower tier."""
+
+    FETCH = "fetch"
+    """All that is there."""
+    PART = "part"
+    """Some of it; computing the rest is sooner."""
+    COMPUTE = "compute"
+    """Nothing of it."""
+
+
+class Outcome(StrEnum):
+    """How a fetch ended."""
+
+    ARRIVED = "arrived"
+    """All that was wanted."""
+    GIVEN_UP = "given_up"
+    """Computing the rest became the sooner way, or its blocks were wanted for others."""
+    FAILED = "failed"
+    """A copy failed; what came before it is used."""
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters. Blocks are counted by the slower of the two tiers between which they move."""
+
+    demoted: Counter[Tier] = field(default_factory=Counter)
+    """Blocks copied down."""
+    skipped: Counter[Tier] = field(default_factory=Counter)
+    """Blocks not copied down: the queue was full, or the tier was full of blocks in use."""
+    worthless: Counter[Tier] = field(default_factory=Counter)
+    """Blocks not copied down because computing them again is sooner than copying them twice."""
+    promoted: Counter[Tier] = field(default_factory=Counter)
+    """Blocks copied up."""
+    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    """Prompt tokens that requests got from there."""
+    decisions: Counter[Decision] = field(default_factory=Counter)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    errors: Counter[Tier] = field(default_factory=Counter)
+    """Copies that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """A tier at one moment."""
+
+    tier: Tier
+    blocks: int
+    """That it has room for."""
+    held_blocks: int
+    """That hold something."""
+    block_bytes: int
+    evicted_blocks: int
+    """Since the start."""

@@ -1,0 +1,295 @@
+"""The tiers below the pool, as the scheduler sees them (`engine.sched.tiers.LowerTiers`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from engine.backend.tiers.base import Direction, FinishedCopy
+from engine.backend.tiers.fetch import Held, Prefill
+from engine.cache.changes import KeyChanges
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
+from engine.contract.events import Keys, Tier
+from engine.contract.load import StepCost
+from engine.tiers.fetches import Fetch, plan
+from engine.tiers.keys import TieredKeys
+from engine.tiers.link import Link, leading
+from engine.tiers.stats import Decision, Outcome, TierSize, TierStats
+
+SPARE_SHARE = 1 / 16
+"""Of the pool. With fewer blocks to be had, a request that ends gives its own back at once instead of copying them."""
+
+
+class Tiers:
+    """Copies down what requests leave behind, and brings up what requests find below the pool.
+
+    Every tier is an index of its own over blocks of its own (`PrefixCache`), and holds the parents of what it holds.
+    A copy's source and target are referenced in their tiers for as long as it is open. Nothing here waits; time comes
+    from `clock`, in seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        pool: PrefixCache,
+        links: Sequence[Link],
+        *,
+        step_tokens: int,
+        clock: Callable[[], float],
+        poll_s: float = math.inf,
+    ) -> None:
+        """`links`: from the pool downwards; `step_tokens`: that one step computes at most; `poll_s`: seconds after
+        which copies under way are to be asked for, where nobody tells that they have ended.
+        """
+        self._poll_s = poll_s
+        self._pool = pool
+        self._links = links
+        self._step_tokens = step_tokens
+        self._clock = clock
+        self._cost = StepCost()
+        self._keys = TieredKeys([pool, *[link.lower for link in links]])
+        self._fetches: dict[int, Fetch] = {}
+        """By request that waits."""
+        self._fetched: dict[bytes, Fetch] = {}
+        """By the digest of each block on its way."""
+        self._left: list[Fetch] = []
+        """Fetches that nobody waits for, with copies that have not ended."""
+        self._decided: set[int] = set()
+        """Requests that wait for blocks no more."""
+        self.stats = TierStats()
+
+    def learn_cost(self, cost: StepCost) -> None:
+        """See `LowerTiers.learn_cost`."""
+        self._cost = cost
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy has not ended."""
+        return any(link.is_busy for link in self._links)
+
+    def check_in_s(self) -> float:
+        """Seconds until copies must be looked at again, even if nothing is told of them: infinite without any."""
+        late_at_s = min((fetch.late_at_s() for fetch in self._fetches.values()), default=math.inf)
+        return max(0.0, min(late_at_s - self._clock(), self._poll_s if self.is_busy else math.inf))
+
+    def poll(self) -> None:
+        """See `LowerTiers.poll`."""
+        for link in reversed(self._links):  # what has come up one tier goes on at once
+            for end in link.poll():
+                if end.error is not None:
+                    self.stats.errors[link.tier] += 1
+                if end.direction is Direction.PROMOTE:
+                    self.stats.promoted[link.tier] += len(end.done)
+                else:
+                    self.stats.demoted[link.tier] += len(end.done)
+                    link.spoilt.difference_update(pair.target for pair in end.done)
+        for request_id, fetch in tuple(self._fetches.items()):
+            if fetch.is_over:
+                self._end(request_id, fetch)
+        for fetch in self._left:
+            fetch.release()
+        self._left = [fetch for fetch in self._left if not fetch.is_over]
+
+    def waits(
+        self,
+        request_id: int,
+        sequence: CachedSequence,
+        known_tokens: int,
+        *,
+        cached_blocks: int,
+        fits: bool,
+        reserve_blocks: int,
+        queue_s: float,
+    ) -> bool:
+        """See `LowerTiers.waits`."""
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            if not fetch.is_late(self._clock()):
+                return True
+            self._give_up(request_id, fetch)
+            return False
+        if cached_blocks >= (known_tokens - 1) // self._pool.block_size:
+            return False
+        if sequence.digests[cached_blocks] in self._fetched:
+            return True  # another request waits for it
+        if (
+            not fits
+            or request_id in self._decided
+            or not any(link.holds(sequence, cached_blocks) for link in self._links)
+        ):
+            return False
+        prefill = Prefill(known_tokens, cached_blocks * self._pool.block_size, self._step_tokens, self._cost, queue_s)
+        return self._begin(request_id, sequence, prefill, cached_blocks, reserve_blocks)
+
+    def forget(self, request_id: int) -> None:
+        """See `LowerTiers.forget`."""
+        self._decided.discard(request_id)
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            self._give_up(request_id, fetch)
+            self._decided.discard(request_id)
+
+    def take_over(self, sequence: CachedSequence) -> None:
+        """See `LowerTiers.take_over`."""
+        if self._pool.pool.available < self._pool.pool.total * SPARE_SHARE or not self._pool.is_current(sequence):
+            self._pool.release(sequence)
+        else:
+            self._store(0, sequence)
+
+    def make_room(self) -> None:
+        """See `LowerTiers.make_room`."""
+        self._links[0].cancel_demotions()
+
+    def reset(self) -> None:
+        """See `LowerTiers.reset`. Copies under way end, and what they bring is not indexed."""
+        for link in self._links:
+            link.lower.reset()
+        for request_id, fetch in tuple(self._fetches.items()):
+            self._give_up(request_id, fetch)
+
+    def take_changes(self) -> KeyChanges:
+        """See `LowerTiers.take_changes`."""
+        return self._keys.take_changes()
+
+    def held_keys(self) -> tuple[Keys, Keys, Keys]:
+        """See `LowerTiers.held_keys`."""
+        return self._keys.held_keys()
+
+    def sizes(self) -> list[TierSize]:
+        """The tiers as they are, the pool left out."""
+        return [
+            TierSize(
+                link.tier, link.lower.pool.total, link.lower.indexed_blocks, link.block_bytes, link.lower.evictions
+            )
+            for link in self._links
+        ]
+
+    def bytes_per_s(self, tier: Tier) -> float | None:
+        """The measured rate from the tier to the one above it; None: not known, or there is no such tier."""
+        return next((link.copier.bytes_per_s(Direction.PROMOTE) for link in self._links if link.tier is tier), None)
+
+    def _begin(
+        self, request_id: int, sequence: CachedSequence, prefill: Prefill, hits: int, reserve_blocks: int
+    ) -> bool:
+        """Decide, and fetch where that is sooner."""
+        held = self._held(sequence, prefill.prompt_tokens - 1, hits)
+        if not held:
+            return False
+        self._decided.add(request_id)
+        choice = plan(prefill, held)
+        fetch = None
+        if choice.fetched_blocks:
+            fetch = self._hold(sequence, hits + choice.fetched_blocks, reserve_blocks, prefill)
+        if fetch is None:
+            self.stats.decisions[Decision.COMPUTE] += 1
+            return False
+        is_all = fetch.stop == hits + sum(part.blocks for part in held)
+        self.stats.decisions[Decision.FETCH if is_all else Decision.PART] += 1
+        self._fetches[request_id] = fetch
+        for digest in sequence.digests[fetch.first : fetch.stop]:
+            self._fetched[digest] = fetch
+        return True
+
+    def _held(self, sequence: CachedSequence, tokens: int, hits: int) -> list[Held]:
+        """What each tier has behind the `hits` blocks of the pool and those of the tiers above it."""
+        held: list[Held] = []
+        reached, path_s = hits, 0.0
+        for link in self._links:
+            readable = link.readable_blocks(sequence, tokens)
+            part = Held.measured(link.copier, max(0, readable - reached), self._pool.block_size)
+            if part is None:  # not measured yet: whatever lies deeper has to come this way, too
+                break
+            # A block passes every tier on its way up: the slowest copy sets the pace, the others add to the wait.
+            block_s = max(path_s, part.block_s)
+            held.append(Held(part.blocks, part.block_tokens, block_s, part.queue_s + path_s))
+            path_s = block_s
+            reached = max(reached, readable)
+        return held if reached > hits else []
+
+    def _hold(self, sequence: CachedSequence, stop: int, reserve_blocks: int, prefill: Prefill) -> Fetch | None:
+        """Begin to fetch up to block `stop`; None where the tiers have no room."""
+        readable = [link.readable_blocks(sequence, stop * self._pool.block_size) for link in self._links]
+        depth = next((i for i, blocks in enumerate(readable) if blocks >= stop), None)
+        if depth is None:
+            return None
+        links = self._links[: depth + 1]
+        sequences: list[CachedSequence] = []
+        present: list[int] = []
+        for cache in [self._pool, *[link.lower for link in links]]:
+            part = sequence.fork()
+            # The pool counts the use when the request starts.
+            is_pool = cache is self._pool
+            had = cache.hold(part, stop, reserve_blocks if is_pool else 0, counts_use=not is_pool)
+            if had is None:
+                for other, held in zip([self._pool, *[link.lower for link in links]], sequences, strict=False):
+                    other.release(held)
+                return None
+            sequences.append(part)
+            present.append(had)
+        fetch = Fetch(prefill, self._clock(), links, sequences, present[0], stop)
+        fetch.begin(present)
+        return fetch
+
+    def _end(self, request_id: int, fetch: Fetch) -> None:
+        """All that could come has come: the request finds it in the pool."""
+        del self._fetches[request_id]
+        self._forget_digests(fetch)
+        self._decided.add(request_id)
+        fetch.release()
+        whole = fetch.first + fetch.landed >= fetch.stop
+        self.stats.outcomes[Outcome.ARRIVED if whole else Outcome.FAILED] += 1
+        self._count_hits(fetch)
+
+    def _give_up(self, request_id: int, fetch: Fetch) -> None:
+        """The request waits no more. What has come can be used; what copies still write is held until they end."""
+        del self._fetches[request_id]
+        self._forget_digests(fetch)
+        self._decided.add(request_id)
+        self.stats.outcomes[Outcome.GIVEN_UP] += 1
+        self._count_hits(fetch)
+        fetch.give_up()
+        fetch.release()
+        self._left.append(fetch)
+
+    def _forget_digests(self, fetch: Fetch) -> None:
+        for digest in fetch.sequences[0].digests[fetch.first : fetch.stop]:
+            if self._fetched.get(digest) is fetch:
+                del self._fetched[digest]
+
+    def _count_hits(self, fetch: Fetch) -> None:
+        for link, blocks in zip(fetch.links, fetch.landed_from(), strict=True):
+            self.stats.hit_tokens[link.tier] += blocks * self._pool.block_size
+
+    def _store(self, depth: int, sequence: CachedSequence) -> None:
+        """Copy a held sequence one tier down, what is worth it; then release it, and go on from there."""
+        upper = self._links[depth - 1].lower if depth else self._pool
+        if depth == len(self._links):
+            upper.release(sequence)
+            return
+        link = self._links[depth]
+        wanted = link.worthwhile(sequence, self._cost)
+        part = sequence.fork()
+        there = len(link.lower.find(part, len(sequence.nodes)))
+        self.stats.worthless[link.tier] += max(0, len(sequence.nodes) - max(wanted, there))
+        # Those there already are held, too: so their tier learns that they were used.
+        fits = min(max(wanted, there), there + (link.lower.pool.available if link.has_room else 0))
+        present = link.lower.hold(part, fits)
+        if present is None:  # those there are idle, and count among the available
+            fits, present = there, link.lower.hold(part, there)
+        self.stats.skipped[link.tier] += max(0, wanted - fits)
+        if present is None:
+            upper.release(sequence)
+            return
+        repairs, missing = link.pairs_down(sequence, part, present)
+        if not repairs and not missing:
+            upper.release(sequence)
+            self._store(depth + 1, part)
+            return
+        size = self._pool.block_size
+
+        def ended(end: FinishedCopy) -> None:
+            link.lower.commit(part, (present + leading(missing, end)) * size)
+            upper.release(sequence)
+            self._store(depth + 1, part)
+
+        link.copy(Direction.DEMOTE, [*repairs, *missing], ended)

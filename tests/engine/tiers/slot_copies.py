@@ -1,0 +1,76 @@
+"""Copies between two models of memory (`CheckingBackend.slots`): the test decides when each run ends, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.backend.tiers.base import BlockRun, CopyError, Direction
+from engine.cache.prefix_cache import PrefixCache
+
+BLOCK_BYTES = 10
+Memory = dict[int, Any]
+
+
+@dataclass(eq=False)
+class Flying:
+    """A run in flight: its target is torn until it ends."""
+
+    run: BlockRun
+    before: list[Any]
+    has_ended: bool = False
+    fails: bool = False
+
+    def elapsed_s(self) -> float | None:
+        if self.fails:
+            raise CopyError("the medium is broken")
+        return 0.0 if self.has_ended else None
+
+
+@dataclass
+class SlotCopies:
+    """Nobody may write either side of a run while it is in flight."""
+
+    upper: Memory
+    lower: Memory
+    upper_cache: PrefixCache
+    lower_cache: PrefixCache
+    block_bytes: int = BLOCK_BYTES
+    flying: list[Flying] = field(default_factory=list)
+
+    @property
+    def pool_blocks(self) -> int:
+        return self.upper_cache.pool.total
+
+    @property
+    def host_slots(self) -> int:
+        return self.lower_cache.pool.total
+
+    def start(self, run: BlockRun) -> Flying:
+        source, target = self.sides(run)
+        flying = Flying(run, [source[pair.source] for pair in run.pairs])
+        for pair in run.pairs:
+            target[pair.target] = flying
+        self.flying.append(flying)
+        return flying
+
+    def sides(self, run: BlockRun) -> tuple[Memory, Memory]:
+        return (self.upper, self.lower) if run.direction is Direction.DEMOTE else (self.lower, self.upper)
+
+    def end(self, flying: Flying, *, fails: bool = False) -> None:
+        self.flying.remove(flying)
+        source, target = self.sides(flying.run)
+        caches = (self.upper_cache, self.lower_cache)
+        from_, to = caches if flying.run.direction is Direction.DEMOTE else reversed(caches)
+        for pair, before in zip(flying.run.pairs, flying.before, strict=True):
+            assert source[pair.source] is before, "a source was written under a copy"
+            assert target[pair.target] is flying, "a target was written under a copy"
+            assert from_.pool.references(pair.source), "a source came free under a copy"
+            assert to.pool.references(pair.target), "a target came free under a copy"
+            if not fails:
+                target[pair.target] = list(before)
+        flying.has_ended, flying.fails = True, fails
+
+    def end_all(self) -> None:
+        while self.flying:
+            self.end(self.flying[0])

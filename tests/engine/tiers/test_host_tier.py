@@ -1,0 +1,142 @@
+"""The engine on the CPU with a host tier: real KV, real threads, a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.app import StartError, engine_tasks, listening, load
+from engine.config import EngineSettings
+from engine.contract.load import StepCost
+from engine.metrics import EngineMetrics
+from engine.model.checkpoint import make_checkpoint
+from engine.sched.plan import StepPlan
+from engine.sched.scheduler import Scheduler
+from engine.server.service import ServerState
+from tests.conftest import wait_until
+
+POOL_TOKENS, BLOCK = 512, 16
+PROMPT_TOKENS = 300
+
+
+class SlowDevice:
+    """Computing costs seconds, so whatever is kept is fetched, however busy the machine is."""
+
+    def observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
+        """Nothing to learn."""
+
+    def cost(self) -> StepCost:
+        return StepCost(token_s=1.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    make_checkpoint(folder, hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=32, max_position=512)
+    return folder
+
+
+class Engine:
+    """A running engine on the CPU."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, state: ServerState, metrics: EngineMetrics) -> None:
+        self.url, self.http, self.state, self.metrics = url, http, state, metrics
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.state.service is not None
+        return self.state.service.scheduler
+
+    async def answer(self, first: int, **fields: Any) -> tuple[Any, int]:
+        """What a prompt of its own gets (with log-probabilities, so that a wrong bit shows), and its cached tokens."""
+        asked = {"prompt": [first, *range(4, 3 + PROMPT_TOKENS)], "max_tokens": 4, "temperature": 0, "logprobs": 3}
+        async with self.http.post(f"{self.url}/v1/completions", json={**asked, **fields}) as response:
+            body = await response.json()
+            assert response.status == 200, body
+            return body["choices"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def settled(self) -> None:
+        """All copies have ended."""
+        tiers = self.scheduler._tiers
+        assert tiers is not None
+        await wait_until(lambda: not tiers.is_busy, what="the end of all copies")
+
+    def metric(self, name: str, **labels: str) -> float:
+        labels = {"model_name": self.state.serving().model.name, **labels}
+        self.metrics.exposition()
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def engine(checkpoint: Path, **fields: Any) -> AsyncIterator[Engine]:
+    settings = EngineSettings(
+        model=checkpoint, port=0, kv_pool_tokens=POOL_TOKENS, threads=1, pod_id="pod", log_level="warning", **fields
+    )
+    state, metrics = ServerState(), EngineMetrics(settings.model_name)
+    loaded = await asyncio.to_thread(load, settings)
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http,
+        listening(settings, state, metrics) as ports,
+        engine_tasks(settings, state, metrics, loaded, ports.clients),
+    ):
+        made = Engine(f"http://127.0.0.1:{ports.clients}", http, state, metrics)
+        made.scheduler._step_cost = SlowDevice()  # type: ignore[assignment]
+        yield made
+
+
+async def test_what_left_the_pool_comes_back_bit_for_bit(checkpoint: Path) -> None:
+    async with engine(checkpoint, host_cache_bytes=2**24) as pod:
+        cold = {}
+        for first in (1, 2, 3):  # two of them do not fit the pool together
+            cold[first], cached = await pod.answer(first)
+            assert cached == 0
+            await pod.settled()
+        for first in (1, 2, 3, 1):
+            warm, cached = await pod.answer(first)
+            await pod.settled()
+            assert cached == (PROMPT_TOKENS - 1) // BLOCK * BLOCK
+            assert warm == cold[first]
+        assert pod.metric("warmroute_tier_hit_tokens_total", tier="host") >= 3 * 18 * BLOCK
+        assert pod.metric("warmroute_tier_fetches_total", outcome="arrived") >= 3
+        assert pod.metric("warmroute_tier_bytes", tier="host") > 0
+
+
+async def test_tenants_share_nothing_in_the_host_tier(checkpoint: Path) -> None:
+    async with engine(checkpoint, host_cache_bytes=2**24) as pod:
+        for first in (1, 2, 3):
+            await pod.answer(first, cache_salt="red")
+            await pod.settled()
+        _, cached = await pod.answer(1, cache_salt="blue")
+        assert cached == 0
+        _, cached = await pod.answer(1)
+        assert cached == 0
+        await pod.settled()
+        _, cached = await pod.answer(1, cache_salt="red")
+        assert cached > 0
+
+
+async def test_a_reset_empties_the_host_tier(checkpoint: Path) -> None:
+    async with engine(checkpoint, host_cache_bytes=2**24) as pod:
+        for first in (1, 2, 3):
+            await pod.answer(first)
+            await pod.settled()
+        assert pod.state.service is not None
+        pod.state.service.loop.reset_cache()
+        _, cached = await pod.answer(1)
+        assert cached == 0
+
+
+def test_a_tier_too_small_for_a_block_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(StartError, match="--host-cache-bytes 100 holds no block: one block takes"):
+        load(EngineSettings(model=checkpoint, kv_pool_tokens=POOL_TOKENS, threads=1, host_cache_bytes=100))
+
+
+def test_a_tier_without_an_index_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="--host-cache-bytes needs --prefix-cache hash"):
+        EngineSettings(model=checkpoint, prefix_cache="off", host_cache_bytes=100)
