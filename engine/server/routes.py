@@ -203,6 +203,8 @@ async def _metrics(request: web.Request) -> web.Response:
     metrics = request.app[METRICS]
     if service is not None:
         metrics.update(service.scheduler.load(), service.scheduler.stats().preemptions)
+        pins = service.scheduler.pins
+        metrics.update_pins(len(pins), pins.given_up)
         metrics.update_registry(service.registry())
     return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
