@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -43,9 +43,9 @@ from engine.server.routes import make_admin_app, make_app, make_metrics_app
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
-from engine.tiers.build import Store, TierError, emulated_store, host_store, make_tiers
+from engine.tier_settings import emulated_stores, real_stores, tiers_over
+from engine.tiers.build import Store, TierError
 from engine.tiers.exported import TierCollector
-from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from engine.backend.cuda.backend import CudaBackend
@@ -87,7 +87,7 @@ def run(settings: EngineSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (ModelError, TokenizerError, StartError, UnusableFile) as error:
+    except (ModelError, TokenizerError, StartError, TierError, UnusableFile) as error:
         print(f"warmroute-engine: {error}", file=sys.stderr)
         return 2
     if any(thread.name == _LOADING for thread in threading.enumerate()):
@@ -96,8 +96,8 @@ def run(settings: EngineSettings) -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, UnusableFile where it cannot
-    start.
+    """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, TierError, UnusableFile where
+    it cannot start.
 
     Ends the process where a step never ends.
     """
@@ -127,7 +127,7 @@ async def serve(settings: EngineSettings) -> None:
 
 
 def load(settings: EngineSettings) -> LoadedModel:
-    """Read tokenizer, template and weights. Blocks. Raises ModelError, TokenizerError, StartError."""
+    """Read tokenizer, template and weights. Blocks. Raises ModelError, TokenizerError, StartError, TierError."""
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
@@ -137,7 +137,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size))
     else:
         backend, blocks = model_backend(settings)
-        stores = _stores(settings, backend)
+        stores = real_stores(settings, backend.pool)
     max_model_len = min(config.max_position, blocks * settings.block_size)
     if settings.max_model_len > max_model_len:
         raise StartError(
@@ -155,32 +155,6 @@ def load(settings: EngineSettings) -> LoadedModel:
         least_kept_tokens=settings.pin_min_tokens,
     )
     return LoadedModel(text, backend, blocks, stores)
-
-
-def _stores(settings: EngineSettings, backend: TorchBackend | CudaBackend) -> tuple[Store, ...]:
-    try:
-        return (host_store(backend.pool, settings.host_cache_bytes),) if settings.host_cache_bytes else ()
-    except TierError as error:
-        raise StartError(str(error)) from None
-
-
-def _emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
-    """For device sim: they go by the event loop's clock."""
-    if not settings.host_cache_bytes:
-        return ()
-    profile = load_profile(settings.sim_profile)
-    try:
-        return (
-            emulated_store(
-                asyncio.get_running_loop(),
-                settings.host_cache_bytes,
-                pool_blocks=blocks,
-                block_bytes=profile.kv_token_bytes * settings.block_size,
-                bytes_per_s=profile.host_gb_s * 1e9,
-            ),
-        )
-    except TierError as error:
-        raise StartError(str(error)) from None
 
 
 def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
@@ -313,8 +287,8 @@ async def engine_tasks(
         pinned_blocks=int(settings.pin_share * loaded.blocks),
     )
     wake = _Wake()
-    stores = loaded.stores or (_emulated_stores(settings, loaded.blocks) if settings.device == "sim" else ())
-    tiers = _tiers(settings, cache, stores, wake)
+    stores = loaded.stores or emulated_stores(settings, loaded.blocks)
+    tiers = tiers_over(settings, cache, stores, wake) if stores else None
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
     scheduler = Scheduler(
@@ -366,21 +340,6 @@ class _Wake:
     def __call__(self) -> None:
         with suppress(RuntimeError):  # the event loop has closed: nobody steps any more
             self._loop.call_soon_threadsafe(self.call)
-
-
-def _tiers(
-    settings: EngineSettings, cache: PrefixCache, stores: Sequence[Store], wake: Callable[[], None]
-) -> Tiers | None:
-    if not stores:
-        return None
-    return make_tiers(
-        cache,
-        stores,
-        eviction=Eviction(settings.eviction),
-        step_tokens=settings.max_step_tokens,
-        clock=asyncio.get_running_loop().time,
-        on_end=wake,
-    )
 
 
 async def _close(backend: Backend, loop: EngineLoop, force: asyncio.Event) -> None:

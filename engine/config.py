@@ -107,6 +107,16 @@ class EngineSettings(Settings):
         description="Bytes of host memory for KV blocks below the pool: what requests leave is copied there, and "
         "fetched where that is sooner than computing it again; 0: none",
     )
+    disk_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes on disk for KV blocks below the host tier, found again after a restart; 0: none",
+    )
+    disk_cache_path: Path | None = Field(
+        None,
+        description="Folder of the disk tier, this engine's own: what engines of other models or versions left in it "
+        "is removed",
+    )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
     max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
@@ -177,6 +187,10 @@ class EngineSettings(Settings):
             raise ValueError("--admin-host needs --admin-port")
         if self.host_cache_bytes and self.prefix_cache == "off":
             raise ValueError("--host-cache-bytes needs --prefix-cache hash: nothing else finds what is kept there")
+        if self.disk_cache_bytes and not self.host_cache_bytes:
+            raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
+        if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":
+            raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self

@@ -468,7 +468,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
-            shares = ShareSync(app[SETTINGS].redis_url or "", uuid.uuid4().hex, app[CHOOSER].traffic_shares)
+            shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)

@@ -8,14 +8,14 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.backend.profiles import HOST_GB_S, KV_TOKEN_BYTES, SimProfile, find_profile
+from engine.backend.profiles import DISK_GB_S, HOST_GB_S, KV_TOKEN_BYTES, SimProfile, find_profile
 
 SUFFIXES = (".yaml", ".yml")
 _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _ProfileFile(BaseModel):
-    """The fields of `SimProfile`, all required but the name and what copies to host memory take."""
+    """The fields of `SimProfile`, all required but the name and what copies to host memory and disk take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,6 +29,7 @@ class _ProfileFile(BaseModel):
     kv_tokens: int = Field(ge=1)
     kv_token_bytes: int = Field(KV_TOKEN_BYTES, ge=1)
     host_gb_s: float = Field(HOST_GB_S, gt=0, allow_inf_nan=False)
+    disk_gb_s: float = Field(DISK_GB_S, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _takes_time(self) -> _ProfileFile:

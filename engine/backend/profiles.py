@@ -36,6 +36,8 @@ KV_TOKEN_BYTES = 131_072
 """Of Llama-3-8B in bfloat16: 32 layers, keys and values of 8 heads of 128 numbers."""
 HOST_GB_S = 25.0
 """PCIe 4 x16."""
+DISK_GB_S = 5.0
+"""An NVMe disk at PCIe 4 x4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class SimProfile:
     """Bytes of a token's KV."""
     host_gb_s: float = HOST_GB_S
     """10^9 bytes a second between the device and the host's memory, each way."""
+    disk_gb_s: float = DISK_GB_S
+    """10^9 bytes a second between the host's memory and a disk, each way."""
 
     def step_s(self, plan: StepPlan) -> float:
         """Seconds the step takes."""

@@ -14,8 +14,8 @@ XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import orjson
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
@@ -34,6 +34,8 @@ MEDIA_BYTES = 4096
 place it takes among the keys is that of as many tokens of text."""
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+_digest = cast(Callable[[bytes, PrefixKey], PrefixKey], xxh3_64_intdigest)
+"""To call `PrefixKey` on each key would take a tenth of the time that keys take."""
 
 
 def key_seed(model: str, adapter: str = "", salt: str = "") -> int:
@@ -43,9 +45,9 @@ def key_seed(model: str, adapter: str = "", salt: str = "") -> int:
 
 def prefix_keys(canonical: bytes, seed: int, stride: int = DEFAULT_STRIDE_BYTES) -> tuple[PrefixKey, ...]:
     """One key for each whole stride of `stride` bytes in `canonical`, first to last."""
-    key = seed
+    key = PrefixKey(seed)
     starts = range(0, len(canonical) - stride + 1, stride)
-    return tuple([PrefixKey(key := xxh3_64_intdigest(canonical[at : at + stride], key)) for at in starts])
+    return tuple([key := _digest(canonical[at : at + stride], key) for at in starts])
 
 
 def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> bytes:

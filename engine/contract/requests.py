@@ -37,10 +37,14 @@ class Endpoint(StrEnum):
     COUNT_TOKENS = "/v1/messages/count_tokens"
     """Says how many prompt tokens a request to MESSAGES has, and computes nothing: it has no keys."""
 
+    __hash__ = str.__hash__
+    """An enumeration's own is no C function, and every request looks things up by its endpoint."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class RequestHead:
-    """What a router must know of a request before it forwards the bytes untouched."""
+    """What a router must know of a request before it forwards the bytes untouched. Never changed; not frozen because
+    freezing costs a microsecond."""
 
     model: str | None
     stream: bool

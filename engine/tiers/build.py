@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine.backend.tiers.base import CopyEngine, CopyError, Direction
@@ -13,6 +15,8 @@ from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Tier
+from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES, Shape
+from engine.tiers.disk import OpenDisk, open_disk, trial
 from engine.tiers.emulated import EmulatedCopies, Timers
 from engine.tiers.link import Link
 from engine.tiers.threads import ThreadedCopies
@@ -20,6 +24,8 @@ from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from engine.backend.torch_kv import KvPool
+
+log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 LIMITS = CopyLimits(run_bytes=4 * _MIB, in_flight_bytes=16 * _MIB, half_life_bytes=256 * _MIB)
@@ -53,11 +59,17 @@ class Store:
     copier: BlockCopier
     telling: _Telling | None = None
     """The copies, where they tell of their end."""
+    memory: memoryview | None = None
+    """The host tier's blocks, one behind the other, where a tier below it reads and writes them."""
+    disk: OpenDisk | None = None
+    """What the disk tier writes to."""
 
     def close(self) -> None:
         """Begin no further copy. Blocks the thread for a second at most."""
         if self.telling is not None:
             self.telling.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 def host_store(kv: KvPool, host_bytes: int) -> Store:
@@ -82,19 +94,49 @@ def host_store(kv: KvPool, host_bytes: int) -> Store:
         measure_rates(copier, measured, MEASURE_S)
     except (CopyError, TimeoutError) as error:
         raise TierError(f"--host-cache-bytes {host_bytes}: blocks cannot be copied: {error}") from None
-    return Store(Tier.HOST, slots, block_bytes, copier, telling)
+    memory = host.data.numpy().reshape(-1).data
+    return Store(Tier.HOST, slots, block_bytes, copier, telling, memory)
 
 
-def emulated_store(timers: Timers, host_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float) -> Store:
-    """An emulated host tier. Raises TierError."""
-    slots = _slots("--host-cache-bytes", host_bytes, block_bytes)
+def disk_store(host: Store, folder: Path, disk_bytes: int, *, block_size: int, fingerprint: bytes) -> Store:
+    """The disk tier below the host tier, with what an engine before has left there. Blocks: writes and reads some
+    megabytes. Raises TierError."""
+    assert host.memory is not None
+    slots = (disk_bytes - HEAD_BYTES) // (LABEL_BYTES + host.block_bytes)
+    if slots < 1:
+        raise TierError(
+            f"--disk-cache-bytes {disk_bytes} holds no block: one block takes {LABEL_BYTES + host.block_bytes} bytes, "
+            f"and the head of the file {HEAD_BYTES}"
+        )
+    where = f"--disk-cache-path {folder}"
+    try:
+        disk = open_disk(folder, Shape(slots, host.block_bytes, block_size, fingerprint), host.memory)
+    except BlockingIOError:
+        raise TierError(f"{where} is in use by another engine: give each a folder of its own") from None
+    except OSError as error:
+        raise TierError(f"{where} cannot be used: {error.strerror or error}") from None
+    telling = ThreadedCopies(disk.copies, "disk-tier")
+    copier = BlockCopier(telling, time.monotonic, LIMITS)
+    try:
+        for direction, (moved_bytes, elapsed_s) in trial(folder, host.block_bytes).items():
+            copier.learn_rate(direction, moved_bytes, elapsed_s)
+    except OSError as error:
+        log.warning("disk tier: its speed is not known until blocks are written: %s", error)
+    return Store(Tier.DISK, slots, host.block_bytes, copier, telling, disk=disk)
+
+
+def emulated_store(
+    timers: Timers, tier: Tier, tier_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float
+) -> Store:
+    """An emulated tier; `pool_blocks`: of the tier above it. Raises TierError."""
+    slots = _slots(f"--{tier.name.lower()}-cache-bytes", tier_bytes, block_bytes)
     copies = EmulatedCopies(
         timers, pool_blocks=pool_blocks, host_slots=slots, block_bytes=block_bytes, bytes_per_s=bytes_per_s
     )
     copier = BlockCopier(copies, timers.time, LIMITS)
     for direction in Direction:
         copier.learn_rate(direction, int(bytes_per_s), 1.0)
-    return Store(Tier.HOST, slots, block_bytes, copier, copies)
+    return Store(tier, slots, block_bytes, copier, copies)
 
 
 def make_tiers(
@@ -111,7 +153,12 @@ def make_tiers(
     upper = pool
     for store in stores:
         lower = PrefixCache(store.blocks, pool.block_size, eviction=eviction)
-        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes))
+        describe = None
+        if store.disk is not None:
+            found = store.disk.copies.restore(lower)
+            log.info("disk tier: %d blocks of %d found again", found, store.blocks)
+            describe = store.disk.copies.describe
+        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe))
         if store.telling is not None:
             store.telling.tell(on_end)
         upper = lower

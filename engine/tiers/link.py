@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
 from engine.backend.tiers.copier import BlockCopier
-from engine.cache.prefix_cache import PrefixCache
+from engine.cache.prefix_cache import MAX_KEYS_PER_BLOCK, PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Tier
 from engine.contract.load import StepCost
+from engine.contract.prefix_key import PrefixKey
+from engine.tiers.block_file import NO_DIGEST, Label
 
 MIN_QUEUE_BLOCKS = 16
+PAUSE_S = 5.0
+"""After a copy downwards has failed."""
 QUEUE_SHARE = 1 / 4
 """Of the upper tier's blocks: with as many on their way down no more are asked to go. They are not free meanwhile."""
 
@@ -19,8 +24,18 @@ QUEUE_SHARE = 1 / 4
 class Link:
     """Copies blocks between `upper` and `lower`. Whoever asks for a copy keeps its source and its target referenced."""
 
-    def __init__(self, tier: Tier, upper: PrefixCache, lower: PrefixCache, copier: BlockCopier, block_bytes: int):
-        """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`."""
+    def __init__(
+        self,
+        tier: Tier,
+        upper: PrefixCache,
+        lower: PrefixCache,
+        copier: BlockCopier,
+        block_bytes: int,
+        describe: Callable[[int, Label], None] | None = None,
+    ) -> None:
+        """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`; `describe`: takes what
+        a block of `lower` is going to hold, before it is copied."""
+        self._describe = describe
         self.tier = tier
         self.upper = upper
         self.lower = lower
@@ -28,6 +43,8 @@ class Link:
         self.block_bytes = block_bytes
         self.spoilt: set[int] = set()
         """Blocks of `lower` that cannot be read, though they are indexed: written again when they come by."""
+        self.paused_until_s = -math.inf
+        """Nothing goes down before: the last copy failed, and what failed once (a full disk) mostly fails again."""
         self._then: dict[int, Callable[[FinishedCopy], None]] = {}
 
     @property
@@ -71,9 +88,10 @@ class Link:
         """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""
         return self.lower.has(sequence.digests[block])
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, now_s: float) -> bool:
         """Whether a sequence may be asked to go down now: all of it, as all of it is held meanwhile."""
+        if now_s < self.paused_until_s:
+            return False
         most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))
         return self.copier.open_blocks(Direction.DEMOTE) < most
 
@@ -95,11 +113,30 @@ class Link:
     def pairs_down(
         self, upper: CachedSequence, lower: CachedSequence, present: int
     ) -> tuple[list[BlockPair], list[BlockPair]]:
-        """What is spoilt below and in nobody's use, and what is missing there behind the `present` blocks."""
+        """What is spoilt below and in nobody's use, and what is missing there behind the `present` blocks; nothing of
+        either where a block cannot be described."""
         pairs = [BlockPair(source, target) for source, target in zip(upper.nodes, lower.blocks, strict=False)]
         is_idle = self.copier.fences.is_slot_idle
         repairs = [pair for pair in pairs[:present] if pair.target in self.spoilt and is_idle(pair.target)]
+        if self._describe is not None:
+            written = {pair.target for pair in (*repairs, *pairs[present:])}
+            for target, label in zip(lower.blocks, labels(lower), strict=False):
+                if not label.fits:  # a salt of thousands of bytes
+                    return [], []
+                if target in written:
+                    self._describe(target, label)
         return repairs, pairs[present:]
+
+
+def labels(sequence: CachedSequence) -> Iterator[Label]:
+    """What each block of the sequence holds, first to last."""
+    keys: dict[int, list[PrefixKey]] = {}
+    for i, key in sequence.anchors:
+        keys.setdefault(i, []).append(key)
+    parent = NO_DIGEST
+    for i, (digest, content) in enumerate(zip(sequence.digests, sequence.contents, strict=True)):
+        yield Label(digest, parent, content, tuple(keys.get(i, ())[:MAX_KEYS_PER_BLOCK]))
+        parent = digest
 
 
 def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:

@@ -14,7 +14,7 @@ from engine.contract.events import Keys, Tier
 from engine.contract.load import StepCost
 from engine.tiers.fetches import Fetch, plan
 from engine.tiers.keys import TieredKeys
-from engine.tiers.link import Link, leading
+from engine.tiers.link import PAUSE_S, Link, leading
 from engine.tiers.stats import Decision, Outcome, TierSize, TierStats
 
 SPARE_SHARE = 1 / 16
@@ -78,6 +78,8 @@ class Tiers:
             for end in link.poll():
                 if end.error is not None:
                     self.stats.errors[link.tier] += 1
+                    if end.direction is Direction.DEMOTE:
+                        link.paused_until_s = self._clock() + PAUSE_S
                 if end.direction is Direction.PROMOTE:
                     self.stats.promoted[link.tier] += len(end.done)
                 else:
@@ -272,7 +274,7 @@ class Tiers:
         there = len(link.lower.find(part, len(sequence.nodes)))
         self.stats.worthless[link.tier] += max(0, len(sequence.nodes) - max(wanted, there))
         # Those there already are held, too: so their tier learns that they were used.
-        fits = min(max(wanted, there), there + (link.lower.pool.available if link.has_room else 0))
+        fits = min(max(wanted, there), there + (link.lower.pool.available if link.has_room(self._clock()) else 0))
         present = link.lower.hold(part, fits)
         if present is None:  # those there are idle, and count among the available
             fits, present = there, link.lower.hold(part, there)

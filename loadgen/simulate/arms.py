@@ -51,4 +51,5 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         publishes=spec.publishes,
         capacity=simulation.told_capacity,
         life=0 if spec.publishes or spec.share_s is None else seed + 1,
+        number=seed,
     )

@@ -409,13 +409,13 @@ class Simulation:
         """What `router.registry.share_sync` does through Redis."""
         gateways = self._gateways()
         now_s = self.timeline.now_s
-        for i, gateway in enumerate(gateways):
-            for model, shares in gateway.traffic_shares().items():
+        for gateway in gateways:
+            for model, shares in gateway.shares().items():
                 report = shares.export(now_s)
                 for other in gateways:
-                    theirs = other.traffic_shares().get(model)
+                    theirs = other.shares().get(model)
                     if other is not gateway and theirs is not None:
-                        theirs.merge(str(i), report, now_s)
+                        theirs.merge(gateway.chooser_name, report, now_s)
 
     def _sweep(self) -> None:
         """After pods left, until nothing of them is left."""

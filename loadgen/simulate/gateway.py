@@ -27,9 +27,8 @@ from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
-from router.routing.affinity_groups import AffinityGroups
 from router.routing.policies import make_policy
-from router.routing.shares import TrafficShares
+from router.routing.prefill_shares import ModelShares
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
@@ -86,11 +85,12 @@ class Gateway:
         speculation_ttl_s: float = SPECULATION_TTL_S,
         capacity: Callable[[str], tuple[int, int] | None] = lambda name: None,
         life: int = 0,
+        number: int = 0,
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
         `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its
         blocks, by its name, if it tells. `life`: above 0, it tells other gateways what it sends to pods that publish
-        nothing.
+        nothing. `number`: unlike that of any other gateway.
         """
         self.name = policy
         self.takes_reports = publishes
@@ -118,6 +118,7 @@ class Gateway:
             # A policy that was made for a trial may override how single pods are looked at.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
             telling=self._telling,
+            name=f"{number:08}",
         )
         pod_of = self._serving.by_name.get
         self._others = Others(Hearsay(pod_of, self._chooser, self._telling, clock=self._clock), Life(life))
@@ -218,9 +219,14 @@ class Gateway:
         """Forget a few keys of pods that left; False where none is left to forget."""
         return self._index.sweep(keys) > 0
 
-    def traffic_shares(self) -> Mapping[str, TrafficShares]:
+    @property
+    def chooser_name(self) -> str:
+        """The name under which others know its shares."""
+        return self._chooser.name
+
+    def shares(self) -> Mapping[str, ModelShares]:
         """What gateways exchange through Redis."""
-        return {MODEL: self._policy.shares} if isinstance(self._policy, AffinityGroups) else {}
+        return self._chooser.shares()
 
     def _inbound(self, request: Offered) -> Inbound:
         prompt_tokens = len(request.tokens)

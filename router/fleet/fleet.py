@@ -16,7 +16,7 @@ from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
 from router.fleet.member import Member, Ranks
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Clock, Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
 from router.fleet.roster import Roster
 from router.routing.types import PodId
@@ -71,7 +71,7 @@ class Fleet:
         self._named: dict[str, Member] = {}
         """By the name that discovery has for it."""
         self._roster = Roster()
-        self._clock: Callable[[], float] | None = None
+        self._clock: Clock | None = None
         self._ended: set[PodId] = set()
         self._is_telling = False
         self._listeners: list[Callable[[FleetChange], None]] = []
@@ -150,7 +150,7 @@ class Fleet:
             uncached_tokens=uncached_tokens,
             output_tokens=output_tokens,
             streams=streams,
-            clock=asyncio.get_running_loop().time,
+            clock=self._clock_of_loop(),
             is_trial=is_trial,
         )
 
@@ -213,7 +213,7 @@ class Fleet:
 
     def served(self, pod: Pod, *, sent_s: float) -> None:
         """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
-        if pod.faults.ended(sent_s=sent_s, now_s=asyncio.get_running_loop().time()):
+        if pod.faults.ended(sent_s=sent_s, now_s=self._now_s()):
             log.info("fleet: pod %s at %s takes requests again", pod.pod_id, pod.url)
             self._refresh(pod)
 
@@ -476,10 +476,14 @@ class Fleet:
             listener(change)
 
     def _now_s(self) -> float:
-        """Of the loop's clock. To ask for the loop is a system call on Python 3.11, and reports are many."""
+        """Of the loop's clock."""
+        return self._clock_of_loop()()
+
+    def _clock_of_loop(self) -> Clock:
+        """To ask for the loop is a system call on Python 3.11, and requests and reports are many."""
         if self._clock is None:
             self._clock = asyncio.get_running_loop().time
-        return self._clock()
+        return self._clock
 
 
 def _restricted(identity: PodIdentity, model: str | None) -> PodIdentity:

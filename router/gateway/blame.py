@@ -52,6 +52,8 @@ class Blame:
     def settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
         """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
         faults = [(attempt.pod, attempt.fault) for attempt in exchange.attempts if attempt.fault is not None]
+        if not faults:
+            return
         exchange.forget_faults()
         if len(faults) == 1:
             ((pod, fault),) = faults

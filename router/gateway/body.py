@@ -34,9 +34,15 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
     """
     inflater = inflater_for(request.headers.get("Content-Encoding"))
     _check_size(request.content_length or 0, request)
-    body = _Body(request, admitted, inflater)
     try:
-        if not request.content.is_eof():  # else it is here already, as small bodies are: nothing to wait for
+        is_here = request.content.is_eof()  # as small bodies are: nothing to wait for
+        if is_here and inflater is None:
+            whole = request.content.read_nowait()
+            _check_size(len(whole), request)
+            admitted.hold(len(whole))
+            return whole
+        body = _Body(request, admitted, inflater)
+        if not is_here:
             leave_gate(request)
             await _go_ahead(request)
             await _receive(body, limits, deadline_s)

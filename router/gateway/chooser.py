@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,7 @@ from router.routing.affinity_groups import AffinityGroups
 from router.routing.latency import prefill_s
 from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
+from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
 from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
 from router.routing.wide import WidePods, WidePolicy
@@ -86,16 +88,20 @@ class Chooser:
         shadows: Shadows | None = None,
         wide_from: int = WIDE_FROM,
         telling: Telling | None = None,
+        name: str = "",
     ) -> None:
         """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
         `wide_from`: pods from which all are looked at at once, by policies that can. `telling`: of what answers refute.
+        `name`: of this gateway, under which the others know its `shares`; a random one if it is not given.
         """
+        self.name = name or uuid.uuid4().hex
         self._clock = clock
         self._fleet = fleet
         self._index = index
         self._registry = registry
         self._make_policies = make_policies
         self._policies: dict[str, Mapping[str, Policy]] = {}
+        self._shares: dict[str, ModelShares] = {}
         self._estimates = estimates
         self._metrics = metrics
         self._stride = stride
@@ -119,11 +125,13 @@ class Chooser:
             self._metrics.fell_back()
         pod = choice.pod
         taken = None
-        if not self._registry.reports(pod.pod_id):
+        work_s = prefill_s(pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens)
+        if self._registry.reports(pod.pod_id):
+            self._shares[inbound.model].prefill.sent(work_s)
+        else:
             tokens = inbound.prompt_tokens + inbound.output_tokens
             taken = Taken(tokens, inbound.tokens_per_stride, pod.facts.kv_capacity_tokens, pod.facts.block_tokens)
-            uncached = max(0, inbound.prompt_tokens - choice.cached_tokens)
-            self._gateways.sent(prefill_s(pod.state.cost, uncached, inbound.prompt_tokens), now_s)
+            self._gateways.sent(work_s, now_s)
         self.remember(pod.pod_id, inbound.keys, now_s, taken)
         if inbound.model in pod.facts.adapters:
             pod.adapters.used(inbound.model)
@@ -337,8 +345,12 @@ class Chooser:
             raise NoEngine(inbound.model, retry_after_s=RETRY_AFTER_S)
         return pods
 
+    def shares(self) -> Mapping[str, ModelShares]:
+        """What gateways exchange, by model."""
+        return dict(self._shares)
+
     def traffic_shares(self) -> dict[str, TrafficShares]:
-        """The counters behind `affinity_groups`, by model: what gateways exchange."""
+        """The counters behind `affinity_groups`, by model."""
         groups = {model: policies.get("affinity_groups") for model, policies in self._policies.items()}
         return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
 
@@ -355,6 +367,9 @@ class Chooser:
         policies = self._policies.get(model)
         if policies is None:
             policies = self._policies[model] = self._make_policies()
+            groups = policies.get("affinity_groups")
+            traffic = groups.shares if isinstance(groups, AffinityGroups) else None
+            self._shares[model] = ModelShares(self.name, traffic)
         return policies
 
     def _in_force(self, policy: str) -> str:
@@ -366,12 +381,11 @@ class Chooser:
         per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
         index = self._index
         views: list[PodView] = []
+        last, tokens = NO_MATCH, 0
         for pod in pods:
-            match = matches.get(pod.pod_id)
-            if match is None:
-                views.append(pod.state.view(pod.pod_id, now_s=now_s))
-                continue
-            tokens = min(int(match.strides * per_stride), prompt_tokens)
+            match = matches.get(pod.pod_id, NO_MATCH)
+            if match is not last:  # pods that hold equally much share the object
+                last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
@@ -388,6 +402,8 @@ class Chooser:
 
     def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
         parting = self._gateways.parting(now_s)
+        if parting is None and (shares := self._shares.get(inbound.model)) is not None:
+            parting = shares.prefill.parting(now_s)
         return RequestInfo(
             inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
         )

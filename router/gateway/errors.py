@@ -154,7 +154,10 @@ async def errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Exceptions of a handler as error responses. A response that has begun never gets here with an exception."""
-    response = await _answer(request, handler)
+    try:
+        response = await handler(request)
+    except Exception as error:  # outermost: the request gets an answer, the log the traceback
+        response = _answer_to(request, error)
     if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
         response.force_close()
         request.content.feed_eof()
@@ -163,16 +166,13 @@ async def errors(
     return response
 
 
-async def _answer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except ApiError as error:
+def _answer_to(request: web.Request, error: Exception) -> web.StreamResponse:
+    """Raises `error` where it is a redirect."""
+    if isinstance(error, ApiError):
         return error_response(error, path=request.path)
-    except web.HTTPException as error:
+    if isinstance(error, web.HTTPException):
         if error.status < 400:
-            raise
+            raise error
         kind = TooLarge if error.status == TooLarge.status else BadRequest
         message = f"{request.method} {escaped(request.path)}: {error.text}"
         if error.status == web.HTTPNotFound.status_code:
@@ -184,6 +184,5 @@ async def _answer(
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
-    except Exception:  # outermost: the request gets an answer, the log the traceback
-        log.exception("%s %s", request.method, escaped(request.path))
-        return error_response(ApiError("internal error of the gateway"), path=request.path)
+    log.error("%s %s", request.method, escaped(request.path), exc_info=error)
+    return error_response(ApiError("internal error of the gateway"), path=request.path)

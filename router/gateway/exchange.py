@@ -46,7 +46,8 @@ class Exchange:
     @property
     def spent(self) -> int:
         """Attempts so far, but for those at pods that only said that they leave: several may, one after the other."""
-        return sum(attempt.outcome is not Outcome.LEAVING for attempt in self.attempts)
+        attempts = self.attempts
+        return sum([attempt.outcome is not Outcome.LEAVING for attempt in attempts]) if attempts else 0
 
     @property
     def has_run(self) -> bool:

@@ -34,6 +34,9 @@ class Outcome(Enum):
     CLIENT_GONE = auto()
     """Nobody is there to take the answer."""
 
+    __hash__ = object.__hash__
+    """An enumeration's own is no C function, and what follows from an outcome is looked up several times a request."""
+
     @property
     def is_retried(self) -> bool:
         """Whether another pod is asked while the client has seen nothing; else the answer is passed on."""

@@ -172,11 +172,14 @@ class Proxy:
         now_s = self._clock()
         if inbound.stream:
             return min(exchange.deadline_s, now_s + self._limits.first_byte_s)
-        tried = {attempt.pod.pod_id for attempt in exchange.attempts}
-        may_go_on = exchange.spent <= self._limits.retries
-        if may_go_on and any(pod.pod_id not in tried for pod in self._fleet.pods(inbound.model)):
-            return now_s + WHOLE_ATTEMPT_SHARE * (exchange.deadline_s - now_s)
-        return exchange.deadline_s
+        if exchange.spent > self._limits.retries:
+            return exchange.deadline_s
+        pods, attempts = self._fleet.pods(inbound.model), exchange.attempts
+        if len(pods) <= len(attempts):  # else there is one that was not tried
+            tried = {attempt.pod.pod_id for attempt in attempts}
+            if all(pod.pod_id in tried for pod in pods):
+                return exchange.deadline_s
+        return now_s + WHOLE_ATTEMPT_SHARE * (exchange.deadline_s - now_s)
 
     async def _try(
         self,

@@ -239,8 +239,6 @@ async def send_whole(request: web.Request, answer: web.Response, *, idle_s: floa
     if transport is None:
         raise ConnectionResetError("the client is gone")
     assert isinstance(body, bytes)
-    clock = asyncio.get_running_loop().time
-    deadline_s = max(deadline_s, clock() + idle_s)
     writer = await answer.prepare(request)
     assert writer is not None  # only a HEAD request has none
     is_small = len(body) <= SMALL_BYTES
@@ -248,6 +246,8 @@ async def send_whole(request: web.Request, answer: web.Response, *, idle_s: floa
         await answer.write_eof()
         if not transport.get_write_buffer_size():
             return
+    clock = asyncio.get_running_loop().time
+    deadline_s = max(deadline_s, clock() + idle_s)
     transport.set_write_buffer_limits(high=0)  # else the last 64 KiB would count as taken while they wait here
     try:
         async with asyncio.timeout(idle_s) as limit:

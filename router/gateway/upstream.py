@@ -32,8 +32,9 @@ class Opened:
     @property
     def outcome(self) -> Outcome:
         """What the answer says of it, by its status and by the words of engines that are known."""
-        outcome = of_status(self.response.status, says_when="Retry-After" in self.response.headers)
-        if self.response.status >= 500:
+        status = self.response.status
+        outcome = of_status(status, says_when=status >= 300 and "Retry-After" in self.response.headers)
+        if status >= 500:
             return meaning_of_body(self.first) or outcome
         if outcome is Outcome.ANSWERED and (self.is_whole or self.is_stream) and is_aborted(self.first):
             return Outcome.ABORTED

@@ -88,7 +88,7 @@ def whole_usage(body: bytes) -> Usage:
     """The counts in the last TAIL_BYTES of an answer that is no stream, and here to its end."""
     tail = body[-TAIL_BYTES:]
     usage = usage_in(tail)
-    usage.is_final = _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
+    usage.is_final = b'"usage"' in tail and _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
     return usage
 
 

@@ -38,9 +38,9 @@ _Ends: TypeAlias = "tuple[list[tuple[int, int]], dict[int, int], dict[int, int]]
 """See `PrefixIndex._ends`. Never changed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
-    """How much of a request a pod holds, in strides from the start."""
+    """How much of a request a pod holds, in strides from the start. Never changed."""
 
     strides: int
     """Leading keys held, in any tier, speculative ones included."""
@@ -264,8 +264,10 @@ class PrefixIndex:
             keys = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
         if keys:
             new, dropped = speculation.use(keys, now_s, ttl_s)
-            self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
-            self._change(dropped, slot, 0)
+            if new:
+                self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
+            if dropped:
+                self._change(dropped, slot, 0)
             if taken is not None:
                 self._regret.asked(new)
                 if gone := speculation.take(taken, len(keys), now_s):

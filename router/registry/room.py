@@ -22,6 +22,8 @@ _FOLLOW = 0.02
 """Weight of a request in what a key stands for: prompts with images differ from text."""
 _REGRET_FOLLOW = 0.05
 _LOST_KEYS = 32_768
+_MERGED_SHARE = 4.0
+"""Of loose tokens, entries up to this many times the mean are made one when there are too many entries."""
 _GIVE_UP_SHARE = 1 / 64
 
 
@@ -62,7 +64,7 @@ class Room:
     )
 
     def __init__(self, limit: int) -> None:
-        """`limit`: keys given up that are remembered."""
+        """`limit`: keys given up that are remembered, and entries of loose tokens."""
         self._limit = limit
         self._told: int | None = None
         self._capacity = math.inf
@@ -100,6 +102,8 @@ class Room:
         if loose > 0:
             self._loose.append((now_s, loose))
             self.loose_tokens += loose
+            if len(self._loose) > self._limit:
+                self._merge_loose()
 
     def give_up(self, used_at_s: float) -> float:
         """Forget the loose tokens last used at `used_at_s` or before; how many these were."""
@@ -108,6 +112,28 @@ class Room:
             forgotten += loose.popleft()[1]
         self.loose_tokens = self.loose_tokens - forgotten if loose else 0.0
         return forgotten
+
+    def dropped(self, used_at_s: float) -> None:
+        """Keys last used then were forgotten for another reason than room. While nothing is known of the capacity,
+        nobody asks for what was used before."""
+        if self._capacity == math.inf:
+            self.give_up(used_at_s)
+
+    def _merge_loose(self) -> None:
+        """Halve the number of entries at least: neighbours become one, last used when the later of them was.
+
+        None is larger than a small share of all, however many requests a cache has room for.
+        """
+        most = _MERGED_SHARE * self.loose_tokens / self._limit
+        merged: deque[tuple[float, float]] = deque()
+        at_s, sum_tokens = -math.inf, 0.0
+        for used_at_s, tokens in self._loose:
+            if sum_tokens and sum_tokens + tokens > most:
+                merged.append((at_s, sum_tokens))
+                sum_tokens = 0.0
+            at_s, sum_tokens = used_at_s, sum_tokens + tokens
+        merged.append((at_s, sum_tokens))
+        self._loose = merged
 
     def given_up(self, keys: Sequence[PrefixKey], tokens: float) -> None:
         """`keys` were given up for lack of room, and loose tokens with them: `tokens` in all."""

@@ -1,7 +1,8 @@
-"""Gateways agree on affinity groups: each writes its decayed traffic counters to Redis and merges the others'.
+"""Gateways agree on affinity groups, and on which pods each tries first: each writes what it sends to Redis, as decayed
+counters, and merges the others'.
 
-One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time]`. Without Redis
-a gateway's groups follow its own traffic alone.
+One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time, prefill seconds]`.
+Without Redis a gateway's groups follow its own traffic alone, and it takes itself for the only one.
 
 The time is Redis's, in seconds: no other two clocks agree. A gateway that is gone leaves its last report behind, under
 an id that never comes back: whoever finds one that is FORGET_S old removes it. Gateways of the release before wrote no
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from redis.asyncio import Redis
@@ -21,7 +22,7 @@ from redis.asyncio import Redis
 from engine.contract.keys import PrefixKey
 from engine.contract.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, drop_connections, raise_if_cancelled
 from engine.contract.redis_keys import shares_key
-from router.routing.shares import KeyWeight, ShareReport, TrafficShares
+from router.routing.shares import KeyWeight, ShareReport
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,22 @@ MAX_WEIGHT = 1e15
 """Requests, tokens, or seconds since 1970: more of them are absurd."""
 
 
+class Shares(Protocol):
+    """Counters of one model that gateways exchange."""
+
+    def export(self, now_s: float) -> ShareReport:
+        """Those of this gateway."""
+        ...
+
+    def merge(self, gateway_id: str, report: ShareReport, now_s: float) -> None:
+        """Another gateway's, as of `now_s`, in place of its last."""
+        ...
+
+
 class ShareSync:
     """Keeps the counters of `shares()` (model -> counters of this gateway) in step with the other gateways'."""
 
-    def __init__(self, redis_url: str, gateway_id: str, shares: Callable[[], Mapping[str, TrafficShares]]) -> None:
+    def __init__(self, redis_url: str, gateway_id: str, shares: Callable[[], Mapping[str, Shares]]) -> None:
         self._redis_url = redis_url
         self._gateway_id = gateway_id
         self._shares = shares
@@ -59,14 +72,14 @@ class ShareSync:
                         log.debug("traffic shares of %s are not exchanged: %s", model, error)
                         await drop_connections(redis)
 
-    async def _exchange(self, redis: Redis, model: str, shares: TrafficShares) -> None:
+    async def _exchange(self, redis: Redis, model: str, shares: Shares) -> None:
         key = shares_key(model)
         seconds, microseconds = await redis.time()
         redis_s = seconds + microseconds / 1e6
         now_s = asyncio.get_running_loop().time()
         own = shares.export(now_s)
         async with redis.pipeline(transaction=False) as pipe:
-            if own.total > 0:
+            if own.total > 0 or own.prefill_s > 0:
                 pipe.hset(key, self._gateway_id, encode_report(own, redis_s))
                 pipe.expire(key, FORGET_S)
             pipe.hgetall(key)
@@ -83,7 +96,7 @@ class ShareSync:
         for seen in [seen for seen in self._last_seen if seen[0] == model and seen[1] not in names]:
             del self._last_seen[seen]
 
-    def _read(self, model: str, name: str, data: bytes, shares: TrafficShares, redis_s: float, now_s: float) -> bool:
+    def _read(self, model: str, name: str, data: bytes, shares: Shares, redis_s: float, now_s: float) -> bool:
         """Count another gateway's report if it is news. Whether that gateway may still be there."""
         last = self._last_seen.get((model, name))
         if last is not None and last[0] == data:
@@ -106,7 +119,8 @@ class ShareSync:
 
 def encode_report(report: ShareReport, written_s: float) -> bytes:
     """The report as JSON, with the time of its writing."""
-    return orjson.dumps([report.total, [[item.key, item.parent, item.weight] for item in report.keys], written_s])
+    keys = [[item.key, item.parent, item.weight] for item in report.keys]
+    return orjson.dumps([report.total, keys, written_s, report.prefill_s])
 
 
 def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
@@ -116,7 +130,8 @@ def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
         if len(items) > MAX_ITEMS:
             return None
         keys = tuple(KeyWeight(_key(key), _parent(parent), _weight(weight)) for key, parent, weight in items)
-        return ShareReport(keys, _weight(total)), _weight(written[0]) if written else None
+        written_s, prefill_s = [*map(_weight, written), None, None][:2]
+        return ShareReport(keys, _weight(total), prefill_s or 0.0), written_s
     except (ArithmeticError, TypeError, ValueError):
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, repeat
 from operator import itemgetter
 from struct import Struct
 from typing import NewType
@@ -87,24 +87,23 @@ class Speculation:
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
         self.next_expiry_s = min(self.next_expiry_s, expires_at_s)
         uses = self._uses
-        new = []
-        first = latest = _use(now_s, expires_at_s, is_first=True)
-        before: _Use | None = None
-        for key in reversed(keys):
-            old = uses.pop(key, None)
-            if old is None:
-                uses[key] = first
-                new.append(key)
-                continue
-            if old is not before:
-                before = old
+        # Deepest first, and without a loop of Python's over the keys: every request enters some dozens.
+        deepest_first = keys[::-1]
+        before = list(map(uses.pop, deepest_first, repeat(None)))
+        renewed: dict[_Use | None, _Use] = {None: _use(now_s, expires_at_s, is_first=True)}
+        for old in set(before):
+            if old is not None:
                 used_at_s, _, settled_at_s, _ = _unpack(old)
-                latest = _use(now_s, expires_at_s, used_at_s if now_s - used_at_s >= SETTLED_S else settled_at_s)
-            uses[key] = latest
+                settled_at_s = used_at_s if now_s - used_at_s >= SETTLED_S else settled_at_s
+                renewed[old] = _use(now_s, expires_at_s, settled_at_s)
+        uses.update(zip(deepest_first, map(renewed.__getitem__, before), strict=True))
+        new = [key for key, old in zip(deepest_first, before, strict=True) if old is None] if None in before else []
         if len(uses) <= self._limit:
             return new, ()
-        room = len(uses) - self._limit + int(self._limit * _ROOM_SHARE)
-        return new, self.discard(list(islice(uses, room)))
+        too_many = list(islice(uses, len(uses) - self._limit + int(self._limit * _ROOM_SHARE)))
+        if self._room is not None and too_many:
+            self._room.dropped(_unpack(uses[too_many[-1]])[0])
+        return new, self.discard(too_many)
 
     def take(self, taken: Taken, keys: int, now_s: float) -> Sequence[PrefixKey]:
         """The request whose `keys` were just entered takes so much of the pod's cache: the keys for which there is no
@@ -231,4 +230,6 @@ class Speculation:
                 break
             seen = use
             expired.append(key)
+        if self._room is not None and seen is not None:
+            self._room.dropped(_unpack(seen)[0])
         return self.discard(expired)

@@ -11,6 +11,8 @@ _MOST_DELAY_S = 1.0
 _SILENT_SHARE = 0.01
 """A gateway that does less than this share of the work counts as none."""
 _COPY_SHARE = 0.5
+LEAST_PART = 0.02
+"""Of a pod: it is nobody's own by less."""
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
 
@@ -27,6 +29,10 @@ class Parting(NamedTuple):
     def part(self, row: int, pods: int) -> float:
         """How much of the pod in this place of so many is its own, 0 to 1."""
         return max(0.0, min(self.high * pods, row + 1.0) - max(self.low * pods, float(row)))
+
+    def own_pods(self, pods: int) -> float:
+        """How many of so many pods are its own, parts counted as such."""
+        return (self.high - self.low) * pods
 
 
 def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> float:

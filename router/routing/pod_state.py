@@ -296,25 +296,26 @@ class PodState:
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
     ) -> PodView:
         """The pod as a policy sees it, for a request of which it holds `matched_tokens`."""
-        free_at_s = self._free_at_s
-        if self._pending:
+        free_at_s, pending = self._free_at_s, self._pending
+        if pending and next(iter(pending.values())).due_s <= now_s:  # else the oldest is in time, and so are all
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         decoding, speed = len(self._decoding), self._speed
-        view = PodView(
+        view = PodView(  # by position: names cost a third more
             pod_id,
             matched_tokens,
             host_tokens,
             disk_tokens,
-            len(self._pending) + decoding,
+            len(pending) + decoding,
             self._pending_tokens,
             decoding,
             self._context_tokens,
             free_at_s,
             self._stepped_s,
             speed.cost,
-            cost_is_prior=not speed.is_known(now_s),
-            weight=self._weight,
+            not speed.is_known(now_s),
+            0.0,
+            self._weight,
         )
         if self._reported.load is not None:
             self._reported.add_to(view, now_s)

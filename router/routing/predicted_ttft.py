@@ -11,7 +11,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
-from router.routing.parting import spared_unseen_s
+from router.routing.parting import LEAST_PART, Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
@@ -158,17 +158,31 @@ class PredictedTtft(WidePolicy):
             return best
         waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
         least = min(waiting)
-        if request.parting is not None:
-            # Of those with the fewest, the own ones: others do not choose them.
-            parts = [request.parting.part(i, len(pods)) for i in equals]
-            most = max([part for part, waits in zip(parts, waiting, strict=True) if waits == least])
-            waiting = [waits if part == most else least + 1 for part, waits in zip(parts, waiting, strict=True)]
-        rank = self._turns.last if least_match >= _WARM * request.prompt_tokens else self._recent.rank
+        equals = [i for i, waits in zip(equals, waiting, strict=True) if waits == least]
+        is_warm = least_match >= _WARM * request.prompt_tokens
+        rank = self._turns.last if is_warm else self._recent.rank
         ranks = [math.inf] * len(pods)
-        for i, waits in zip(equals, waiting, strict=True):
-            if waits == least:
-                ranks[i] = rank(pods[i].pod_id)
+        for i in equals:
+            ranks[i] = rank(pods[i].pod_id)
+        if request.parting is not None:
+            self._rank_own(request.parting, ranks, equals, is_warm=is_warm)
         return lowest(request, pods, ranks)
+
+    @staticmethod
+    def _rank_own(parting: Parting, ranks: list[float], equals: Sequence[int], *, is_warm: bool) -> None:
+        """Of the pods `equals` leave only the own ones, if there are any: others do not choose them. One that is partly
+        another gateway's has its turn less often, or has had too much work sooner, by its part."""
+        pods = len(ranks)
+        parts = [parting.part(i, pods) for i in equals]
+        if max(parts) < LEAST_PART:
+            return
+        for i, part in zip(equals, parts, strict=True):
+            if part < LEAST_PART:
+                ranks[i] = math.inf
+            elif is_warm:
+                ranks[i] += parting.own_pods(pods) / part
+            else:
+                ranks[i] /= part
 
     def _choose_equal_wide(self, request: RequestInfo, pods: WidePods, costs: WideCosts) -> int:
         """As `_choose_equal`."""
@@ -189,13 +203,16 @@ class PredictedTtft(WidePolicy):
         if len(equals) > 1:
             waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
             equals = equals[waiting == waiting.min()]
-        if request.parting is not None and len(equals) > 1:
-            parts = own_parts(request.parting, len(pods.table))[equals]
-            equals = equals[parts == parts.max()]
         if len(equals) > 1:
             is_warm = least_match >= _WARM * request.prompt_tokens
             ids = pods.table.ids
             ranks = (self._turns.lasts(ids) if is_warm else self._recent.ranks(ids))[equals]
+            if request.parting is not None:
+                parts = own_parts(request.parting, len(pods.table))[equals]
+                is_own = parts >= LEAST_PART
+                if is_own.any():
+                    equals, ranks, parts = equals[is_own], ranks[is_own], parts[is_own]
+                    ranks = ranks + request.parting.own_pods(len(pods.table)) / parts if is_warm else ranks / parts
             equals = equals[ranks == ranks.min()]
         return int(equals[0]) if len(equals) == 1 else pods.spread(request, equals)
 
@@ -279,9 +296,8 @@ class PredictedTtft(WidePolicy):
             evict_s = others_s = 0.0
             if regret and (evicted := uncached + request.output_tokens - pod.room_tokens) > 0:
                 evict_s = regret * cost.token_s * evicted
-            if parting is not None:
+            if parting is not None and parting.part(i, len(pods)) < LEAST_PART:
                 others_s = spared_s if last_match == longest_match else parting.unseen_s
-                others_s *= 1 - parting.part(i, len(pods))
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
                 fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)

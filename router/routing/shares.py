@@ -30,6 +30,8 @@ class ShareReport:
 
     keys: tuple[KeyWeight, ...]
     total: float
+    prefill_s: float = 0.0
+    """Of late; see `PrefillShares`."""
 
 
 @dataclass(frozen=True, slots=True)

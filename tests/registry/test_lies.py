@@ -133,6 +133,9 @@ def test_proper_share_reports_are_read(value: Any) -> None:
         b"[1, [[1e999, null, 1]], 1]",
         b"[1, [[-1, null, 1]], 1]",
         b"[1, [[18446744073709551616, null, 1]]]",
+        b"[1, [], 1, 1e999]",
+        b"[1, [], 1, -1]",
+        b'[1, [], 1, "much"]',
     ],
 )
 def test_absurd_share_reports_are_left(data: bytes) -> None:

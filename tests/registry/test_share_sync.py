@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from engine.contract.keys import PrefixKey
 from engine.contract.redis_keys import shares_key
 from router.registry import share_sync
-from router.registry.share_sync import FORGET_S, ShareSync, decode_report, encode_report
+from router.registry.share_sync import FORGET_S, Shares, ShareSync, decode_report, encode_report
+from router.routing.prefill_shares import ModelShares
 from router.routing.shares import KeyWeight, ShareReport, TrafficShares
 from tests.conftest import wait_until
 from tests.redis_server import RedisServer
@@ -27,7 +28,7 @@ def counters() -> TrafficShares:
 
 
 @contextlib.asynccontextmanager
-async def syncing(server: RedisServer, name: str, shares: TrafficShares) -> AsyncIterator[None]:
+async def syncing(server: RedisServer, name: str, shares: Shares) -> AsyncIterator[None]:
     task = asyncio.create_task(ShareSync(server.url, name, lambda: {"llama": shares}).run())
     try:
         yield
@@ -50,6 +51,26 @@ async def test_two_gateways_come_to_see_the_same_shares(redis_server: RedisServe
             what="agreement on the share of .9",
         )
         assert b.popular(0.5, loop.time()).keys() == set(KEYS)
+
+
+async def test_two_gateways_part_the_pods_by_what_each_sends(redis_server: RedisServer):
+    a, b = ModelShares("a", None), ModelShares("b", counters())
+    a.prefill.sent(3.0)
+    b.prefill.sent(1.0)
+    async with syncing(redis_server, "a", a), syncing(redis_server, "b", b):
+        now_s = asyncio.get_running_loop().time
+
+        def parted() -> bool:
+            low, high = a.prefill.parting(now_s()), b.prefill.parting(now_s())
+            return low is not None and high is not None and abs(low.high - 0.75) + abs(high.low - 0.75) < 0.01
+
+        await wait_until(parted, what="stretches of 0.75 and 0.25")
+
+
+def test_a_report_of_the_release_before_sends_no_prefill() -> None:
+    report = ShareReport((KeyWeight(PrefixKey(7), None, 1.0),), 2.0, 3.0)
+    assert decode_report(encode_report(report, 5.0)) == (report, 5.0)
+    assert decode_report(b"[2.0,[[7,null,1.0]],5.0]") == (ShareReport(report.keys, 2.0), 5.0)
 
 
 async def test_a_gateway_without_redis_follows_its_own_traffic(redis_server: RedisServer):
@@ -120,7 +141,7 @@ async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_se
 
 def without_time(report: ShareReport) -> bytes:
     """As the release before wrote it."""
-    return encode_report(report, 0.0).removesuffix(b",0.0]") + b"]"
+    return encode_report(report, 0.0).removesuffix(b",0.0,0.0]") + b"]"
 
 
 async def test_reports_without_a_time_count_once_they_change(

@@ -11,14 +11,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.app import StartError, engine_tasks, listening, load
+from engine.app import engine_tasks, listening, load
 from engine.config import EngineSettings
+from engine.contract.events import Tier
 from engine.contract.load import StepCost
 from engine.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan
 from engine.sched.scheduler import Scheduler
 from engine.server.service import ServerState
+from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES
+from engine.tiers.build import TierError
 from tests.conftest import wait_until
 
 POOL_TOKENS, BLOCK = 512, 16
@@ -87,6 +90,8 @@ async def engine(checkpoint: Path, **fields: Any) -> AsyncIterator[Engine]:
     ):
         made = Engine(f"http://127.0.0.1:{ports.clients}", http, state, metrics)
         made.scheduler._step_cost = SlowDevice()  # type: ignore[assignment]
+        if (tiers := made.scheduler._tiers) is not None:
+            tiers.learn_cost(SlowDevice().cost())
         yield made
 
 
@@ -133,10 +138,53 @@ async def test_a_reset_empties_the_host_tier(checkpoint: Path) -> None:
 
 
 def test_a_tier_too_small_for_a_block_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(StartError, match="--host-cache-bytes 100 holds no block: one block takes"):
+    with pytest.raises(TierError, match="--host-cache-bytes 100 holds no block: one block takes"):
         load(EngineSettings(model=checkpoint, kv_pool_tokens=POOL_TOKENS, threads=1, host_cache_bytes=100))
 
 
 def test_a_tier_without_an_index_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="--host-cache-bytes needs --prefix-cache hash"):
         EngineSettings(model=checkpoint, prefix_cache="off", host_cache_bytes=100)
+
+
+async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_path: Path) -> None:
+    """By the same model alone; and what was damaged meanwhile is computed, with the same answer."""
+    fields = {"host_cache_bytes": 2**24, "disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / "kv"}
+    cold = {}
+    async with engine(checkpoint, **fields) as pod:
+        for first in (1, 2):
+            cold[first], cached = await pod.answer(first, cache_salt="red")
+            assert cached == 0
+            await pod.settled()
+        assert pod.metric("warmroute_tier_demotions_total", tier="disk") == 2 * 18
+    async with engine(checkpoint, **fields) as pod:
+        await wait_until(lambda: len(pod.scheduler.held_keys()[Tier.DISK]) > 0, what="the keys on disk")
+        warm, cached = await pod.answer(1, cache_salt="red")
+        assert (warm, cached) == (cold[1], 18 * BLOCK)
+        assert pod.metric("warmroute_tier_hit_tokens_total", tier="disk") == 18 * BLOCK
+        _, cached = await pod.answer(1, cache_salt="blue")
+        assert cached == 0
+        await pod.settled()
+    file = next((tmp_path / "kv").iterdir())
+    content = bytearray(file.read_bytes())
+    for at in range(HEAD_BYTES + LABEL_BYTES, len(content), 4096):
+        content[at + 7] ^= 4  # in each block, or in its label
+    file.write_bytes(content)
+    async with engine(checkpoint, **fields) as pod:
+        for first in (1, 2):
+            again, cached = await pod.answer(first, cache_salt="red")
+            assert (again, cached) == (cold[first], 0)
+            await pod.settled()
+
+
+def test_a_disk_tier_needs_a_place_and_a_host_tier(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--disk-cache-bytes needs --host-cache-bytes"):
+        EngineSettings(model=checkpoint, disk_cache_bytes=2**20, disk_cache_path=tmp_path)
+    with pytest.raises(ValueError, match="--disk-cache-bytes and --disk-cache-path need each other"):
+        EngineSettings(model=checkpoint, host_cache_bytes=2**20, disk_cache_bytes=2**20)
+    fields = {"model": checkpoint, "kv_pool_tokens": POOL_TOKENS, "threads": 1, "host_cache_bytes": 2**20}
+    with pytest.raises(TierError, match="--disk-cache-bytes 5000 holds no block"):
+        load(EngineSettings(**fields, disk_cache_bytes=5000, disk_cache_path=tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(TierError, match="file cannot be used: File exists"):
+        load(EngineSettings(**fields, disk_cache_bytes=2**20, disk_cache_path=tmp_path / "file"))

@@ -161,3 +161,42 @@ def test_ghosts_and_losses_are_bounded() -> None:
         pass
     assert len(index) == 0
     assert index.rooms.of(POD) == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=300), st.integers(8, 40))
+@settings(max_examples=100)
+def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_order_of_their_use(
+    requests: list[tuple[int, int]], limit: int
+) -> None:
+    """`requests`: blocks of loose tokens, and seconds since the one before. Of a pod that tells no capacity nothing is
+    ever given up for lack of room, so that requests are all that there is."""
+    room = Room(limit)
+    now_s, exact = 0, dict[int, int]()
+    for blocks, pause_s in requests:
+        now_s += pause_s
+        room.take(taken(0, blocks * BLOCK, None), 0, float(now_s))
+        exact[now_s] = exact.get(now_s, 0) + blocks * BLOCK
+    total = sum(exact.values())
+    assert room.loose_tokens == total
+    most = max(4 * total / limit, 50 * BLOCK)  # of an entry
+    gone = due = entries = 0
+    for used_at_s, tokens in exact.items():
+        given = room.give_up(float(used_at_s))
+        due += tokens
+        gone += round(given)
+        entries += given > 0
+        assert due - most <= gone <= due
+        assert room.loose_tokens == total - gone
+    assert gone == total
+    assert entries <= limit
+
+
+def test_what_was_used_before_a_forgotten_key_counts_only_where_the_capacity_is_known() -> None:
+    unknown, told = Room(64), Room(64)
+    for second in range(10):
+        unknown.take(taken(0, BLOCK, None), 0, float(second))
+        told.take(taken(0, BLOCK, 4096), 0, float(second))
+    unknown.dropped(3.0)
+    told.dropped(3.0)
+    assert unknown.loose_tokens == 6 * BLOCK
+    assert told.loose_tokens == 10 * BLOCK

@@ -1,0 +1,177 @@
+"""The disk tier: copies between host memory and a file of blocks, and what is found in the file at the start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.sequence import CachedSequence
+from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, open_file
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".warmroute-kv"
+_TRIAL_BYTES = 8 * 2**20
+
+
+class DiskCopies:
+    """A `CopyEngine` from blocks of host memory to slots of a file; a run has ended when `start` returns.
+
+    A block of the tier's index is not a slot of the same number: after a restart the index numbers anew what it finds.
+    """
+
+    def __init__(self, file: BlockFile, memory: memoryview) -> None:
+        """`memory`: the host tier's blocks, one behind the other."""
+        self.block_bytes = file.shape.block_bytes
+        self.pool_blocks = len(memory) // self.block_bytes
+        self.host_slots = file.shape.slots
+        self._file = file
+        self._memory = memory
+        self._slots = list(range(self.host_slots))
+        """By block."""
+        self._labels: list[Label | None] = [None] * self.host_slots
+        """By block: what it holds, or will once its copy has ended."""
+
+    def describe(self, block: int, label: Label) -> None:
+        """What the block is going to hold: before its copy is asked for."""
+        self._labels[block] = label
+
+    def start(self, run: BlockRun) -> RunningCopy:
+        """See `CopyEngine.start`."""
+        start_s = time.perf_counter()
+        try:
+            for pair in run.pairs:
+                if run.direction is Direction.DEMOTE:
+                    self._write(pair.target, self._kv(pair.source))
+                else:
+                    self._read(pair.source, self._kv(pair.target))
+        except OSError as error:
+            raise CopyError(f"{type(error).__name__}: {error}") from error
+        return _Ended(time.perf_counter() - start_s)
+
+    def restore(self, index: PrefixCache) -> int:
+        """Index what the file holds, parents first; the number of blocks. Before the first copy.
+
+        Blocks whose chain has a gap are left out: nothing could reuse them.
+        """
+        found = dict(self._file.labels())
+        slot_of = {label.digest: slot for slot, label in sorted(found.items(), key=lambda item: item[1].turn)}
+        parents = {label.parent for label in found.values()}
+        ends = [slot for digest, slot in slot_of.items() if digest not in parents]
+        block_of = dict(enumerate(range(self.host_slots)))
+        for end in sorted(ends, key=lambda slot: found[slot].turn):
+            chain = _chain(end, found, slot_of)
+            if chain:
+                self._index(index, [found[slot] for slot in chain], chain, block_of)
+        return index.indexed_blocks
+
+    def _index(self, index: PrefixCache, labels: list[Label], slots: list[int], block_of: dict[int, int]) -> None:
+        """`block_of`: by slot, the inverse of `_slots`."""
+        anchors = tuple((i, key) for i, label in enumerate(labels) for key in label.keys)
+        digests, contents = [label.digest for label in labels], [label.content for label in labels]
+        sequence = CachedSequence(index.block_size, b"", anchors, digests, contents)
+        present = index.hold(sequence, len(labels))
+        if present is None:
+            return
+        for i in range(present, len(labels)):
+            block, slot = sequence.blocks[i], slots[i]
+            other, displaced = block_of[slot], self._slots[block]
+            self._slots[block], self._slots[other] = slot, displaced
+            block_of[slot], block_of[displaced] = block, other
+            self._labels[block] = labels[i]
+        index.commit(sequence, len(labels) * index.block_size)
+        index.release(sequence)
+
+    def _kv(self, block: int) -> memoryview:
+        return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def _write(self, block: int, kv: memoryview) -> None:
+        label = self._labels[block]
+        if label is None or not label.fits:
+            raise OSError("the block's label does not fit its slot")
+        self._file.write(self._slots[block], label, kv)
+
+    def _read(self, block: int, kv: memoryview) -> None:
+        label = self._labels[block]
+        if label is None:
+            raise OSError("nothing is known of the block")
+        self._file.read(self._slots[block], label.digest, kv)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    seconds: float
+
+    def elapsed_s(self) -> float | None:
+        """See `RunningCopy.elapsed_s`."""
+        return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDisk:
+    """A disk tier's file, locked while it is open."""
+
+    copies: DiskCopies
+    descriptor: int
+    discarded_files: int
+    """Files of other models, versions and sizes, and damaged ones, whose place it has taken."""
+
+    def close(self) -> None:
+        """Give up the lock."""
+        os.close(self.descriptor)
+
+
+def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
+    """The tier in this folder, which is made where it is not there. What engines of other models or versions left in
+    it is removed, so that it holds no more bytes than it may. Raises OSError, BlockingIOError where another engine uses
+    the folder."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{shape.fingerprint[:8].hex()}{SUFFIX}"
+    file, descriptor, is_foreign = open_file(path, shape)
+    others = [other for other in folder.glob(f"*{SUFFIX}") if other != path]
+    for other in others:
+        log.warning("disk tier: removing %s, which another model or version has left", other)
+        other.unlink(missing_ok=True)
+    return OpenDisk(DiskCopies(file, memory), descriptor, len(others) + is_foreign)
+
+
+def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:
+    """Bytes and seconds of writing a file there and reading it back past the page cache. Raises OSError."""
+    path = folder / f"trial-{os.getpid()}"
+    data = os.urandom(max(1, _TRIAL_BYTES // block_bytes) * block_bytes if block_bytes < _TRIAL_BYTES else block_bytes)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        path.unlink()
+        start_s = time.perf_counter()
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done:], done)
+        os.fdatasync(descriptor)
+        written_s = time.perf_counter()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        read = 0
+        while read < len(data) and (count := len(os.pread(descriptor, len(data) - read, read))):
+            read += count
+        end_s = time.perf_counter()
+    finally:
+        os.close(descriptor)
+    return {Direction.DEMOTE: (len(data), written_s - start_s), Direction.PROMOTE: (len(data), end_s - written_s)}
+
+
+def _chain(end: int, found: dict[int, Label], slot_of: dict[bytes, int]) -> list[int]:
+    """Slots from a chain's first block to `end`; empty where one between is missing."""
+    chain = [end]
+    seen = {end}
+    while (parent := found[chain[-1]].parent) != NO_DIGEST:
+        slot = slot_of.get(parent)
+        if slot is None or slot in seen:
+            return []
+        seen.add(slot)
+        chain.append(slot)
+    chain.reverse()
+    return chain

@@ -1,0 +1,106 @@
+"""How much prefill each gateway sends of late, as they tell each other every second: which pods each tries first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from router.routing.parting import Parting
+from router.routing.shares import ShareReport, TrafficShares
+
+_HALF_LIFE_S = 20.0
+_FRESH_S = 5.0
+"""What a gateway told counts so long. One that is gone, or that Redis keeps from telling, has no pods of its own."""
+_SILENT_SHARE = 0.01
+"""A gateway that does less than this share of the work counts as none."""
+_GATEWAYS = 256
+"""Gateways that are counted at a time."""
+UNSEEN_S = 0.08
+"""From when another gateway sends a request until the pod's load report that counts it is here: on average three
+quarters of the 0.1 s in which a busy pod reports, and the way."""
+
+
+class PrefillShares:
+    """Seconds of prefill that each gateway sent to pods that report their load. Times are of one monotonic clock.
+
+    A report tells what other gateways sent, but late. Until then a pod looks idle that was just sent a long prompt, and
+    it looks so to all alike. So each gateway tries a stretch of the pods first, as long as its share of the work, and
+    reckons on the others' pods with what those send unseen; see `Parting`. Of its own pods it knows nearly all at once.
+    """
+
+    def __init__(self, own: str) -> None:
+        """`own`: this gateway's name, among names that are sorted alike everywhere."""
+        self._own = own
+        self._own_s = 0.0
+        """As of `_as_of_s`; what was sent since is `_since_s`."""
+        self._as_of_s = 0.0
+        self._since_s = 0.0
+        self._others: dict[str, tuple[float, float]] = {}
+        """Name -> (seconds, as of), longest silent first."""
+        self._parting: Parting | None = None
+        self._parted_until_s = -math.inf
+
+    def sent(self, work_s: float) -> None:
+        """This gateway sends so much prefill."""
+        self._since_s += work_s
+
+    def export_s(self, now_s: float) -> float:
+        """What this gateway sent of late, for the others' `merge`."""
+        self._own_s = _decayed(self._own_s, now_s - self._as_of_s) + self._since_s
+        self._as_of_s, self._since_s = now_s, 0.0
+        self._parted_until_s = -math.inf
+        return self._own_s
+
+    def merge(self, gateway: str, work_s: float, as_of_s: float) -> None:
+        """Another gateway sent that of late, as it said at `as_of_s`."""
+        self._others.pop(gateway, None)
+        if len(self._others) >= _GATEWAYS:
+            del self._others[next(iter(self._others))]
+        self._others[gateway] = work_s, as_of_s
+        self._parted_until_s = -math.inf
+
+    def parting(self, now_s: float) -> Parting | None:
+        """This gateway's own pods; None while it is the only one that sends anything."""
+        if now_s >= self._parted_until_s:
+            self._parting = self._parted(now_s)
+        return self._parting
+
+    def _parted(self, now_s: float) -> Parting | None:
+        self._others = {name: told for name, told in self._others.items() if now_s - told[1] < _FRESH_S}
+        self._parted_until_s = min([at_s for _, at_s in self._others.values()], default=math.inf) + _FRESH_S
+        if not self._others:
+            return None
+        works_s = {name: _decayed(work_s, now_s - at_s) for name, (work_s, at_s) in self._others.items()}
+        works_s[self._own] = own_s = _decayed(self._own_s, now_s - self._as_of_s) + self._since_s
+        least_s = _SILENT_SHARE * math.fsum(works_s.values())
+        works_s = {name: work_s for name, work_s in works_s.items() if work_s > least_s}
+        if self._own not in works_s or len(works_s) == 1:
+            return None
+        total_s = math.fsum(works_s.values())
+        before_s = math.fsum(work_s for name, work_s in works_s.items() if name < self._own)
+        rate = (total_s - own_s) * math.log(2) / _HALF_LIFE_S
+        return Parting(before_s / total_s, (before_s + own_s) / total_s, rate * UNSEEN_S)
+
+
+class ModelShares:
+    """What gateways exchange of one model."""
+
+    def __init__(self, own: str, traffic: TrafficShares | None) -> None:
+        """`own`: see PrefillShares. `traffic`: the counters behind `affinity_groups`."""
+        self.prefill = PrefillShares(own)
+        self.traffic = traffic
+
+    def export(self, now_s: float) -> ShareReport:
+        """This gateway's counters."""
+        report = ShareReport((), 0.0) if self.traffic is None else self.traffic.export(now_s)
+        return replace(report, prefill_s=self.prefill.export_s(now_s))
+
+    def merge(self, gateway_id: str, report: ShareReport, now_s: float) -> None:
+        """Another gateway's, as of `now_s`, in place of its last."""
+        self.prefill.merge(gateway_id, report.prefill_s, now_s)
+        if self.traffic is not None:
+            self.traffic.merge(gateway_id, report, now_s)
+
+
+def _decayed(work_s: float, age_s: float) -> float:
+    return work_s * math.exp2(-max(0.0, age_s) / _HALF_LIFE_S)
