@@ -157,7 +157,10 @@ OWNED = {
 """Settings that the chart gives by values of its own."""
 BY_SETTING: dict[str, Schema] = {
     "block_size": {"enum": [16, 32, 64]},
-    "prefix_cache": {"enum": ["hash", "off", True, False], "type": ["string", "boolean"]},  # YAML reads `off` as false
+    "prefix_cache": {
+        "enum": ["hash", "radix", "off", True, False],
+        "type": ["string", "boolean"],
+    },  # YAML reads `off` as false
 }
 """Where a program's own check says more than the type."""
 MODEL_NAME = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"

@@ -77,9 +77,10 @@ class EngineSettings(Settings):
     kv_pool_tokens: int = Field(
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
-    prefix_cache: Literal["hash", "off"] = Field(
+    prefix_cache: Literal["hash", "radix", "off"] = Field(
         "hash",
         description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
+        "radix: to the token, by a radix tree; "
         "off: not at all",
     )
     eviction: Literal["lru", "lfu", "cost"] = Field(

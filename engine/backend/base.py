@@ -20,7 +20,8 @@ class Backend(Protocol):
         """
 
     async def run(self, plan: StepPlan) -> StepResult:
-        """Write the KV of every chunk's tokens into its blocks and choose the next token where a chunk samples.
+        """Copy the rows of which chunks name the `source`, write the KV of every chunk's tokens into its blocks, and
+        choose the next token where a chunk samples.
 
         Cancelling the caller does not stop a step that has begun; `close` waits for it. What raises has ended: it
         touches the pool no more.

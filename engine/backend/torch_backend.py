@@ -55,6 +55,7 @@ class TorchBackend:
     def logits(self, chunks: tuple[SequenceChunk, ...]) -> Tensor:
         """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
         device = self.model.device
+        self.pool.copy_sources(chunks)
         # From lists, in one go: a torch operation per chunk takes longer than all of these.
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device)
         positions = [position for c in chunks for position in range(c.start, c.start + len(c.tokens))]

@@ -72,6 +72,13 @@ class KvPool:
         rows = (seen[:, :, None] + np.arange(size)).reshape(len(blocks), -1)
         return rows[:, start - first * size : end - first * size]
 
+    def copy_sources(self, chunks: Sequence[SequenceChunk]) -> None:
+        """Copy what the chunks name as `source`; before anything else of their step."""
+        for chunk in chunks:
+            if chunk.source is not None:
+                target, rows = chunk.blocks[chunk.start // self.block_size], chunk.start % self.block_size
+                self.data[target, :, :, :rows].copy_(self.data[chunk.source, :, :, :rows])
+
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Store kv [T, 2, kv_heads, dim] in the slots `rows` [T, 2], numbered as `slot_rows` does."""
         self.views[layer].slots.index_put_((rows,), kv.flatten(2))

@@ -89,6 +89,11 @@ class BlockPool:
         if kept:
             self.order.add(kept, self._uses)
 
+    def free(self, block: int) -> None:
+        """What this idle block holds is worth nothing any more."""
+        self.order.remove((block,))
+        self._free.append(block)
+
     def free_idle(self) -> int:
         """Make every idle block free; returns how many."""
         count = len(self.order)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.cache.hashing import chain_digest, root_digest
+from engine.cache.index import Match
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 from engine.cache.sequence import CachedSequence
 
@@ -30,7 +33,7 @@ class HashIndex:
         sequence.hits = hits
         return hits * self._block_size
 
-    def match(self, sequence: CachedSequence, limit: int) -> list[int]:
+    def match(self, sequence: CachedSequence, limit: int) -> Match:
         """See `PrefixIndex.match`."""
         find, parents, contents = self.of.get, self._indexed.parents, self.contents
         nodes: list[int] = []
@@ -41,28 +44,37 @@ class HashIndex:
                 break
             nodes.append(node)
             parent = node
-        return nodes
+        return Match(nodes)
 
-    def add(self, sequence: CachedSequence, i: int) -> int | None:
-        """See `PrefixIndex.add`. None where another chain has the block's digest."""
-        parent = sequence.nodes[i - 1] if i else NO_BLOCK
-        digest, content = sequence.digests[i], sequence.contents[i]
-        node = self.of.get(digest)
-        if node is None:
-            block = sequence.blocks[i]
-            self._indexed.add(block, digest, parent)
-            self.of[digest], self.contents[block] = block, content
-            return block
-        if self._indexed.parents[node] != parent or self.contents[node] != content:
-            return None
-        return node
+    def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
+        """See `PrefixIndex.add`. Ends where another chain has a block's digest."""
+        of, contents, indexed, parents = self.of, self.contents, self._indexed, self._indexed.parents
+        found: list[int] = []
+        parent = sequence.nodes[first - 1] if first else NO_BLOCK
+        for i in range(first, stop):
+            digest, content = sequence.digests[i], sequence.contents[i]
+            node = of.get(digest)
+            if node is None:
+                node = sequence.blocks[i]
+                indexed.add(node, digest, parent)
+                of[digest], contents[node] = node, content
+            elif parents[node] != parent or contents[node] != content:
+                break
+            found.append(node)
+            parent = node
+        return found
 
-    def remove(self, block: int) -> None:
+    def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
+        """See `PrefixIndex.add_tail`."""
+
+    def remove(self, blocks: Sequence[int]) -> None:
         """See `PrefixIndex.remove`."""
-        digest = self._indexed.digests[block]
-        if digest is not None:
-            del self.of[digest]
-            self.contents[block] = b""
+        of, digests, contents = self.of, self._indexed.digests, self.contents
+        for block in blocks:
+            digest = digests[block]
+            assert digest is not None
+            del of[digest]
+            contents[block] = b""
 
     def clear(self) -> None:
         """See `PrefixIndex.clear`. The columns stay the same objects: they are frozen."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -13,8 +15,22 @@ class IndexKind(StrEnum):
 
     HASH = "hash"
     """Whole blocks by chained digest."""
+    RADIX = "radix"
+    """Tokens, by a radix tree; the last ones may be the first rows of a block."""
     OFF = "off"
     """Not at all."""
+
+
+@dataclass(slots=True)
+class Match:
+    """What holds the beginning of a sequence. Not changed once made, though not frozen (`engine/sched/plan.py`)."""
+
+    nodes: Sequence[int]
+    """Whole blocks, in order."""
+    source: int | None = None
+    """A block whose first rows are those behind them; it follows `nodes`."""
+    rows: int = 0
+    """Rows of `source` that are the sequence's."""
 
 
 class PrefixIndex(Protocol):
@@ -28,20 +44,27 @@ class PrefixIndex(Protocol):
         """Tokens that `match` would find, at most `limit`. Cheap when asked again and again for the same sequence."""
         ...
 
-    def match(self, sequence: CachedSequence, limit: int) -> list[int]:
-        """The blocks that hold the longest beginning of the sequence, of at most `limit` tokens, in order."""
+    def match(self, sequence: CachedSequence, limit: int) -> Match:
+        """The longest beginning of the sequence that is there, of at most `limit` tokens."""
         ...
 
-    def add(self, sequence: CachedSequence, i: int) -> int | None:
-        """The indexed block equal to the sequence's full block i, or else that block itself, which is indexed now.
+    def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
+        """For each of the sequence's full blocks first .. stop - 1 the indexed block equal to it, or else that block
+        itself, which is indexed now.
 
-        The blocks before it, `sequence.nodes[:i]`, are indexed. None where it can be neither: the sequence's other
-        blocks cannot be indexed either then.
+        The blocks before them, `sequence.nodes[:first]`, are indexed. Fewer are returned where one can be neither.
         """
         ...
 
-    def remove(self, block: int) -> None:
-        """The block is to hold something else. It may not be in the index; no block behind it is."""
+    def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
+        """Index the sequence's block that holds the last of its first `tokens` tokens, and is not full.
+
+        All blocks before it are in `sequence.nodes`. An index of whole blocks does nothing.
+        """
+        ...
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """These indexed blocks are to hold something else, in this order: a block goes after those behind it."""
         ...
 
     def clear(self) -> None:
@@ -60,15 +83,18 @@ class NoIndex:
         """0."""
         return 0
 
-    def match(self, sequence: CachedSequence, limit: int) -> list[int]:
+    def match(self, sequence: CachedSequence, limit: int) -> Match:
         """No block."""
+        return Match(())
+
+    def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
+        """None of them."""
         return []
 
-    def add(self, sequence: CachedSequence, i: int) -> int | None:
-        """None."""
-        return None
+    def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
+        """Nothing to do."""
 
-    def remove(self, block: int) -> None:
+    def remove(self, blocks: Sequence[int]) -> None:
         """Nothing to do."""
 
     def clear(self) -> None:

@@ -8,6 +8,7 @@ of them, and 0.7 s where each has a list. Columns are a handful of objects, made
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 
 from engine.contract.prefix_key import PrefixKey
 
@@ -20,18 +21,22 @@ class IndexedBlocks:
 
     def __init__(self, total: int) -> None:
         self.digests: list[bytes | None] = [None] * total
-        """Of the block's chain up to its end. None: the block is not indexed, the other columns say nothing of it."""
+        """Of the block's chain up to its end; empty: the block is not full. None: the block is not indexed, and the
+        other columns say nothing of it."""
         self.parents = [NO_BLOCK] * total
         """The block before it, which is indexed for as long as this one is: so its number names it."""
         self.depths = array("i", bytes(4 * total))
         """Blocks before it in its chain."""
         self.is_followed = bytearray(total)
-        """Whether a block behind it was ever indexed while it was."""
+        """Whether a full block behind it was ever indexed while it was."""
         self.keys: list[tuple[PrefixKey, ...]] = [()] * total
         """Prefix keys anchored here, parents first."""
+        self.count = 0
+        """Blocks that are indexed."""
 
     def add(self, block: int, digest: bytes, parent: int) -> None:
         """The block is indexed now."""
+        self.count += self.digests[block] is None
         self.digests[block], self.parents[block] = digest, parent
         self.is_followed[block] = False
         if parent == NO_BLOCK:
@@ -40,16 +45,43 @@ class IndexedBlocks:
             self.depths[block] = self.depths[parent] + 1
             self.is_followed[parent] = True
 
-    def remove(self, block: int) -> tuple[PrefixKey, ...]:
-        """The block is to hold something else; the keys that were anchored there."""
-        if self.digests[block] is None:
-            return ()
-        keys = self.keys[block]
-        self.digests[block], self.keys[block] = None, ()
-        return keys
+    def add_chain(self, blocks: Sequence[int], digests: Sequence[bytes], parent: int) -> None:
+        """These blocks are indexed now, each the parent of the next one."""
+        if not blocks:
+            return
+        depth = 0
+        if parent != NO_BLOCK:
+            depth = self.depths[parent] + 1
+            self.is_followed[parent] = True
+        ours, parents, depths, is_followed = self.digests, self.parents, self.depths, self.is_followed
+        for block, digest in zip(blocks, digests, strict=True):
+            self.count += ours[block] is None
+            ours[block], parents[block], depths[block], is_followed[block] = digest, parent, depth, True
+            parent = block
+            depth += 1
+        is_followed[parent] = False
+
+    def add_tail(self, block: int, parent: int) -> None:
+        """The block is indexed now, though it is not full."""
+        self.count += self.digests[block] is None
+        self.digests[block], self.parents[block] = b"", parent
+        self.is_followed[block] = False
+        self.depths[block] = 0 if parent == NO_BLOCK else self.depths[parent] + 1
+
+    def remove(self, blocks: Iterable[int]) -> list[PrefixKey]:
+        """These indexed blocks are to hold something else, in this order; the keys anchored there, children first."""
+        digests, keys = self.digests, self.keys
+        gone: list[PrefixKey] = []
+        for block in blocks:
+            self.count -= 1
+            digests[block] = None
+            if keys[block]:
+                gone += reversed(keys[block])
+                keys[block] = ()
+        return gone
 
     def clear(self) -> None:
         """No block is indexed. The columns stay the same objects: they are frozen."""
-        total = len(self.digests)
+        total, self.count = len(self.digests), 0
         self.digests[:] = [None] * total
         self.keys[:] = [()] * total

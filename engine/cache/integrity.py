@@ -43,6 +43,7 @@ def _check_blocks(
     references.update(pinned)
     for sequence in users:
         references.update(node for node, block in zip(sequence.nodes, sequence.blocks, strict=False) if node != block)
+    references.update(sequence.source for sequence in users if sequence.source is not None)
     for block in range(pool.total):
         _require(pool.references(block) == references[block], f"block {block}: references equal uses")
     free, idle = pool.free_blocks(), pool.idle_blocks()
@@ -57,8 +58,10 @@ def _check_chains(indexed: IndexedBlocks) -> None:
         parent = indexed.parents[block]
         depth = 0 if parent == NO_BLOCK else indexed.depths[parent] + 1
         _require(indexed.depths[block] == depth, f"block {block}: it is one deeper than its parent")
-        is_chained = parent == NO_BLOCK or (indexed.digests[parent] is not None and bool(indexed.is_followed[parent]))
-        _require(is_chained, f"block {block}: its parent is indexed, and followed")
+        if parent != NO_BLOCK:
+            _require(bool(indexed.digests[parent]), f"block {block}: its parent is indexed, and full")
+            is_followed = bool(indexed.is_followed[parent]) or not indexed.digests[block]
+            _require(is_followed, f"block {block}: its parent is known to be followed")
 
 
 def _check_eviction_order(pool: BlockPool, indexed: IndexedBlocks) -> None:
@@ -81,9 +84,11 @@ def _check_table(sequence: CachedSequence, indexed: IndexedBlocks, *, is_current
         _require(same or not is_indexed, "a sequence's nodes are its own chain")
         parent = node
     for i, block in enumerate(sequence.blocks):
+        is_node = i < len(sequence.nodes) and sequence.nodes[i] == block
+        is_tail = i == len(sequence.nodes) and indexed.digests[block] == b""
         _require(
-            indexed.digests[block] is None or (i < len(sequence.nodes) and sequence.nodes[i] == block),
-            f"block {block}: an indexed block in a table is a node of that table's chain",
+            indexed.digests[block] is None or is_node or is_tail,
+            f"block {block}: an indexed block in a table is a node of that table's chain, or its end",
         )
 
 

@@ -10,10 +10,11 @@ from engine.cache.changes import KeyChanges
 from engine.cache.eviction import MOST_DEPTH_COST, Eviction, GreedyDual
 from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
-from engine.cache.index import IndexKind, NoIndex, PrefixIndex
+from engine.cache.index import IndexKind, Match, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
 from engine.cache.pins import Pins
+from engine.cache.radix_index import RadixIndex
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
 
@@ -48,7 +49,14 @@ class PrefixCache:
         self.enabled = index is not IndexKind.OFF
         """Whether anything is ever reused."""
         self._indexed = IndexedBlocks(blocks_total)
-        self._index: PrefixIndex = HashIndex(self._indexed, block_size) if self.enabled else NoIndex()
+        self._index: PrefixIndex
+        match index:
+            case IndexKind.HASH:
+                self._index = HashIndex(self._indexed, block_size)
+            case IndexKind.RADIX:
+                self._index = RadixIndex(self._indexed, block_size, self._supersede)
+            case IndexKind.OFF:
+                self._index = NoIndex()
         self._worth: GreedyDual | None = None
         if eviction is not Eviction.LRU:
             self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
@@ -109,19 +117,20 @@ class PrefixCache:
         """Give the sequence blocks for its `known_tokens`, reusing what is cached.
 
         Returns the number of tokens reused, at most `known_tokens - 1`; None, with nothing changed, where fewer than
-        `reserve_blocks` would stay available.
+        `reserve_blocks` would stay available. Where that number is within a block, `sequence.source` has the rows up
+        to it: whoever computes the sequence copies them first into the sequence's block.
         """
-        nodes = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
-        if not self._use(sequence, nodes, self.blocks_for(known_tokens), reserve_blocks):
+        match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        if not self._use(sequence, match, self.blocks_for(known_tokens), reserve_blocks):
             return None
-        return len(nodes) * self.block_size
+        return len(match.nodes) * self.block_size + (0 if sequence.source is None else match.rows)
 
-    def find(self, sequence: CachedSequence, blocks: int) -> list[int]:
+    def find(self, sequence: CachedSequence, blocks: int) -> Sequence[int]:
         """The blocks that hold the sequence's beginning, at most so many; nothing changes."""
-        return self._index.match(sequence, blocks * self.block_size)
+        return self._index.match(sequence, blocks * self.block_size).nodes
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block of this digest is indexed."""
+        """Whether a block of this digest is indexed, where blocks are found by digest."""
         return isinstance(self._index, HashIndex) and digest in self._index.of
 
     def hold(
@@ -132,7 +141,7 @@ class PrefixCache:
         fewer than `reserve_blocks` would stay available. `counts_use`: whether that is a use of those cached.
         """
         nodes = self.find(sequence, blocks)
-        is_held = self._use(sequence, nodes, blocks, reserve_blocks, counts_use=counts_use)
+        is_held = self._use(sequence, Match(nodes), blocks, reserve_blocks, counts_use=counts_use)
         return len(nodes) if is_held else None
 
     def is_current(self, sequence: CachedSequence) -> bool:
@@ -140,21 +149,29 @@ class PrefixCache:
         return sequence.generation == self._generation
 
     def _use(
-        self, sequence: CachedSequence, nodes: list[int], blocks: int, reserve_blocks: int, *, counts_use: bool = True
+        self, sequence: CachedSequence, match: Match, blocks: int, reserve_blocks: int, *, counts_use: bool = True
     ) -> bool:
-        """Give the sequence `blocks` blocks, first the cached `nodes`; False, with nothing changed, where they lack."""
-        references = self.pool.references
+        """Give the sequence `blocks` blocks, first those cached; False, with nothing changed, where they lack.
+
+        A source that would take the last block is done without.
+        """
+        nodes, source, references = match.nodes, match.source, self.pool.references
         idle = sum([references(node) == 0 for node in nodes])
-        if idle + blocks - len(nodes) + reserve_blocks > self.pool.available:
+        spare = self.pool.available - (idle + blocks - len(nodes) + reserve_blocks)
+        if spare < 0:
             return False
+        if source is not None and not references(source) and not spare:
+            source = None
         sequence.generation = self._generation
         self._users.add(sequence)
         anchors = sequence.anchors
-        self.pool.add_references(nodes)
+        used = nodes if source is None else [*nodes, source]
+        self.pool.add_references(used)
         if counts_use and nodes and self._indexed.is_followed[nodes[-1]]:
-            self.pool.count_use(nodes)  # else it goes on where one request ended: a conversation, not a common prefix
+            self.pool.count_use(used)  # else it goes on where one request ended: a conversation, not a common prefix
         if counts_use:
             self.pins.touch(nodes, self._now_s)
+        sequence.source = source
         sequence.blocks += nodes
         sequence.nodes += nodes
         i = 0
@@ -173,30 +190,27 @@ class PrefixCache:
         if missing > self.pool.available:
             return False
         taken, evicted = self.pool.take(missing)
-        for block in evicted:
-            self._forget(block)
+        if evicted:
+            self._forget(evicted)
         blocks += taken
         return True
 
-    def commit(self, sequence: CachedSequence, computed_tokens: int) -> None:
+    def commit(self, sequence: CachedSequence, computed_tokens: int, *, is_last: bool = False) -> None:
         """The step that computed the first `computed_tokens` has completed: index the blocks they fill.
 
         A block equal to an indexed one stays the sequence's own; the sequence then also keeps a reference to the
         indexed one, the parent of what it commits next. A sequence admitted before a `reset` commits nothing.
+        `is_last`: no more is computed for a while, so a block that is not full is worth indexing, too.
         """
+        if sequence.source is not None:
+            self._drop_source(sequence)
         if not self.enabled or sequence.generation != self._generation:
             return
-        anchors = sequence.anchors
-        for i in range(len(sequence.nodes), computed_tokens // self.block_size):
-            node = self._index.add(sequence, i)
-            if node is None:
-                return
-            if node != sequence.blocks[i]:
-                self.pool.add_references((node,))
-                self.pool.count_use((node,))
-            sequence.nodes.append(node)
-            if sequence.next_anchor < len(anchors) and anchors[sequence.next_anchor][0] <= i:
-                self._attach_keys(sequence, node, i)
+        first, stop = len(sequence.nodes), computed_tokens // self.block_size
+        if first < stop:
+            self._commit_blocks(sequence, first, stop)
+        if is_last and len(sequence.nodes) == stop and computed_tokens % self.block_size:
+            self._index.add_tail(sequence, computed_tokens)
 
     def release(self, sequence: CachedSequence) -> None:
         """The sequence needs its blocks no more; they come free when every step in progress has ended."""
@@ -232,7 +246,7 @@ class PrefixCache:
     @property
     def indexed_blocks(self) -> int:
         """Blocks that hold something that can be reused."""
-        return len(self._index.of) if isinstance(self._index, HashIndex) else 0
+        return self._indexed.count
 
     @property
     def has_changes(self) -> bool:
@@ -254,6 +268,8 @@ class PrefixCache:
 
     def _free(self, sequence: CachedSequence) -> None:
         nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests
+        if sequence.source is not None:
+            self._drop_source(sequence)
         held = blocks[len(nodes) :]
         held.reverse()
         for i in reversed(range(len(nodes))):  # a child before its parent: so it is evicted before it
@@ -265,6 +281,29 @@ class PrefixCache:
         sequence.nodes.clear()
         sequence.next_anchor = 0
         self._users.discard(sequence)
+
+    def _commit_blocks(self, sequence: CachedSequence, first: int, stop: int) -> None:
+        nodes, blocks, anchors = self._index.add(sequence, first, stop), sequence.blocks, sequence.anchors
+        others = [node for node, block in zip(nodes, blocks[first:stop], strict=False) if node != block]
+        if others:
+            self.pool.add_references(others)
+            self.pool.count_use(others)
+        sequence.nodes += nodes
+        i, stop = first, first + len(nodes)
+        while sequence.next_anchor < len(anchors) and (i := max(i, anchors[sequence.next_anchor][0])) < stop:
+            self._attach_keys(sequence, nodes[i - first], i)
+            i += 1
+
+    def _drop_source(self, sequence: CachedSequence) -> None:
+        source, sequence.source = sequence.source, None
+        assert source is not None
+        self.pool.drop_references((source,), (self._indexed.digests[source] is not None,))
+
+    def _supersede(self, block: int) -> None:
+        """The rows of this block, which was not full, are in another one now, with more behind them."""
+        self._indexed.remove((block,))
+        if self.pool.references(block) == 0:
+            self.pool.free(block)
 
     def _attach_keys(self, sequence: CachedSequence, node: int, index: int) -> None:
         """Anchor the sequence's keys that reach as far as its block `index`, in order."""
@@ -281,9 +320,9 @@ class PrefixCache:
                 self._keys.hold(key)
             sequence.next_anchor += 1
 
-    def _forget(self, block: int) -> None:
-        """The block is to hold something else: the one place where what is cached is lost, but for `reset`."""
-        self.evictions += 1
-        self._index.remove(block)
-        for key in reversed(self._indexed.remove(block)):
+    def _forget(self, blocks: Sequence[int]) -> None:
+        """These blocks are to hold something else: the one place where what is cached is lost, but for `reset`."""
+        self.evictions += len(blocks)
+        self._index.remove(blocks)
+        for key in self._indexed.remove(blocks):
             self._keys.drop(key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.cache.hashing import chain_digest, root_digest, token_bytes
 from engine.cache.held_keys import Anchor
+from engine.cache.radix_node import RadixNode
 
 
 @dataclass(slots=True, eq=False)
@@ -31,18 +32,31 @@ class CachedSequence:
     """`PrefixCache` generation in which the blocks were taken."""
     hits: int = 0
     """Leading blocks in the index when last counted: where the next count starts."""
+    packed: bytearray = field(default_factory=bytearray)
+    """All known tokens as `token_bytes`; none where the cache is disabled."""
+    place: RadixNode | None = None
+    """In the tree, where `RadixIndex` last found the sequence to leave it: where the next search starts."""
+    source: int | None = None
+    """A block of another sequence, kept until the step that copies its first rows has ended."""
     _tail: array[int] = field(default_factory=lambda: array("i"))
     """Known tokens behind the last full block, and for a moment those just added."""
 
     def fork(self) -> CachedSequence:
         """Another sequence of the same tokens, without blocks: they are not hashed again."""
         return CachedSequence(
-            self.block_size, self.salt, self.anchors, list(self.digests), list(self.contents), _tail=self._tail[:]
+            self.block_size,
+            self.salt,
+            self.anchors,
+            list(self.digests),
+            list(self.contents),
+            packed=self.packed[:],
+            _tail=self._tail[:],
         )
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More known tokens follow: digest the blocks they fill."""
         self._tail.extend(tokens)
+        self.packed += token_bytes(tokens)
         if len(self._tail) < self.block_size:
             return
         full = len(self._tail) // self.block_size * self.block_size

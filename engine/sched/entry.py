@@ -33,6 +33,8 @@ class Entry:
     """Younger requests admitted before this one."""
     told_tokens: int = 0
     """Known tokens that the cache has been told of."""
+    is_started: bool = False
+    """Whether a chunk was planned since the latest admission."""
     shown_blocks: tuple[int, ...] = ()
     """The sequence's blocks as its decode chunks show them: copied only when they have grown."""
 
@@ -78,7 +80,13 @@ class Entry:
             end = edge if edge > start else end
         blocks = tuple(self.sequence.blocks[: -(-end // block_size)])
         self.planned_tokens = end
-        return SequenceChunk(self.request, start, self.tokens(start, end), blocks, end == self.prefill_end, False)
+        samples = end == self.prefill_end
+        return SequenceChunk(self.request, start, self.tokens(start, end), blocks, samples, False, self.take_source())
+
+    def take_source(self) -> int | None:
+        """The block to copy rows from, of the first chunk after the admission."""
+        is_first, self.is_started = not self.is_started, True
+        return self.sequence.source if is_first else None
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens at positions start .. end - 1."""

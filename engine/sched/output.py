@@ -1,4 +1,4 @@
-"""What a step means for a request."""
+"""What a request hears of the scheduler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from engine.sched.plan import SampledToken
 from engine.sched.request import FinishReason
+
+
+class QueueFull(Exception):
+    """As many requests wait as may."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,9 @@ class SequenceChunk:
     """True where the chunk ends at the request's last known token, so the step yields its next one."""
     decodes: bool
     """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
+    source: int | None = None
+    """The block to copy the first `start % block_size` rows from, into the block of position `start`, before the step
+    writes anything. No step in progress writes those rows."""
 
     @property
     def output_index(self) -> int:

@@ -15,6 +15,7 @@ from engine.contract.events import Keys
 from engine.contract.load import LoadReport
 from engine.sched.entry import Entry
 from engine.sched.in_flight import InFlightBlocks
+from engine.sched.output import QueueFull as QueueFull
 from engine.sched.output import TokenOutput as TokenOutput
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
@@ -48,10 +49,6 @@ class SchedulerConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running}): "
                 "every running request may decode a token in one step"
             )
-
-
-class QueueFull(Exception):
-    """As many requests wait as may."""
 
 
 class Scheduler:
@@ -386,6 +383,7 @@ class Scheduler:
             self._count(prompt_tokens_queried=prompt_tokens, prompt_tokens_hit=entry.cached_tokens)
         entry.computed_tokens = entry.planned_tokens = cached
         entry.shown_blocks = ()
+        entry.is_started = False
         entry.prefill_end = known
         self._in_flight.claim(entry.sequence, cached // self._cache.block_size)
         del self._waiting[entry.request.id]
@@ -409,6 +407,7 @@ class Scheduler:
         """`keeps`: its blocks are not wanted at once, so tiers below may copy them first."""
         self._running.remove(entry)
         self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
+        self._commit_tail(entry)
         if keeps and self._tiers is not None:
             self._tiers.take_over(entry.sequence)
         else:
@@ -429,8 +428,17 @@ class Scheduler:
         if after > before:
             self._cache.commit(entry.sequence, entry.computed_tokens)
             self._in_flight.end(entry.sequence, before, after)
+        if entry.computed_tokens == entry.prefill_end or entry.sequence.source is not None:
+            self._commit_tail(entry)
         if entry.request.marks:
             self._retention.computed(entry)
+
+    def _commit_tail(self, entry: Entry) -> None:
+        """Index what is computed to the last token: at the end of the prefill, as others may share the prompt, and when
+        the request stops. Between these a block is indexed once it is full."""
+        if entry.told_tokens < entry.computed_tokens:
+            self._digest(entry, entry.known_tokens)
+        self._cache.commit(entry.sequence, entry.computed_tokens, is_last=True)
 
     def _append(self, entry: Entry, sampled: SampledToken) -> TokenOutput:
         entry.request.output_tokens.append(sampled.token)

@@ -65,6 +65,7 @@ class SharingCache(PrefixCache):
             else:
                 digests += found[0]
                 contents += found[1]
+                sequence.packed += key[3]
             parent = digests[-1]
             start += size
         sequence.extend(tokens[start:])

@@ -30,6 +30,13 @@ class Parting(NamedTuple):
         """How much of the pod in this place of so many is its own, 0 to 1."""
         return max(0.0, min(self.high * pods, row + 1.0) - max(self.low * pods, float(row)))
 
+    def own_rows(self, pods: int) -> range:
+        """The places, of so many, of the pods that are its own by `LEAST_PART` or more: they lie side by side."""
+        if self.own_pods(pods) < LEAST_PART:
+            return range(0)
+        first = max(0, math.ceil(self.low * pods + LEAST_PART) - 1)
+        return range(first, min(pods, math.floor(self.high * pods - LEAST_PART) + 1))
+
     def own_pods(self, pods: int) -> float:
         """How many of so many pods are its own, parts counted as such."""
         return (self.high - self.low) * pods

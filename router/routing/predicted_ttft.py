@@ -11,7 +11,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
-from router.routing.parting import LEAST_PART, Parting, spared_unseen_s
+from router.routing.parting import Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
@@ -173,16 +173,16 @@ class PredictedTtft(WidePolicy):
         """Of the pods `equals` leave only the own ones, if there are any: others do not choose them. One that is partly
         another gateway's has its turn less often, or has had too much work sooner, by its part."""
         pods = len(ranks)
-        parts = [parting.part(i, pods) for i in equals]
-        if max(parts) < LEAST_PART:
+        own = parting.own_rows(pods)
+        if not any(i in own for i in equals):
             return
-        for i, part in zip(equals, parts, strict=True):
-            if part < LEAST_PART:
+        for i in equals:
+            if i not in own:
                 ranks[i] = math.inf
             elif is_warm:
-                ranks[i] += parting.own_pods(pods) / part
+                ranks[i] += parting.own_pods(pods) / parting.part(i, pods)
             else:
-                ranks[i] /= part
+                ranks[i] /= parting.part(i, pods)
 
     def _choose_equal_wide(self, request: RequestInfo, pods: WidePods, costs: WideCosts) -> int:
         """As `_choose_equal`."""
@@ -208,11 +208,12 @@ class PredictedTtft(WidePolicy):
             ids = pods.table.ids
             ranks = (self._turns.lasts(ids) if is_warm else self._recent.ranks(ids))[equals]
             if request.parting is not None:
-                parts = own_parts(request.parting, len(pods.table))[equals]
-                is_own = parts >= LEAST_PART
+                own, count = request.parting.own_rows(len(pods.table)), len(pods.table)
+                is_own = (equals >= own.start) & (equals < own.stop)
                 if is_own.any():
-                    equals, ranks, parts = equals[is_own], ranks[is_own], parts[is_own]
-                    ranks = ranks + request.parting.own_pods(len(pods.table)) / parts if is_warm else ranks / parts
+                    equals, ranks = equals[is_own], ranks[is_own]
+                    parts = own_parts(request.parting, count)[equals]
+                    ranks = ranks + request.parting.own_pods(count) / parts if is_warm else ranks / parts
             equals = equals[ranks == ranks.min()]
         return int(equals[0]) if len(equals) == 1 else pods.spread(request, equals)
 
@@ -262,8 +263,9 @@ class PredictedTtft(WidePolicy):
         least_tokens = max(1, prompt - longest_match)
         costs = Costs(len(pods))
         regret, parting = request.regret, request.parting
-        spared_s = 0.0
+        spared_s, own = 0.0, range(0)
         if parting is not None:
+            own = parting.own_rows(len(pods))
             spared_tokens = longest_match - min([pod.matched_tokens for pod in pods])
             spared_s = spared_unseen_s(parting, min([speed.token_s for speed in speeds]), spared_tokens)
         add_score, add_ttft, add_own = costs.scores.append, costs.ttft_s.append, costs.own_s.append
@@ -296,7 +298,7 @@ class PredictedTtft(WidePolicy):
             evict_s = others_s = 0.0
             if regret and (evicted := uncached + request.output_tokens - pod.room_tokens) > 0:
                 evict_s = regret * cost.token_s * evicted
-            if parting is not None and parting.part(i, len(pods)) < LEAST_PART:
+            if parting is not None and i not in own:
                 others_s = spared_s if last_match == longest_match else parting.unseen_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:

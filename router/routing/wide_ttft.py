@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.contract.load import StepCost
 from router.routing.latency import STEP_TOKENS, decode_s, prefill_s
-from router.routing.parting import LEAST_PART, Parting, spared_unseen_s
+from router.routing.parting import Parting, spared_unseen_s
 from router.routing.types import RequestInfo
 from router.routing.wide import Floats, Speeds, WidePods
 
@@ -89,9 +89,11 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
 
 def _others_s(parting: Parting, pods: WidePods, cost: Any) -> Floats:
     """What other gateways may have just sent to each pod."""
-    others_s: Floats = np.where(own_parts(parting, len(pods.table)) < LEAST_PART, parting.unseen_s, 0.0)
+    others_s: Floats = np.full(len(pods.table), parting.unseen_s)
     if pods.matched is not None and (least_s := unseen_at_most_s(parting, pods, cost)) < parting.unseen_s:
         others_s[pods.matched == pods.longest] *= least_s / parting.unseen_s
+    own = parting.own_rows(len(pods.table))
+    others_s[own.start : own.stop] = 0.0
     return others_s
 
 

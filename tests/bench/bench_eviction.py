@@ -17,9 +17,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 
 Request = tuple[int, ...]
@@ -170,10 +172,10 @@ def table(trace: Trace, shares: Sequence[float]) -> None:
 
 def bookkeeping(total: int = 1_000_000, chain: int = 2048) -> None:
     """What a full pool of `total` blocks of 16 tokens takes: memory, a match, insertion with eviction."""
-    for eviction in Eviction:
+    for index, eviction in product((IndexKind.HASH, IndexKind.RADIX), Eviction):
         rng = random.Random(3)
         tracemalloc.start()
-        cache = PrefixCache(total, 16, eviction=eviction)
+        cache = PrefixCache(total, 16, index=index, eviction=eviction)
         prompts = [[rng.randrange(100_000) for _ in range(16 * chain)] for _ in range(4)]
         for i in range(total // chain + 8):
             tokens = list(prompts[i % 4])
@@ -196,7 +198,7 @@ def bookkeeping(total: int = 1_000_000, chain: int = 2048) -> None:
         for sequence in again:
             cache.admit(sequence, 16 * chain)
         match_ms = (time.process_time() - start) / 16 * 1e3
-        print(f"| {eviction} | {used / total:.0f} | {match_ms:.2f} | {turn_us:.2f} |", flush=True)
+        print(f"| {index} | {eviction} | {used / total:.0f} | {match_ms:.2f} | {turn_us:.2f} |", flush=True)
 
 
 def main() -> None:

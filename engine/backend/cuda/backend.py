@@ -174,6 +174,7 @@ class CudaBackend:
             of_step = len(step.arrays)
             pending_rows, pending_choices, *sampling = packed.views[of_step:]
             tensors = step.on_device(packed.views[:of_step])
+            self.pool.copy_sources(chunks)
             if last is not None and len(step.pending_rows):
                 tensors.tokens[pending_rows] = last.tokens[pending_choices]
             if shape is not None and self._graphs is not None:

@@ -44,16 +44,19 @@ def poisoned(model: Decoder, block_count: int) -> TorchBackend:
 
 @given(prompt=st.integers(2, 45), cached=st.integers(0, 44), chunk_tokens=st.integers(1, 30), seed=st.integers(0, 9))
 def test_warm_equals_cold(model: Decoder, prompt: int, cached: int, chunk_tokens: int, seed: int) -> None:
-    """A prompt over reused blocks gives the cold logits, with every other block poisoned and other sequences around."""
-    cached = min(cached, prompt - 1) // BLOCK_SIZE * BLOCK_SIZE
+    """A prompt over reused blocks, and the first rows of another, gives the cold logits, with every other row poisoned
+    and other sequences around."""
+    cached = min(cached, prompt - 1)
     backend = poisoned(model, 60)
     text = tokens(prompt, seed)
     cold_blocks, warm_blocks, other_blocks = shuffled_blocks(60, [14, 14, 14], seed)
     cold = Driven(text, cold_blocks)
     drive(backend, [cold], outputs=4, chunk_tokens=chunk_tokens)
-    reused = cold_blocks[: cached // BLOCK_SIZE]
-    backend.pool.data[[b for b in range(60) if b not in reused]] = torch.nan
-    warm = Driven(text, [*reused, *warm_blocks], done=cached)
+    whole, rows = divmod(cached, BLOCK_SIZE)
+    reused, source = cold_blocks[:whole], cold_blocks[whole] if rows else None
+    backend.pool.data[[b for b in range(60) if b not in (*reused, source)]] = torch.nan
+    backend.pool.data[cold_blocks[whole], :, :, rows:] = torch.nan
+    warm = Driven(text, [*reused, *warm_blocks], done=cached, source=source)
     other = Driven(tokens(23, seed + 1), other_blocks)
     drive(backend, [other, warm], outputs=4, chunk_tokens=7)
     torch.testing.assert_close(torch.stack(warm.logits), torch.stack(cold.logits), atol=1e-5, rtol=0)

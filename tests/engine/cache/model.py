@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.cache.eviction import LeastRecentlyUsed
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.sched.request import KeySpan
 
 Prefix = tuple[str, tuple[int, ...]]
+"""Salt, and tokens from the first to the last one that a block holds."""
 
 
 @dataclass(eq=False)
@@ -23,8 +25,17 @@ class User:
     computed: int = 0
     canonical: list[int] = field(default_factory=list)
     """The cached block for each leading block hit or committed: kept for this request, its own or not."""
+    source: int | None = None
+    """Kept for this request until it commits: the block that rows are copied from."""
+    tail: int | None = None
+    """Its block that was indexed though it was not full."""
     is_stale: bool = False
     """Admitted before a reset."""
+
+
+def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Leading tokens that the two have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass
@@ -32,6 +43,7 @@ class Model:
     """What must be cached, with what content, and who may lose it."""
 
     cache: PrefixCache
+    kind: IndexKind = IndexKind.HASH
     cached: dict[Prefix, int] = field(default_factory=dict)
     content: dict[int, Prefix] = field(default_factory=dict)
     """What was last written to a block."""
@@ -49,10 +61,32 @@ class Model:
             hits += 1
         return hits
 
-    def admitted(self, user: User, cached_tokens: int, free_before: int) -> None:
-        """The cache admitted the user: were hits right, and evictions those of leaf-first LRU?"""
-        hits = self.expected_hits(user)
-        assert cached_tokens == hits * self.cache.block_size < len(user.tokens)
+    def expected_tokens(self, user: User) -> int:
+        """What the index finds: whole blocks, and behind them, with a radix tree, the first rows of any block."""
+        whole = self.expected_hits(user) * self.cache.block_size
+        if self.kind is not IndexKind.RADIX:
+            return whole
+        known = tuple(user.tokens[:-1])
+        return max([whole, *(shared(tokens, known) for salt, tokens in self.cached if salt == user.salt)])
+
+    def admitted(self, user: User, cached_tokens: int, free_before: int, is_tight: bool) -> None:
+        """The cache admitted the user: were hits right, and evictions those of leaf-first LRU?
+
+        `is_tight`: no block was left to keep beside those that the user needs.
+        """
+        hits, expected, source = self.expected_hits(user), self.expected_tokens(user), user.sequence.source
+        rows = cached_tokens - hits * self.cache.block_size
+        assert 0 <= rows < self.cache.block_size
+        assert cached_tokens < len(user.tokens)
+        assert (source is None) == (rows == 0)
+        assert cached_tokens == expected or (is_tight and not rows)
+        if source is not None:
+            salt, tokens = self.content[source]
+            assert salt == user.salt
+            assert tokens[:cached_tokens] == tuple(user.tokens[:cached_tokens]), "other rows would be copied"
+            for prefix in [prefix for prefix, block in self.cached.items() if block == source]:
+                self.idle_since.pop(prefix, None)
+            user.source = source
         assert user.sequence.blocks[:hits] == [self.cached[self.prefix(user, i)] for i in range(hits)]
         user.computed, user.is_stale = cached_tokens, False
         user.canonical = user.sequence.blocks[:hits]
@@ -61,6 +95,8 @@ class Model:
             self.attach(user, i)
         self.users.append(user)
         self.taken(user.sequence.blocks[hits:], free_before)
+        if source is not None:
+            self.content[user.sequence.blocks[hits]] = (user.salt, tuple(user.tokens[:cached_tokens]))
 
     def taken(self, blocks: list[int], free_before: int) -> None:
         """The cache gave these blocks to a request, in this order."""
@@ -89,13 +125,43 @@ class Model:
             self.content[block] = (user.salt, tuple(user.tokens[: position + 1]))
         user.computed = end
 
-    def committed(self, user: User) -> None:
-        if user.is_stale or not self.cache.enabled:
+    def committed(self, user: User, *, is_last: bool = False) -> None:
+        self.drop_source(user)
+        if user.is_stale or self.kind is IndexKind.OFF:
             return
-        for i in range(len(user.canonical), user.computed // self.cache.block_size):
-            user.canonical.append(self.cached.setdefault(self.prefix(user, i), user.sequence.blocks[i]))
-            self.idle_since.pop(self.prefix(user, i), None)
+        size = self.cache.block_size
+        for i in range(len(user.canonical), user.computed // size):
+            user.canonical.append(self.store(self.prefix(user, i), user.sequence.blocks[i]))
             self.attach(user, i)
+            user.tail = None
+        if is_last and self.kind is IndexKind.RADIX and user.computed % size:
+            tail = user.salt, tuple(user.tokens[: user.computed])
+            if not any(salt == user.salt and shared(t, tail[1]) == user.computed for salt, t in self.cached):
+                user.tail = self.store(tail, user.sequence.blocks[user.computed // size])
+
+    def store(self, prefix: Prefix, block: int) -> int:
+        """The block that is cached for this prefix from now on, in the place of one that has fewer of its rows."""
+        size, (salt, tokens) = self.cache.block_size, prefix
+        for n in range((len(tokens) - 1) // size * size + 1, len(tokens)):
+            self.cached.pop((salt, tokens[:n]), None)
+            self.idle_since.pop((salt, tokens[:n]), None)
+        self.idle_since.pop(prefix, None)
+        return self.cached.setdefault(prefix, block)
+
+    def drop_source(self, user: User) -> None:
+        if user.source is not None:
+            block, user.source = user.source, None
+            self.clock += 1
+            self.rest(block, 0)
+
+    def is_idle(self, block: int) -> bool:
+        return any(self.cached[prefix] == block for prefix in self.idle_since)
+
+    def rest(self, block: int, depth: int) -> None:
+        """A request needs the block no more: if it is cached and nobody uses it, it is idle. Deep ones go first."""
+        used = {b for other in self.users for b in (*other.canonical, other.source, other.tail)}
+        for prefix in [prefix for prefix, b in self.cached.items() if b == block and b not in used]:
+            self.idle_since[prefix] = (self.clock, -depth)
 
     def attach(self, user: User, block: int) -> None:
         """Keys of the user that lie at this block; those shorter than any block lie with the next one."""
@@ -108,13 +174,14 @@ class Model:
         self.keys_at.setdefault(self.prefix(user, block), set()).update(here)
 
     def released(self, user: User) -> None:
+        self.drop_source(user)
         self.users.remove(user)
         self.clock += 1
-        used = {block for other in self.users for block in other.canonical}
+        tail, user.tail = user.tail, None
         if not user.is_stale:
-            for i, block in enumerate(user.canonical):
-                if block not in used:
-                    self.idle_since[self.prefix(user, i)] = (self.clock, -i)
+            for i, block in enumerate([*user.canonical, tail]):
+                if block is not None:
+                    self.rest(block, i)
 
     def was_reset(self) -> int:
         freed = len(self.idle_since)
@@ -136,7 +203,10 @@ class Model:
                 expected = user.tokens[: min((i + 1) * size, user.computed)]
                 assert list(tokens[: len(expected)]) == expected, "a block in use lost its content"
         for (salt, tokens), block in self.cached.items():
-            assert self.content[block] == (salt, tokens)
+            held_salt, held = self.content[block]
+            assert (held_salt, held[: len(tokens)]) == (salt, tokens)
+            assert len(held) == len(tokens) or len(tokens) % size, "rows beyond those indexed are in tails alone"
         in_use = {block for user in self.users for block in user.sequence.blocks}
         in_use |= {block for user in self.users for block in user.canonical}
+        in_use |= {user.source for user in self.users if user.source is not None}
         assert self.cache.pool.available == self.cache.pool.total - len(in_use)

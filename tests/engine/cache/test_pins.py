@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 
@@ -31,10 +32,12 @@ def hits(cache: PrefixCache, tokens: list[int], salt: str = "") -> int:
 
 
 class PinMachine(RuleBasedStateMachine):
+    index = IndexKind.HASH
+
     @initialize(blocks=st.integers(8, 24), share=st.sampled_from([0.0, 0.3, 0.5]), eviction=st.sampled_from(Eviction))
     def start(self, blocks: int, share: float, eviction: Eviction) -> None:
         self.most = int(blocks * share)
-        self.cache = PrefixCache(blocks, BLOCK, eviction=eviction, pinned_blocks=self.most)
+        self.cache = PrefixCache(blocks, BLOCK, index=self.index, eviction=eviction, pinned_blocks=self.most)
         self.now_s = 0.0
         self.promised: dict[tuple[str, Chain], list[float]] = {}
         """Salt and tokens of what was pinned -> until when, and for how long from each use on."""
@@ -96,9 +99,14 @@ class PinMachine(RuleBasedStateMachine):
             assert hits(self.cache, list(kept), salt) == len(kept) // BLOCK
 
 
-def test_what_is_pinned_stays_until_its_time_and_no_longer() -> None:
+class RadixPinMachine(PinMachine):
+    index = IndexKind.RADIX
+
+
+@pytest.mark.parametrize("machine", [PinMachine, RadixPinMachine])
+def test_what_is_pinned_stays_until_its_time_and_no_longer(machine: type[PinMachine]) -> None:
     run_state_machine_as_test(
-        PinMachine,
+        machine,
         settings=settings(
             max_examples=60,
             stateful_step_count=25,

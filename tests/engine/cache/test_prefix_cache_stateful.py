@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, blocks, block_size, shortfall, eviction):
         self.cache = PrefixCache(blocks, block_size, index=self.index, eviction=eviction)
-        self.model = Model(self.cache)
+        self.model = Model(self.cache, self.index)
         self.shortfall = shortfall
         self.parents: dict[PrefixKey, PrefixKey] = {}
         self.reported: set[PrefixKey] = set()
@@ -74,13 +74,13 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.admit_one(tokens, salt, reserve)
 
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=5), salt=SALTS)
-    def serve(self, prompts, salt):
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=5), salt=SALTS, is_last=st.booleans())
+    def serve(self, prompts, salt, is_last):
         """Requests from admission to release, one after the other: they fill the cache and press on it."""
         for tokens in prompts:
             user = self.admit_one(tokens, salt)
             if user is not None:
-                self.compute([user], 1.0)
+                self.compute([user], 1.0, is_last=is_last)
                 self.finish_user(user)
 
     def admit_one(self, tokens, salt, reserve=0) -> User | None:
@@ -88,8 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.parents.update((child.key, parent.key) for parent, child in pairwise(spans))
         user = User(salt, list(tokens), spans, self.cache.open(tokens, salt, spans))
         self.most_anchors = max(self.most_anchors, len(user.sequence.anchors))
-        hits = self.model.expected_hits(user)
-        assert self.cache.count_hits(user.sequence, len(tokens)) == hits * self.cache.block_size
+        assert self.cache.count_hits(user.sequence, len(tokens)) == self.model.expected_tokens(user)
         return user if self.admit_user(user, reserve) else None
 
     def admit_user(self, user, reserve) -> bool:
@@ -99,24 +98,29 @@ class CacheMachine(RuleBasedStateMachine):
         free, available = len(self.cache.pool.free_blocks()), self.cache.pool.available
         cached = self.cache.admit(user.sequence, len(user.tokens), reserve)
         assert (cached is None) == (needed > available)
-        assert self.cache.pool.available == available - (0 if cached is None else needed - reserve)
         if cached is not None:
-            self.model.admitted(user, cached, free)
+            source = user.sequence.source
+            needed += source is not None and self.model.is_idle(source)
+            self.model.admitted(user, cached, free, is_tight=needed == available)
+        assert self.cache.pool.available == available - (0 if cached is None else needed - reserve)
         return cached is not None
 
-    def compute(self, batch, share):
+    def compute(self, batch, share, is_last=False):
         """One step that computes this share of what each of the batch has left."""
         self.cache.begin_step()
         for user in batch:
             self.model.write(user, user.computed + round((len(user.tokens) - user.computed) * share))
         self.cache.end_step()
         for user in batch:
-            self.cache.commit(user.sequence, user.computed)
-            self.model.committed(user)
+            self.commit(user, is_last)
+
+    def commit(self, user, is_last):
+        self.cache.commit(user.sequence, user.computed, is_last=is_last)
+        self.model.committed(user, is_last=is_last)
 
     @precondition(lambda self: self.model.users)
-    @rule(data=st.data(), share=st.floats(0.1, 1), abort=st.booleans())
-    def step(self, data, share, abort):
+    @rule(data=st.data(), share=st.floats(0.1, 1), abort=st.booleans(), is_last=st.booleans())
+    def step(self, data, share, abort, is_last):
         """A batch of chunks; one of its requests may be aborted while it runs."""
         batch = data.draw(st.lists(st.sampled_from(self.model.users), min_size=1, unique=True))
         self.cache.begin_step()
@@ -133,8 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.released(gone)
         for user in batch:
             if user is not gone:
-                self.cache.commit(user.sequence, user.computed)
-                self.model.committed(user)
+                self.commit(user, is_last)
 
     @precondition(lambda self: self.model.users)
     @rule(data=st.data(), token=st.integers(1, 2))

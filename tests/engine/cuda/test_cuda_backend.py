@@ -130,6 +130,24 @@ async def test_a_step_is_launched_before_the_one_before_has_ended(model: Decoder
 
 
 @plain
+async def test_the_first_rows_of_a_block_are_copied_before_the_step_writes(model: Decoder) -> None:
+    """In a step that goes on in the source, too."""
+    text = tokens(14, 1)
+    one, two = Request(1, text[:6], 5, GREEDY), Request(2, text[:13], 5, GREEDY)
+    results = []
+    for backend in (cuda_backend(model, CpuDevice()), TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE)):
+        await backend.run(StepPlan((prefill(one, [0, 1]),)))
+        rest = SequenceChunk(two, 5, two.prompt_tokens[5:], [0, 2, 3, 4], True, False, source=1)
+        results.append((await backend.run(StepPlan((decode(one, 9, [0, 1], 0), rest)))).sampled)
+        await backend.close()
+    cold = TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE)
+    alone = await cold.run(StepPlan((prefill(two, [0, 2, 3, 4]),)))
+    await cold.close()
+    assert results[0] == results[1]
+    assert results[0][2] == alone.sampled[2]
+
+
+@plain
 async def test_results_come_in_order_and_a_failed_step_is_told_in_its_turn(model: Decoder) -> None:
     device = CpuDevice()
     backend = cuda_backend(model, device)

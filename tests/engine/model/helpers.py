@@ -58,7 +58,9 @@ class Driven:
     prompt: list[int]
     blocks: list[int]
     done: int = 0
-    """Leading tokens whose KV is already in the pool."""
+    """Leading tokens whose KV is already in the pool, but for those to be copied from `source`."""
+    source: int | None = None
+    """The block that has the last of these, where they end within a block."""
     request: Request = field(init=False)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -74,7 +76,8 @@ class Driven:
         end = min(self.done + chunk_tokens, len(known))
         blocks = self.blocks[: -(-end // block_size)]
         samples = end == len(known)
-        return SequenceChunk(self.request, self.done, known[self.done : end], blocks, samples, self.done > 0)
+        source, self.source = self.source, None
+        return SequenceChunk(self.request, self.done, known[self.done : end], blocks, samples, self.done > 0, source)
 
 
 def drive(backend: TorchBackend, sequences: Sequence[Driven], *, outputs: int, chunk_tokens: int) -> None:

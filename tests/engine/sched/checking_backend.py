@@ -92,6 +92,8 @@ class CheckingBackend:
         assert chunks
         assert len({chunk.request.id for chunk in chunks}) == len(chunks)
         assert sum(len(chunk.tokens) for chunk in chunks) <= self.max_step_tokens
+        for chunk in chunks:
+            self.copy_source(chunk)
         for chunk, tokens in zip(chunks, known, strict=True):
             self.check_context(chunk, tokens, chunk.start)
         for chunk, tokens in zip(chunks, known, strict=True):
@@ -99,6 +101,16 @@ class CheckingBackend:
         for chunk, tokens in zip(chunks, known, strict=True):
             self.check_context(chunk, tokens, chunk.start + len(chunk.tokens))
         return StepResult({c.request.id: self.sample(c) for c in chunks if c.samples}, elapsed_s=0.01)
+
+    def copy_source(self, chunk: SequenceChunk) -> None:
+        """The rows before the chunk's first one, in a block that is its own and has none yet."""
+        if chunk.source is None:
+            return
+        rows, target = chunk.start % self.size, chunk.blocks[chunk.start // self.size]
+        assert rows > 0
+        assert self.slots[target] == [None] * self.size
+        assert None not in self.slots[chunk.source][:rows], "rows are copied that nobody wrote"
+        self.slots[target][:rows] = self.slots[chunk.source][:rows]
 
     def check_context(self, chunk: SequenceChunk, tokens: list[int], end: int) -> None:
         """The slots of positions before `end` hold the KV of this request's tokens."""

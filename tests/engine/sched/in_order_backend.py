@@ -80,4 +80,4 @@ class InOrderBackend(CheckingBackend):
                 assert all(block in hands for block in chunk.blocks), "a block in use was given back"
                 for block in chunk.blocks[chunk.start // self.size :]:
                     assert hands[block] == 1, "a block that is written is in two hands"
-                    assert self.cache._indexed.digests[block] is None, "a block was published before it was written"
+                    assert not self.cache._indexed.digests[block], "a block was published before it was written"

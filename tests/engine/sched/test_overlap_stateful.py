@@ -154,7 +154,7 @@ class OverlapMachine(RuleBasedStateMachine):
             assert all(entry.planned_tokens == entry.computed_tokens for entry in self.scheduler._running)
         load = self.scheduler.load()
         assert load.running + load.waiting == len(self.requests)
-        held = {b for s in self.cache._users for b in (*s.blocks, *s.nodes)}
+        held = {b for s in self.cache._users for b in (*s.blocks, *s.nodes, s.source) if b is not None}
         assert load.blocks_free == load.blocks_total - len(held)
 
     def teardown(self):

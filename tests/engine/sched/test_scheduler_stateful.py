@@ -166,6 +166,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for entry in self.scheduler._running:
             yield from entry.sequence.blocks
             yield from entry.sequence.nodes
+            if entry.sequence.source is not None:
+                yield entry.sequence.source
 
     def brute_force_uncached(self) -> int:
         """Every request matched anew."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import StepCost
-from router.routing.parting import Gateways, Parting
+from router.routing.parting import LEAST_PART, Gateways, Parting
 from router.routing.policies import make_policy
 from router.routing.types import PodId, PodView, RequestInfo
 
@@ -38,6 +38,17 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(work_s: dict[str, float], 
     for name, each in found.items():
         assert each is not None
         assert each.high - each.low == pytest.approx(loud[name] / sum(loud.values()))
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 300))
+def test_own_rows_are_the_pods_of_which_a_part_is_its_own(one: float, other: float, pods: int) -> None:
+    place = Parting(min(one, other), max(one, other), 0.0)
+    parts = [place.part(row, pods) for row in range(pods)]
+    own = place.own_rows(pods)
+    assert sum(parts) == pytest.approx(place.own_pods(pods))
+    for row, part in enumerate(parts):
+        if abs(part - LEAST_PART) > 1e-6:  # at the limit itself sums are rounded
+            assert (row in own) == (part > LEAST_PART)
 
 
 def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
