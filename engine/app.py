@@ -152,6 +152,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         max_model_len=settings.max_model_len or max_model_len,
         eos_token_ids=config.eos_token_ids,
         stride=settings.stride,
+        least_kept_tokens=settings.pin_min_tokens,
     )
     return LoadedModel(text, backend, blocks, stores)
 
@@ -291,6 +292,7 @@ async def engine_tasks(
         settings.block_size,
         index=IndexKind(settings.prefix_cache),
         eviction=Eviction(settings.eviction),
+        pinned_blocks=int(settings.pin_share * loaded.blocks),
     )
     wake = _Wake()
     stores = loaded.stores or emulated_stores(settings, loaded.blocks)

@@ -89,6 +89,19 @@ class EngineSettings(Settings):
         "requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the seconds "
         "that computing it again takes",
     )
+    pin_share: float = Field(
+        0.25,
+        ge=0,
+        le=0.9,
+        description="Share of the KV pool that prompts may take which clients ask to keep (cache_control, "
+        "prompt_cache_retention); what is beyond it is served and not kept; 0: nothing is",
+    )
+    pin_min_tokens: int = Field(
+        1024,
+        ge=1,
+        le=2**31,
+        description="Tokens of the shortest beginning of a prompt that is kept because a client asks",
+    )
     host_cache_bytes: int = Field(
         0,
         ge=0,

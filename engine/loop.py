@@ -213,6 +213,7 @@ class EngineLoop:
 
     async def _launch(self) -> bool:
         """Give the backend a step; False where there is none to give now."""
+        self._scheduler.advance(asyncio.get_running_loop().time())
         plan = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
         self._publish()
         if plan is None:

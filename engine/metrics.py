@@ -48,6 +48,12 @@ class EngineMetrics:
         self.uncached_tokens = gauge("warmroute_uncached_tokens", "Prompt tokens still to be prefilled.")
         self.blocks_free = gauge("warmroute_kv_blocks_free", "KV blocks a request could take at once.")
         self.blocks_total = gauge("warmroute_kv_blocks", "KV blocks in the pool.")
+        self.blocks_pinned = gauge(
+            "warmroute_kv_blocks_pinned", "KV blocks that stay because clients ask to keep prompts."
+        )
+        self.pins_given_up = counter(
+            "warmroute_pins_given_up", "Kept beginnings of prompts that went before their time, for want of blocks."
+        )
         self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token was made.")
@@ -145,6 +151,11 @@ class EngineMetrics:
         self._advance(self.preemptions, "preemptions", preemptions)
         self._advance(self.evictions, "evicted_blocks", evicted_blocks)
         self._advance(self.evicted_too_soon, "evicted_too_soon", evicted_too_soon)
+
+    def update_pins(self, blocks: int, given_up: int) -> None:
+        """Set what is read at a scrape. `given_up`: since the engine started."""
+        self.blocks_pinned.set(blocks)
+        self._advance(self.pins_given_up, "pins_given_up", given_up)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set what is read at a scrape of an engine that publishes."""

@@ -151,7 +151,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
         (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
     )
     app.on_response_prepare.append(_leave_when_draining)
-    for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS):
+    for endpoint in Endpoint:
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
     app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))

@@ -15,11 +15,13 @@ def check(
     pool: BlockPool,
     indexed: IndexedBlocks,
     users: Iterable[CachedSequence],
+    pinned: Iterable[int],
     keys: HeldKeys,
     generation: int,
 ) -> None:
     """Raises AssertionError naming the first invariant that does not hold."""
-    _check_blocks(pool, indexed, list(users))
+    _check_blocks(pool, indexed, list(users), list(pinned))
+    _check_pins(indexed, list(pinned))
     _check_chains(indexed)
     _check_eviction_order(pool, indexed)
     for sequence in users:
@@ -28,8 +30,17 @@ def check(
     _require(anchored == keys.counts(), "held keys are those anchored at indexed blocks")
 
 
-def _check_blocks(pool: BlockPool, indexed: IndexedBlocks, users: Sequence[CachedSequence]) -> None:
+def _check_pins(indexed: IndexedBlocks, pinned: Sequence[int]) -> None:
+    for block in pinned:
+        _require(indexed.digests[block] is not None, f"block {block}: a pinned block is indexed")
+        _require(indexed.parents[block] in (NO_BLOCK, *pinned), f"block {block}: a pinned block's parent is pinned")
+
+
+def _check_blocks(
+    pool: BlockPool, indexed: IndexedBlocks, users: Sequence[CachedSequence], pinned: Sequence[int]
+) -> None:
     references = Counter(block for sequence in users for block in sequence.blocks)
+    references.update(pinned)
     for sequence in users:
         references.update(node for node, block in zip(sequence.nodes, sequence.blocks, strict=False) if node != block)
     references.update(sequence.source for sequence in users if sequence.source is not None)

@@ -15,6 +15,7 @@ from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.index import IndexKind, Match, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
 from engine.cache.integrity import check
+from engine.cache.pins import Pins
 from engine.cache.radix_index import RadixIndex
 from engine.cache.sequence import CachedSequence
 from engine.cache.survey import Survey
@@ -42,7 +43,9 @@ class PrefixCache:
         *,
         index: IndexKind = IndexKind.HASH,
         eviction: Eviction = Eviction.LRU,
+        pinned_blocks: int = 0,
     ) -> None:
+        """`pinned_blocks`: that may be pinned at a time."""
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
         self.block_size = block_size
@@ -62,6 +65,8 @@ class PrefixCache:
             self._worth = GreedyDual(self._indexed.parents, self._indexed.depths)
         self._weighs_depth = eviction is Eviction.COST
         self.pool = BlockPool(blocks_total, self._worth)
+        self.pins = Pins(self.pool, self._indexed, pinned_blocks)
+        self._now_s = 0.0
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
         self._steps_begun = self._steps_ended = 0
@@ -75,6 +80,17 @@ class PrefixCache:
         self._evicted = EvictedLately(blocks_total)
         self._stored = array("q", bytes(8 * blocks_total))
         """By block: the steps begun when it was indexed."""
+
+    def advance(self, now_s: float) -> None:
+        """It is so late, in seconds of any clock that only goes forward: pins whose time is over end."""
+        self._now_s = now_s
+        self.pins.expire(now_s)
+
+    def keep(self, sequence: CachedSequence, blocks: int, lifetime_s: float, *, is_asked: bool = True) -> int:
+        """Pin the sequence's first `blocks` blocks, as far as they are indexed; returns how many of them are pinned."""
+        if sequence.generation != self._generation:
+            return 0
+        return self.pins.keep(sequence.nodes[:blocks], lifetime_s, self._now_s, is_asked=is_asked)
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -163,6 +179,8 @@ class PrefixCache:
         self.pool.add_references(used)
         if counts_use and nodes and self._indexed.is_followed[nodes[-1]]:
             self.pool.count_use(used)  # else it goes on where one request ended: a conversation, not a common prefix
+        if counts_use:
+            self.pins.touch(nodes, self._now_s)
         sequence.source = source
         sequence.blocks += nodes
         sequence.nodes += nodes
@@ -232,7 +250,10 @@ class PrefixCache:
         self._indexed.clear()
         self._evicted.clear()
         self._keys.clear()
-        return self.pool.free_idle()
+        before = self.pool.available
+        self.pins.clear()
+        unpinned = self.pool.available - before
+        return self.pool.free_idle() + unpinned
 
     @property
     def indexed_blocks(self) -> int:
@@ -258,7 +279,7 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._indexed, self._users, self._keys, self._generation)
+        check(self.pool, self._indexed, self._users, self.pins, self._keys, self._generation)
         self._index.check()
 
     def _free(self, sequence: CachedSequence) -> None:

@@ -12,7 +12,7 @@ import orjson
 
 from engine.contract.errors import ApiError
 
-PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+PATHS = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
 """Whose errors have this shape."""
 
 _TYPES = {

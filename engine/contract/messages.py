@@ -9,7 +9,8 @@
 | a tool with `input_schema` | a function with `parameters` |
 | any other block | a part as it came |
 
-Marks of `cache_control` are left out: they say how long to keep a prefix, and change nothing in it.
+A block of the system that tells of billing is left out, as in vLLM: Claude Code begins with one, whose hash differs in
+every request. Marks of `cache_control` are left out: they say how long to keep a prefix, and change nothing in it.
 Shapes: https://docs.anthropic.com/en/api/messages
 """
 
@@ -24,13 +25,16 @@ from engine.contract.errors import BadRequest
 
 CACHE_CONTROL = "cache_control"
 Json = dict[str, Any]
+_BILLING = "x-anthropic-billing-header"
 
 
 def chat_messages(system: object, messages: Sequence[Any]) -> list[Json]:
     """The messages of the chat. Raises BadRequest naming the field that has the wrong type."""
     out: list[Json] = []
     if system is not None:
-        out.append({"role": "system", "content": _content(system, "system")})
+        content = _content(system, "system")
+        kept = content if isinstance(content, str) else [block for block in content if not is_billing(block)]
+        out.append({"role": "system", "content": kept})
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
@@ -52,6 +56,12 @@ def chat_tools(tools: Sequence[Any]) -> list[Any]:
 def without_mark(part: Mapping[str, Any]) -> Json:
     """`part` without `cache_control`."""
     return {name: value for name, value in part.items() if name != CACHE_CONTROL}
+
+
+def is_billing(block: object) -> bool:
+    """Whether this block of the system is not rendered."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 def _content(content: object, where: str) -> str | list[Json]:

@@ -28,15 +28,14 @@ LARGE_BODY_BYTES = 2**18
 
 
 class Endpoint(StrEnum):
-    """The generating endpoints, by path: two of OpenAI's API and one of Anthropic's."""
+    """Endpoints for which a pod is chosen, by path: two of OpenAI's API and two of Anthropic's. All but COUNT_TOKENS
+    generate."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
-
-
-COUNT_TOKENS = "/v1/messages/count_tokens"
-"""Says how many prompt tokens a request to MESSAGES has, and computes nothing."""
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    """Says how many prompt tokens a request to MESSAGES has, and computes nothing: it has no keys."""
 
 
 @dataclass(slots=True)
@@ -84,6 +83,8 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
     salt = fields.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise BadRequest("cache_salt must be a string", param="cache_salt")
+    if endpoint is Endpoint.COUNT_TOKENS:
+        return RequestHead(model, False, b"", "")
     if endpoint is not Endpoint.COMPLETIONS:
         messages, tools = _listed(fields)
         if endpoint is Endpoint.MESSAGES:

@@ -25,6 +25,10 @@ class Entry:
     """Tokens known at the latest admission: up to here chunks are prefill, from here on decode."""
     cached_tokens: int | None = None
     """Prompt tokens reused at the first admission; None before."""
+    kept_tokens: int | None = None
+    """Leading prompt tokens that are pinned for the request's marks; None before its prompt is computed."""
+    unkept_tokens: int = 0
+    """Prompt tokens that its marks ask for and that had no room."""
     overtaken: int = 0
     """Younger requests admitted before this one."""
     told_tokens: int = 0

@@ -55,5 +55,7 @@ class Request:
     """Requests of different salts share no KV."""
     hashed: CachedSequence | None = None
     """What `Scheduler.hash_prompt` made of prompt, salt and spans, shared by all requests that have the same ones."""
+    marks: tuple[CacheMark, ...] = ()
+    """What the client asks to keep, shortest first."""
     output_tokens: list[int] = field(default_factory=list)
     """May begin with tokens that another engine has made: they count in `max_tokens`, and it goes on from there."""

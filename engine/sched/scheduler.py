@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.cache.changes import KeyChanges
+from engine.cache.pins import Pins
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.cache.survey import Survey
@@ -15,8 +16,11 @@ from engine.contract.events import Keys
 from engine.contract.load import LoadReport
 from engine.sched.entry import Entry
 from engine.sched.in_flight import InFlightBlocks
+from engine.sched.output import QueueFull as QueueFull
+from engine.sched.output import TokenOutput as TokenOutput
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
+from engine.sched.retention import Retention
 from engine.sched.stats import SchedulerStats
 from engine.sched.step_cost import StepCostFit
 from engine.sched.tiers import LowerTiers
@@ -48,24 +52,6 @@ class SchedulerConfig:
             )
 
 
-class QueueFull(Exception):
-    """As many requests wait as may."""
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """A request's next token. The token that ends a request by a stop id is among them.
-
-    Never changed, though not frozen (`plan.py`).
-    """
-
-    request_id: int
-    token: SampledToken | None
-    finish: FinishReason | None
-    cached_tokens: int
-    """Prompt tokens reused at the first admission."""
-
-
 class Scheduler:
     """Decides every step of the requests given to it.
 
@@ -84,6 +70,7 @@ class Scheduler:
         self._entries: dict[int, Entry] = {}
         self._in_flight = InFlightBlocks()
         self._steps: deque[StepPlan] = deque()  # in progress, oldest first
+        self._retention = Retention(cache)
         self._arrivals = 0
         self._stats = SchedulerStats()
         self._step_cost = StepCostFit()
@@ -100,6 +87,15 @@ class Scheduler:
         Any thread may call it.
         """
         return self._cache.open(tokens, salt, key_spans)
+
+    @property
+    def pins(self) -> Pins:
+        """What stays in the pool because a client asks for it."""
+        return self._cache.pins
+
+    def advance(self, now_s: float) -> None:
+        """It is so late, in seconds of a clock that only goes forward: what was kept until now may go."""
+        self._cache.advance(now_s)
 
     def add(self, request: Request) -> None:
         """Queue the request.
@@ -336,7 +332,7 @@ class Scheduler:
                 continue
             if self._waits_for_tiers(entry, hits):
                 continue
-            if not self._start(entry, hits):
+            if not self._start(entry, hits) and not self._starts_without_pins(entry, hits):
                 if self._tiers is not None:
                     self._tiers.make_room()
                 break
@@ -407,6 +403,10 @@ class Scheduler:
         insort(self._running, entry, key=lambda other: other.arrival)
         return True
 
+    def _starts_without_pins(self, entry: Entry, expected_hits: int) -> bool:
+        """As `_start`, where nothing runs whose end would make room: pins end for it."""
+        return not self._running and self._retention.yields(entry.known_tokens) and self._start(entry, expected_hits)
+
     def _preempt(self, entry: Entry) -> None:
         """Back to the queue, before all that was not preempted. Output is kept and recomputed as prefill."""
         self._stop(entry)
@@ -441,6 +441,8 @@ class Scheduler:
             self._in_flight.end(entry.sequence, before, after)
         if entry.computed_tokens == entry.prefill_end or entry.sequence.source is not None:
             self._commit_tail(entry)
+        if entry.request.marks:
+            self._retention.computed(entry)
 
     def _commit_tail(self, entry: Entry) -> None:
         """Index what is computed to the last token: at the end of the prefill, as others may share the prompt, and when
@@ -473,7 +475,8 @@ class Scheduler:
             self._count(finished_length=1)
         if finish:
             self._drop(entry, keeps=True)
-        return TokenOutput(request.id, sampled, finish, entry.cached_tokens or 0)
+        cached, kept = entry.cached_tokens or 0, entry.kept_tokens or 0
+        return TokenOutput(request.id, sampled, finish, cached, kept, entry.unkept_tokens)
 
     def _require_step(self) -> StepPlan:
         """The oldest step in progress."""

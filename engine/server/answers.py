@@ -24,14 +24,25 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    kept_tokens: int = 0
+    """Leading prompt tokens that stay in the cache because the request asks for it."""
+
+    unkept_tokens: int = 0
+    """Those that it asks to keep and that had no room."""
+    has_marks: bool = False
+    """Whether it asks to keep any."""
 
     def json(self) -> Json:
-        """The `usage` object."""
+        """The `usage` object. Of a request with marks, it says what they have come to."""
+        details = {"cached_tokens": self.cached_tokens}
+        if self.has_marks:
+            details["created_cache_tokens"] = max(0, self.kept_tokens - self.cached_tokens)  # vLLM's name
+            details["unpinned_tokens"] = self.unkept_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": details,
         }
 
 
@@ -83,7 +94,8 @@ class _Base:
         include_usage: bool,
         prompt_ids: Mapping[int, Sequence[int]] | None,
     ) -> None:
-        """`prompt_ids`: of each choice's prompt, where token ids are to be returned; fields and places are vLLM's."""
+        """`prompt_ids`: of each choice's prompt, where token ids are to be returned;
+        fields and places are vLLM's."""
         self._head = head
         self._prompt_ids = prompt_ids
         self._begun: set[int] = set()

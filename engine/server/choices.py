@@ -47,7 +47,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         """Which of the request's prompts it continues."""
-        self.cached_tokens = 0
+        self.cached_tokens = self.kept_tokens = self.unkept_tokens = 0
         self.completion_tokens = answered
         self.finish: str | None = None
         self._detokenizer = Detokenizer(tokenizer, context)
@@ -59,6 +59,7 @@ class Choice:
     def push(self, output: TokenOutput) -> Delta:
         """What `output` adds. A finish the output does not have itself is a stop string: end the request then."""
         self.cached_tokens = output.cached_tokens
+        self.kept_tokens, self.unkept_tokens = output.kept_tokens, output.unkept_tokens
         text, stopped = "", False
         ids: tuple[int, ...] = ()
         if output.token is not None:

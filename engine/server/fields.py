@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -76,6 +76,8 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """24h: the prompt stays in the cache so long after its last use, as far as --pin-share allows."""
     return_token_ids: bool | None = None
     """Whether the answer says the ids of the prompt's tokens and of its own."""
     answer_so_far: str | None = None
@@ -85,7 +87,6 @@ class GenerationFields(BaseModel):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -58,6 +58,9 @@ class _Generation:
             prompt_tokens=sum(len(prompt.tokens) for prompt in self.job.prompts),
             completion_tokens=sum(choice.completion_tokens for choice in self.choices.values()),
             cached_tokens=sum(choice.cached_tokens for choice in first),
+            kept_tokens=sum(choice.kept_tokens for choice in first),
+            unkept_tokens=sum(choice.unkept_tokens for choice in first),
+            has_marks=any(prompt.marks for prompt in self.job.prompts),
         )
 
     def response_headers(self, cached_tokens: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from engine.contract.sse import named_event
 from engine.sched.request import CacheMark, FinishReason
 from engine.server.answers import Usage, Written
 from engine.server.choices import Delta
-from engine.server.message_fields import LIFETIMES_S
+from engine.server.marks import LIFETIMES_S
 
 Json = dict[str, Any]
 _PING = named_event("ping", orjson.dumps({"type": "ping"}))
@@ -85,19 +85,21 @@ class MessagesAnswer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, usage: Usage) -> Mapping[str, Any]:
-        """Prompt tokens that were read from the cache, those behind them up to the last mark, and the rest."""
+        """Prompt tokens that were read from the cache, those behind them that stay there for a mark, and the rest."""
         read = usage.cached_tokens
         written = dict.fromkeys(LIFETIMES_S, 0)
         end = read
         for mark in self._marks:
             name = next(name for name, lifetime_s in LIFETIMES_S.items() if lifetime_s == mark.lifetime_s)
-            written[name] += max(0, mark.tokens - end)
-            end = max(end, mark.tokens)
+            kept = min(mark.tokens, usage.kept_tokens)
+            written[name] += max(0, kept - end)
+            end = max(end, kept)
         return {
             "input_tokens": usage.prompt_tokens - end,
             "cache_creation_input_tokens": end - read,
             "cache_read_input_tokens": read,
             "cache_creation": {f"ephemeral_{name}_input_tokens": count for name, count in written.items()},
+            **({"unpinned_tokens": usage.unkept_tokens} if usage.has_marks else {}),
             "output_tokens": 0 if self._says_nothing else usage.completion_tokens,
         }
 

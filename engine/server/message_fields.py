@@ -14,11 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from engine.contract.errors import BadRequest
 from engine.sched.sampling import MIN_REPETITION_PENALTY
 from engine.server.fields import StopString, parse_at
+from engine.server.marks import CacheControl
 
-MAX_MARKS = 4
-"""`cache_control` marks of one request, as in the API."""
-LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
-"""Seconds that a mark's `ttl` keeps a prefix."""
 _UNSUPPORTED = "unsupported_parameter"
 _TOOL_BLOCKS = ("tool_use", "tool_result")
 
@@ -37,19 +34,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
 
 _Anything = Any
-
-
-class CacheControl(BaseModel):
-    """A mark: everything up to here is to be kept for a while."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-    @property
-    def lifetime_s(self) -> float:
-        """Seconds."""
-        return LIFETIMES_S[self.ttl]
 
 
 class TextBlock(BaseModel):

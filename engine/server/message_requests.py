@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
-from engine.contract.messages import chat_messages
+from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
 from engine.sched.request import CacheMark
 from engine.server.fields import GenerationFields, parse_at, parse_fields
+from engine.server.marks import Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
-    MAX_MARKS,
     REFUSED,
     CountFields,
     Message,
@@ -32,7 +31,7 @@ from engine.server.requests import (
     room_for,
     with_answer_so_far,
 )
-from engine.text.key_spans import cached_prefixes, chat_spans
+from engine.text.key_spans import chat_spans
 from engine.text.tokenizer import Encoded
 
 _SHARED = (
@@ -49,15 +48,6 @@ _SHARED = (
     "answer_so_far",
 )
 """Fields that mean what they mean at the other endpoints."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Behind the first `parts` parts of the chat's message `message`."""
-
-    message: int
-    parts: int
-    lifetime_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +76,7 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
         spans,
         max(1, min(fields.max_tokens, room)),
         None,
-        marks=chat.marks,
+        marks=kept_marks(model, shared, chat.marks, len(chat.encoded.ids)),
         fills_context=fields.max_tokens > room,
     )
     prompts = (with_answer_so_far(model, shared, prompt),)
@@ -106,28 +96,27 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
     goes_on = messages[-1]["role"] == "assistant"
     text = render_chat(model, messages, None, fields.chat_template_kwargs, goes_on=goes_on)
     encoded = encode_text(model, text, "messages", add_special_tokens=False)
-    ends = [(mark.message, mark.parts) for mark in marks]
-    counts = cached_prefixes(ends, messages, None, text, encoded.ends) if marks else ()
-    kept = tuple(CacheMark(count, mark.lifetime_s) for mark, count in zip(marks, counts, strict=True))
+    kept = marks_at(marks, messages, None, text, encoded)
     return _Chat(messages, text, encoded, kept)
 
 
-def _marks(fields: CountFields) -> list[_Mark]:
+def _marks(fields: CountFields) -> list[Place]:
     """Where prefixes to keep end, in ascending order. Raises BadRequest for content that is not supported here."""
-    found: list[_Mark] = []
+    found: list[Place] = []
     first = 0
     if fields.system is not None:
-        found += [_Mark(0, parts, mark.lifetime_s) for parts, mark in check_content(fields.system, "system")]
+        marks = check_content(fields.system, "system")
+        gone = [is_billing(block) for block in fields.system] if isinstance(fields.system, list) else []
+        found += [Place(0, parts - sum(gone[:parts]), mark.lifetime_s) for parts, mark in marks]
         first = 1
     for i, message in enumerate(fields.messages, start=first):
         where = f"messages[{i - first}]"
         content = parse_at(Message, message, where).content
-        found += [_Mark(i, parts, mark.lifetime_s) for parts, mark in check_content(content, f"{where}.content")]
+        found += [Place(i, parts, mark.lifetime_s) for parts, mark in check_content(content, f"{where}.content")]
     if fields.cache_control is not None:
-        last = _Mark(i, _parts(fields.messages[-1]["content"]), fields.cache_control.lifetime_s)
+        last = Place(i, _parts(fields.messages[-1]["content"]), fields.cache_control.lifetime_s)
         found = [mark for mark in found if (mark.message, mark.parts) != (last.message, last.parts)] + [last]
-    if len(found) > MAX_MARKS:
-        raise BadRequest(f"cache_control: {len(found)} marks; a request may have {MAX_MARKS}", param="cache_control")
+    check_count(found)
     return found
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
+from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan
 from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
+from engine.server.marks import chat_places, kept_marks, marks_at
 from engine.server.messages import check_tools, template_messages
 from engine.server.so_far import answered_tokens
 from engine.text.chat import ChatTemplate
@@ -41,6 +43,8 @@ class ModelText:
     eos_token_ids: frozenset[int]
     stride: int
     """Bytes per prefix key."""
+    least_kept_tokens: int = 1
+    """Of the shortest beginning of a prompt that is kept for a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,7 @@ def render_chat(
             "chat_template.jinja",
             param="messages",
         )
+    tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
     if goes_on:
         return model.template.render_open(template_messages(messages), tools, variables)
     return model.template.render(
@@ -219,11 +224,16 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     encoded = encode_text(model, text, "messages", add_special_tokens=False)
     keys = keys_of(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
+    places = chat_places(fields.messages, fields.tools)
+    marks = marks_at(places, fields.messages, fields.tools, text, encoded)
+    kept = kept_marks(model, fields, marks, len(encoded.ids))
     given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
-    return with_answer_so_far(model, fields, Prompt(encoded.ids, spans, room if given is None else given, None))
+    return with_answer_so_far(
+        model, fields, Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept)
+    )
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -253,11 +263,14 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     room = room_for(model, len(tokens), fields.max_tokens, "prompt")
     max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
     context = context_of(model.tokenizer, tokens)
+    kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
     if encoded is None or not isinstance(prompt, str):
-        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context)
+        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context, marks=kept)
     else:
-        made = Prompt(tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context)
+        made = Prompt(
+            tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context, marks=kept
+        )
     return with_answer_so_far(model, fields, made)
 
 

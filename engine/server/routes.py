@@ -18,7 +18,7 @@ from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body
-from engine.contract.requests import ANSWER_SO_FAR, COUNT_TOKENS, Endpoint, parse_body
+from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
@@ -54,7 +54,7 @@ def make_app(
             web.post(Endpoint.CHAT, _generate),
             web.post(Endpoint.COMPLETIONS, _generate),
             web.post(Endpoint.MESSAGES, _generate),
-            web.post(COUNT_TOKENS, _count_tokens),
+            web.post(Endpoint.COUNT_TOKENS, _count_tokens),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),
@@ -211,6 +211,8 @@ async def _metrics(request: web.Request) -> web.Response:
             evicted_blocks=stats.evicted_blocks,
             evicted_too_soon=stats.evicted_too_soon,
         )
+        pins = service.scheduler.pins
+        metrics.update_pins(len(pins), pins.given_up)
         metrics.update_registry(service.registry())
     return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 

@@ -92,6 +92,7 @@ class EngineService:
                     key_spans=prompt.spans,
                     salt=job.salt,
                     hashed=hashed,
+                    marks=prompt.marks,
                     output_tokens=list(prompt.answered),
                 )
                 requests.append(request)

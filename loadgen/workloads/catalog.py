@@ -57,6 +57,12 @@ class WorkloadSettings(Settings):
     edit_share: float | None = _flag("edit_share", "probability that a question is edited", ge=0, le=1)
     branch_after_s: float | None = _flag("branch_after_s", "seconds until a question is regenerated or edited", ge=0)
 
+    shared_tokens: int | None = _flag("shared_tokens", "instructions that all agents share, tokens", ge=1)
+    task_tokens: int | None = _flag("task_tokens", "what an agent is told to do, tokens", ge=1)
+    agent_turns: int | None = _flag("agent_turns", "mean number of requests of an agent", ge=1, le=10_000)
+    result_tokens: int | None = _flag("result_tokens", "mean result of a tool, tokens", ge=1)
+    tool_s: float | None = _flag("tool_s", "mean seconds that a tool takes", ge=0)
+
     documents: int | None = _flag("documents", "documents in all", ge=1, le=100_000)
     document_tokens: int | None = _flag("document_tokens", "size of a document, tokens", ge=1)
     documents_per_question: int | None = _flag("documents_per_question", "documents in a prompt", ge=1, le=1000)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from loadgen.workloads.agentic import Agentic
 from loadgen.workloads.base import Workload
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.code import CodeCompletion
@@ -132,6 +133,19 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "chats in which answers are regenerated and questions edited",
             Chat,
             {"turns_min": 3, "turns_max": 6, "regenerate_share": 0.2, "edit_share": 0.1},
+        ),
+        "agentic": Kind("agents: 3k shared tokens, growing to 140k by results of tools that take seconds", Agentic),
+        "agentic-small": Kind(
+            "the same for laptops: growing to some 3k tokens",
+            Agentic,
+            {
+                "shared_tokens": 600,
+                "task_tokens": 60,
+                "agent_turns": 12,
+                "result_tokens": 160,
+                "tool_s": 1.0,
+                "output_tokens": 24,
+            },
         ),
         "rag": Kind("questions over documents of Zipf popularity, in an order to choose", Rag),
         "few-shot": Kind("a block of examples per template, a unique question each", FewShot),

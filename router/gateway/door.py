@@ -373,7 +373,9 @@ async def refuse_extra(
     connection = request.protocol
     if not isinstance(connection, Connection) or not connection.why_extra:
         return await handler(request)
-    response = await handler(request) if request.path in OPEN_PATHS else error_response(connection.refuse())
+    response = (
+        await handler(request) if request.path in OPEN_PATHS else error_response(connection.refuse(), path=request.path)
+    )
     response.force_close()
     return response
 

@@ -8,10 +8,20 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.contract.errors import MAX_MESSAGE_CHARS
-from engine.contract.sse import sse_event
+from engine.contract.sse import named_event, sse_event
 
 # A quote inside generated text is escaped, so `{"error":` at the start of an event can only be the engine's own word.
-_ERROR_EVENT = re.compile(rb'(?:^|[\r\n])(?P<event>data: ?)(\{\s*"error"\s*:[^\r\n]*)')
+# At /v1/messages events have names, and an error's data begins with its type.
+_ERROR_EVENT = re.compile(
+    rb'(?:^|[\r\n])(?P<event>(?:event: ?error\r?\n)?data: ?)(\{\s*(?:"type"\s*:\s*"error"\s*,\s*)?"error"\s*:[^\r\n]*)'
+)
+_CLIENTS_FAULTS = (
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+)
 
 
 class EngineError(NamedTuple):
@@ -38,9 +48,10 @@ def error_event(events: bytes) -> bytes:
     if found is None:
         return b""
     try:
-        return sse_event(orjson.dumps(orjson.loads(found[2])))
+        data = orjson.dumps(orjson.loads(found[2]))
     except orjson.JSONDecodeError:
         return b""
+    return named_event("error", data) if found["event"].startswith(b"event") else sse_event(data)
 
 
 def engine_error(events: bytes) -> EngineError | None:
@@ -58,6 +69,6 @@ def engine_error(events: bytes) -> EngineError | None:
         return EngineError(str(error)[:MAX_MESSAGE_CHARS]) if error else None
     kind = error.get("type")
     code = error["code"] if isinstance(error.get("code"), int) else None
-    if kind == "invalid_request_error" or (code is not None and 400 <= code < 500):
+    if kind in _CLIENTS_FAULTS or (code is not None and 400 <= code < 500):
         return None
     return EngineError(str(error.get("message") or kind or "an error")[:MAX_MESSAGE_CHARS], code)

@@ -1,4 +1,4 @@
-"""Every error a client sees has the OpenAI shape; this is where exceptions become responses."""
+"""Every error a client sees has the shape of its API; this is where exceptions become responses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, Unavailable, escaped, quoted
+from engine.contract.message_errors import PATHS as MESSAGE_PATHS
+from engine.contract.message_errors import error_body as message_error_body
 
 log = logging.getLogger(__name__)
 
@@ -105,15 +107,23 @@ def error_response(
     request_id: str | None = None,
     status: int | None = None,
     rate_headers: Mapping[str, str] | None = None,
+    path: str = "",
 ) -> web.Response:
-    """`error` as a response, with the request's id, Retry-After and `rate_headers` where there are such."""
-    response = web.Response(status=status or error.status, body=error.body(), content_type="application/json")
+    """`error` as a response, with the request's id, Retry-After and `rate_headers` where there are such.
+
+    In the shape that clients of `path` expect, OpenAI's for most.
+    """
+    is_message = path in MESSAGE_PATHS
+    body = message_error_body(error, status, request_id) if is_message else error.body()
+    response = web.Response(status=status or error.status, body=body, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == Unauthorized.status:
         response.headers["WWW-Authenticate"] = "Bearer"
     if request_id is not None:
         response.headers[headers.REQUEST_ID] = request_id
+        if is_message:
+            response.headers[headers.MESSAGE_REQUEST_ID] = request_id
     if rate_headers:
         response.headers.update(rate_headers)
     return response
@@ -159,7 +169,7 @@ async def errors(
 def _answer_to(request: web.Request, error: Exception) -> web.StreamResponse:
     """Raises `error` where it is a redirect."""
     if isinstance(error, ApiError):
-        return error_response(error)
+        return error_response(error, path=request.path)
     if isinstance(error, web.HTTPException):
         if error.status < 400:
             raise error
@@ -170,9 +180,9 @@ def _answer_to(request: web.Request, error: Exception) -> web.StreamResponse:
             message += f"; served here: {', '.join(sorted(served))}"
             if request.path in OPERATORS_PATHS:
                 message += "; operators have a port of their own: --admin-port"
-        response = error_response(kind(message), status=error.status)
+        response = error_response(kind(message), status=error.status, path=request.path)
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
     log.error("%s %s", request.method, escaped(request.path), exc_info=error)
-    return error_response(ApiError("internal error of the gateway"))
+    return error_response(ApiError("internal error of the gateway"), path=request.path)

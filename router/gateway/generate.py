@@ -29,7 +29,7 @@ from router.tenants.limiter import Limiter, RateLimited
 
 
 class Generate:
-    """Handles `/v1/chat/completions` and `/v1/completions`."""
+    """Handles every `Endpoint`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Generate:
                 self._lacks.note(error.lack)
             elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
                 self._metrics.tenants.refused(exchange.tenant.name, "model")
-            return error_response(error, exchange.request_id, rate_headers=exchange.rate_headers)
+            return error_response(error, exchange.request_id, rate_headers=exchange.rate_headers, path=request.path)
         except asyncio.CancelledError:
             exchange.client_left()
             raise

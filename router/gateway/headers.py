@@ -60,7 +60,7 @@ class UpstreamHeaders:
 
     def __init__(self, *, passes_authorization: bool) -> None:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
-        own = set() if passes_authorization else {"authorization"}
+        own = set() if passes_authorization else {"authorization", headers.API_KEY}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
         self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
         self._shown: dict[str, bytes] = {}

@@ -22,6 +22,7 @@ from router.tenants.tenant import DEFAULT, Tenant
 MEDIA_TOKENS = 1024
 """Prompt tokens of an image, a sound or a file, whose bytes say nothing of them. Engines make 576 of an image for LLaVA
 1.5, 256 to 1,280 for Qwen2-VL with the bounds its authors advise, 4,096 of a megapixel for Pixtral."""
+_CHATS = (Endpoint.CHAT, Endpoint.MESSAGES)
 NOT_ALLOWED = "model_not_allowed"
 """Code of the error for a model that the tenant may not use."""
 LOWEST_PRIORITY = -9
@@ -98,7 +99,7 @@ class Reader:
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
         if endpoint is None:
-            endpoint = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETIONS
+            endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)
         model, adapter = self._model(head.model, tenant)
         salt = head.salt
@@ -107,7 +108,9 @@ class Reader:
         if self._isolation is not None and (tenant.is_isolated or (salt and self._isolation.has_secret)):
             salt = self._isolation.salt(tenant, salt)
             new["cache_salt"] = salt
-        if self._engine_priority is not None and (priority or "priority" in fields):
+        # Engines take it at OpenAI's endpoints only.
+        has_priority = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+        if self._engine_priority is not None and has_priority and (priority or "priority" in fields):
             new["priority"] = self._engine_priority * priority
         if new:
             body = with_fields(body, fields, new)
@@ -126,8 +129,8 @@ class Reader:
             prompt_bytes=size,
             prompt_tokens=max(1, round(prompt_tokens)),
             tokens_per_stride=self._stride * (prompt_tokens / size if media else tokens_per_byte),
-            output_tokens=_expected_output(fields, estimate.output_tokens),
-            teaches_tokens=not media and (endpoint is Endpoint.CHAT or isinstance(fields.get("prompt"), str)),
+            output_tokens=1 if endpoint is Endpoint.COUNT_TOKENS else _expected_output(fields, estimate.output_tokens),
+            teaches_tokens=not media and (endpoint in _CHATS or isinstance(fields.get("prompt"), str)),
             body=body,
             prompts=head.prompts,
             priority=priority,
@@ -220,6 +223,14 @@ def _ttft_slo_s(asked: str | None) -> float | None:
             param=headers.TTFT_SLO,
         )
     return int(asked) / 1000
+
+
+def _endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
+    """The generating endpoint that a body is for. A chat without a system text may be for either of two: its keys are
+    the same there."""
+    if "messages" not in fields:
+        return Endpoint.COMPLETIONS
+    return Endpoint.MESSAGES if "system" in fields else Endpoint.CHAT
 
 
 def _is_token_ids(prompt: object) -> bool:

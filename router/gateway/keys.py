@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from engine.contract.api_keys import digest_of, digest_shown
+from engine.contract.api_keys import authorization_of, digest_of, digest_shown
 from router.gateway.errors import Unauthorized
 from router.tenants.tenant import DEFAULT, Tenant, TenantKey
 
@@ -56,7 +56,9 @@ class ClientKeys:
     def admit(self, authorization: str | None) -> Tenant:
         """Whose key it is, for `Bearer` and one of the keys. Raises Unauthorized."""
         if authorization is None:
-            raise Unauthorized("no API key given: send the header 'Authorization: Bearer KEY'", code="missing_api_key")
+            raise Unauthorized(
+                "no API key given: send the header 'Authorization: Bearer KEY', or x-api-key", code="missing_api_key"
+            )
         digest = digest_shown(authorization)
         found = None if digest is None else self._owners.get(digest)
         if found is None:
@@ -82,7 +84,7 @@ def require_key(keys: ClientKeys, on_refusal: Callable[[Unauthorized], None]) ->
     ) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
             try:
-                request[TENANT] = keys.admit(request.headers.get("Authorization"))
+                request[TENANT] = keys.admit(authorization_of(request.headers))
             except Unauthorized as error:
                 on_refusal(error)
                 raise

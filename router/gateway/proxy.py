@@ -10,6 +10,7 @@ from multidict import CIMultiDict
 
 from engine.contract import headers
 from engine.contract.errors import TooManyRequests, Unavailable
+from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from router.fleet.fleet import Fleet
 from router.gateway.admission import Admitted
 from router.gateway.attempt import Attempt
@@ -25,7 +26,7 @@ from router.gateway.inbound import Inbound
 from router.gateway.limits import Limits
 from router.gateway.outcome import Outcome
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
-from router.gateway.resume import Way
+from router.gateway.resume import RESUMED, Way
 from router.gateway.said import Record
 from router.gateway.sessions import Sessions, restore
 from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer
@@ -338,6 +339,7 @@ class Proxy:
         writer = await response.prepare(request)
         assert writer is not None  # only a HEAD request has none
         is_kept = self._limits.resumes and opened.is_stream and inbound.prompts == 1
+        is_kept &= inbound.endpoint in RESUMED
         record = Record(inbound.endpoint, admitted.keep) if is_kept else None
         return Begun(response, writer, opened.is_stream, record)
 
@@ -423,7 +425,7 @@ class Proxy:
         self._metrics.broke()
         begun.response.force_close()
         if begun.is_stream:
-            await begun.relay.end_with(begun.broke.last_event())
+            await begun.relay.end_with(begun.broke.last_event(request.path))
         if request.transport is not None:
             request.transport.close()
 
@@ -452,6 +454,8 @@ class Proxy:
             passed[headers.POLICY] = choice.policy
             passed[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
         passed[headers.REQUEST_ID] = exchange.request_id
+        if exchange.inbound is not None and exchange.inbound.endpoint in MESSAGE_PATHS:
+            passed[headers.MESSAGE_REQUEST_ID] = exchange.request_id
         if exchange.rate_headers:
             passed.update(exchange.rate_headers)
         return passed

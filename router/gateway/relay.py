@@ -10,7 +10,9 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from engine.contract.sse import sse_event
+from engine.contract.message_errors import PATHS as MESSAGE_PATHS
+from engine.contract.message_errors import error_body as message_error_body
+from engine.contract.sse import named_event, sse_event
 from router.gateway.error_events import before_error, engine_error, error_event
 from router.gateway.errors import BadGateway
 from router.gateway.last_words import GAVE_UP, before_abort, meaning
@@ -48,8 +50,10 @@ class UpstreamBroke(Exception):
         self.outcome = outcome
         self._said = said
 
-    def last_event(self) -> bytes:
-        """The error event that ends the stream: in the engine's words, where it has any."""
+    def last_event(self, path: str = "") -> bytes:
+        """The error event that ends a stream of `path`: in the engine's words, where it has any."""
+        if path in MESSAGE_PATHS:
+            return self._said or named_event("error", message_error_body(BadGateway(str(self))))
         return self._said or sse_event(BadGateway(str(self)).body())
 
 

@@ -23,6 +23,8 @@ from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from engine.contract.sse import DONE, SseDecoder, sse_event
 from router.gateway.said import Said
 
+RESUMED = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS))
+"""Whose streams are understood here."""
 MAX_BODY_BYTES = 2**20
 """Longest request that is read again for its rest: reading and writing it holds up the loop, about 10 ms."""
 COMPLETION_MAX_TOKENS = 16

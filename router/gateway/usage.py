@@ -18,6 +18,13 @@ _NUMBER = {
     name: re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name.encode())
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
 }
+# Of /v1/messages: the prompt's tokens are in three counts. Inputs of tools are objects there, so nothing before the
+# last usage is looked at.
+_MESSAGE_PROMPT = tuple(
+    re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name)
+    for name in (b"input_tokens", b"cache_creation_input_tokens", b"cache_read_input_tokens")
+)
+_MESSAGE_OUTPUT = re.compile(rb'"output_tokens"\s*:\s*(\d{1,12})')
 # Where its beginning is there, nothing of it lies before the tail.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 # The event with the usage of the whole stream. Engines can be asked for usage in every event; the others say less.
@@ -73,9 +80,9 @@ class Tail:
         tail = self.last_bytes()
         usage = usage_in(tail)
         event = _last_usage_event(tail)
-        usage.is_final = (
-            not is_broken and bool(_USAGE.search(event) and _NO_CHOICES.search(event)) and not has_error(tail)
-        )
+        ends = _NO_CHOICES.search(event) or b'"message_delta"' in event
+        usage.is_final = not is_broken and bool(_USAGE.search(event) and ends) and not has_error(tail)
+        usage.is_final &= not _is_silent_of_cache(usage, event)
         if is_broken:
             usage.is_broken, usage.cached_tokens = True, None
         return usage
@@ -89,7 +96,7 @@ def whole_usage(body: bytes) -> Usage:
     """The counts in the last TAIL_BYTES of an answer that is no stream, and here to its end."""
     tail = body[-TAIL_BYTES:]
     usage = usage_in(tail)
-    usage.is_final = b'"usage"' in tail and _USAGE.search(tail) is not None
+    usage.is_final = b'"usage"' in tail and _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
     return usage
 
 
@@ -97,8 +104,23 @@ def usage_in(tail: bytes) -> Usage:
     """The last counts in `tail`."""
     if b'_tokens"' not in tail:
         return Usage()
+    if b'"output_tokens"' in tail:
+        return _message_usage(tail)
     prompt_tokens, completion_tokens, cached_tokens = (_last(pattern, tail) for pattern in _NUMBER.values())
     return Usage(prompt_tokens, completion_tokens, cached_tokens)
+
+
+def _message_usage(tail: bytes) -> Usage:
+    """Those of `/v1/messages`."""
+    said = tail[max(0, tail.rfind(b'"usage"')) :]
+    parts = [_last(pattern, said) for pattern in _MESSAGE_PROMPT]
+    prompt_tokens = None if parts[0] is None else sum(part or 0 for part in parts)
+    return Usage(prompt_tokens, _last(_MESSAGE_OUTPUT, said), parts[2])
+
+
+def _is_silent_of_cache(usage: Usage, said: bytes) -> bool:
+    """Whether an answer of `/v1/messages` has no count of cached tokens: an engine may tell of them elsewhere only."""
+    return usage.cached_tokens is None and b'"output_tokens"' in said
 
 
 def header_usage(answer: Mapping[str, str]) -> Usage:

@@ -253,7 +253,7 @@ def test_images(any_helm: Helm):
 
 def test_only_the_api_is_exposed(any_helm: Helm):
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
-    wanted = {"/v1/chat/completions", "/v1/completions", "/v1/models"}
+    wanted = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"}
     (ingress,) = of_kind(objects, "Ingress")
     paths = ingress["spec"]["rules"][0]["http"]["paths"]
     assert {(p["path"], p["pathType"]) for p in paths} == {(path, "Exact") for path in wanted}

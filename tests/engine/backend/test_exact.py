@@ -105,7 +105,7 @@ def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shar
 
 @pytest.mark.parametrize("split", range(BLOCK_SIZE, 3 * BLOCK_SIZE + 2))
 def test_a_hit_that_ends_within_a_block_changes_no_bit(wide: TorchBackend, split: int) -> None:
-    """The radix index reuses the first rows of a block, by copying them. A match of less than a block counts as none."""
+    """The radix index reuses the first rows of a block, by copying them; a match of less than one is none."""
     prompt = tokens(3 * BLOCK_SIZE + 2, seed=31)
     (cold,) = serve(wide, empty(wide), [request(1, prompt)], 64)
     cache = empty(wide, IndexKind.RADIX)

@@ -35,6 +35,12 @@ async def client(engine: Engine) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
+def keep_short_ones(engine: Engine) -> None:
+    """No beginning of a prompt is too short to be kept."""
+    service = engine.service
+    engine.state.service = replace(service, model=replace(service.model, least_kept_tokens=1))
+
+
 def said(message: anthropic.types.Message) -> str:
     return "".join(block.text for block in message.content if isinstance(block, TextBlock))
 
@@ -105,7 +111,8 @@ async def test_equal_rendering_equal_cache_at_both_endpoints(client: AsyncAnthro
     assert engine.service.scheduler.held_keys() == held
 
 
-async def test_usage_splits_the_prompt_at_the_last_mark(client: AsyncAnthropic) -> None:
+async def test_usage_splits_the_prompt_at_the_last_mark(client: AsyncAnthropic, engine: Engine) -> None:
+    keep_short_ones(engine)
     system = [text_block(SYSTEM, cache_control={"type": "ephemeral", "ttl": "1h"})]
     first = [text_block("one " * 40, cache_control=MARK), text_block("two " * 40)]
     request: dict[str, Any] = {"model": MODEL, "system": system, "max_tokens": 1}
@@ -125,7 +132,8 @@ async def test_usage_splits_the_prompt_at_the_last_mark(client: AsyncAnthropic) 
     assert (warm.cache_read_input_tokens or 0) > hour + minutes
 
 
-async def test_a_mark_for_the_whole_request_is_one_at_its_end(client: AsyncAnthropic) -> None:
+async def test_a_mark_for_the_whole_request_is_one_at_its_end(client: AsyncAnthropic, engine: Engine) -> None:
+    keep_short_ones(engine)
     messages: Any = [{"role": "user", "content": "count me " * 30}]
     answer = await client.messages.create(model=MODEL, messages=messages, max_tokens=1, cache_control=MARK)
     assert (answer.usage.cache_creation_input_tokens or 0) > answer.usage.input_tokens > 0
@@ -221,6 +229,9 @@ async def test_keys_are_shown_in_either_header(start: Start, tmp_path: Any) -> N
         for credentials in ({"api_key": "secret"}, {"auth_token": "secret", "api_key": None}):
             async with AsyncAnthropic(base_url=engine.url, max_retries=0, **credentials) as client:
                 assert (await client.messages.create(**request)).usage.output_tokens == 1
+        for key, status in (("secret", 200), ("wrong", 401)):
+            async with engine.http.post(f"{engine.url}/v1/messages", json=request, headers={"x-api-key": key}) as got:
+                assert got.status == status
         async with AsyncAnthropic(base_url=engine.url, max_retries=0, api_key="wrong") as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 await client.messages.create(**request)

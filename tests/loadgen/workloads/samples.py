@@ -10,6 +10,8 @@ SYNTHETIC = tuple(name for name, kind in KINDS.items() if not kind.reads_file)
 BRANCHING = ("branching",)
 SMALL: dict[str, dict[str, object]] = {
     "tenants": {"tenants": 3, "system_tokens_min": 200, "system_tokens_max": 300, "unique_share": 0.2},
+    "agentic": {"shared_tokens": 200, "task_tokens": 20, "agent_turns": 5, "result_tokens": 60},
+    "agentic-small": {"shared_tokens": 200, "agent_turns": 4, "result_tokens": 60},
     "rag": {"documents": 6, "document_tokens": 80},
     "few-shot": {"templates": 3, "example_tokens": 40},
     "batch": {"batch_size": 5},

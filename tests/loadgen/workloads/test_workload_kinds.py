@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -198,6 +199,25 @@ def test_rag_order_decides_what_a_prefix_can_share(order: str):
     else:
         assert any(documents != tuple(sorted(documents)) for documents in lists)
         assert len(by_first[1]) > 10
+
+
+def test_agents_grow_by_results_of_tools_and_wait_for_them():
+    """As long and as often as its flags say: 3,000 tokens that all share, 140,000 at the end."""
+    workload = build_workload(WorkloadSettings(workload="agentic"))
+    sizes, counts, pauses, shared = [], [], [], set()
+    for number in range(40):
+        turns = workload.session(number).turns
+        assert [turn.after for turn in turns] == list(range(-1, len(turns) - 1))
+        shared.add(turns[0].messages[0])
+        own = sum(piece.tokens for turn in turns for message in turn.messages for piece in message.pieces)
+        sizes.append((own + sum(turn.output_tokens for turn in turns[:-1])) / len(turns))
+        counts.append(len(turns))
+        pauses += [turn.think_s for turn in turns[1:]]
+    assert len(shared) == 1
+    assert next(iter(shared)).pieces[0].tokens == 3000
+    assert 36 < statistics.fmean(counts) < 44
+    assert 40 * 3300 < 40 * statistics.fmean(sizes) < 40 * 3700
+    assert 3.5 < statistics.fmean(pauses) < 4.5
 
 
 def test_code_grows_and_its_cursor_moves():

@@ -1,0 +1,60 @@
+"""Agents: a conversation that a tool's results make longer turn by turn, with the pause that the tool takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
+from loadgen.workloads.draws import checked, facts, rng_of, whole_between
+
+SPREAD = 0.5
+"""Results and turns differ from their mean by this share of it at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agentic:
+    """Each session is one agent at one task. All share the instructions and the tools' descriptions, and nothing more:
+    each reads other files."""
+
+    name: str = "agentic"
+    seed: int = 1
+    shared_tokens: int = 3000
+    """Instructions and descriptions of tools, which every agent's prompts begin with."""
+    task_tokens: int = 500
+    """What an agent is told to do."""
+    agent_turns: int = 40
+    """Mean number of requests of an agent."""
+    result_tokens: int = 3100
+    """Mean length of a tool's result: with the turns and answers, what a conversation grows to."""
+    tool_s: float = 4.0
+    """Mean of the exponentially distributed time that a tool takes."""
+    output_tokens: int = 300
+    """Of an answer, which calls a tool."""
+
+    @property
+    def length(self) -> int | None:
+        """Without end."""
+        return None
+
+    def session(self, number: int) -> Session:
+        """One agent's task, from its first request to its last answer."""
+        rng = rng_of(self.seed, "agent", checked(number, None))
+        shared = ChatMessage("system", (Piece(f"a{self.seed}", self.shared_tokens),))
+        task = ChatMessage("user", (Piece(f"a{self.seed}-{number}", self.task_tokens, "question"),))
+        turns = [Turn((shared, task), self.output_tokens)]
+        for step in range(1, self._around(self.agent_turns, "turns", number)):
+            tokens = self._around(self.result_tokens, "result", number, step)
+            result = ChatMessage("user", (Piece(f"a{self.seed}-{number}.{step}", tokens, "code"),))
+            pause_s = rng.expovariate(1 / self.tool_s) if self.tool_s else 0.0
+            turns.append(Turn((result,), self.output_tokens, step - 1, pause_s))
+        return Session(number, "agents", tuple(turns))
+
+    def about(self) -> Mapping[str, str]:
+        """The settings."""
+        return facts(self)
+
+    def _around(self, mean: int, *names: str | int) -> int:
+        """A whole number around the mean, the same for the same names."""
+        spread = int(SPREAD * mean)
+        return max(1, whole_between(mean - spread, mean + spread, self.seed, *names))
