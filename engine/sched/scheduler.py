@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.cache.changes import KeyChanges
 from engine.cache.pins import Pins
@@ -14,6 +14,7 @@ from engine.cache.sequence import CachedSequence
 from engine.cache.survey import Survey
 from engine.contract.events import Keys
 from engine.contract.load import LoadReport
+from engine.sched.config import SchedulerConfig as SchedulerConfig
 from engine.sched.entry import Entry
 from engine.sched.in_flight import InFlightBlocks
 from engine.sched.output import QueueFull as QueueFull
@@ -24,32 +25,6 @@ from engine.sched.retention import Retention
 from engine.sched.stats import SchedulerStats
 from engine.sched.step_cost import StepCostFit
 from engine.sched.tiers import LowerTiers
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of the scheduler. Raises ValueError naming the field that is out of range."""
-
-    max_step_tokens: int
-    """Tokens one step computes, prefill and decode together."""
-    max_running: int
-    """Requests that hold KV blocks."""
-    max_waiting: int
-    """Requests accepted beyond those."""
-    max_overtakes: int = 64
-    """A request that so many younger ones were admitted before is not overtaken again."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_step_tokens", "max_running", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_overtakes < 0:
-            raise ValueError(f"max_overtakes must not be negative, got {self.max_overtakes}")
-        if self.max_step_tokens < self.max_running:
-            raise ValueError(
-                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running ({self.max_running}): "
-                "every running request may decode a token in one step"
-            )
 
 
 class Scheduler:
