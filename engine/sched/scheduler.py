@@ -393,7 +393,8 @@ class Scheduler:
         """`keeps`: its blocks are not wanted at once, so tiers below may copy them first."""
         self._running.remove(entry)
         self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
-        self._commit_tail(entry)
+        if entry.sequence.source is None:  # else its first step goes on: it has computed nothing, and may copy yet
+            self._commit_tail(entry)
         if keeps and self._tiers is not None:
             self._tiers.take_over(entry.sequence)
         else:

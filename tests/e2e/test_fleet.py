@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -149,9 +150,14 @@ async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_ch
                 assert statuses.count(200) >= 140
                 status, _pod = await stack.ask("after the funeral")
                 assert status == 200
-                async with stack.http.get(f"{stack.admin}/v1/pods") as answer:
-                    pods = (await answer.json())["pods"]
-                assert sum(p["admitted"] for p in pods) == 2
+                async with asyncio.timeout(30):  # by the next probes, where the last requests did not meet the dead one
+                    while sum(pod["admitted"] for pod in await pods_of(stack)) != 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+
+
+async def pods_of(stack: Stack) -> list[dict[str, Any]]:
+    async with stack.http.get(f"{stack.admin}/v1/pods") as answer:
+        return (await answer.json())["pods"]
 
 
 async def test_several_models_have_pods_of_their_own(tiny_checkpoint: Path):
