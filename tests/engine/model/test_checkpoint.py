@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backend.torch_backend import TorchBackend
@@ -27,9 +28,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_transformers_loads_it_and_agrees(folder: Path) -> None:
+def test_transformers_loads_it_and_agrees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two of some thirty runs of all tests their logits were others, as by wrong rotary frequencies, and never in
+    thousands of runs of this test alone. So what may vary is fixed: their threads, their frequencies, their kernels."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    written = load_file(folder / "model.safetensors")
+    loaded = theirs.state_dict()
+    assert [name for name, weight in written.items() if not torch.equal(loaded[name], weight)] == []
+    rotary = theirs.model.rotary_emb
+    rotary.inv_freq.copy_(rotary.compute_default_rope_parameters(theirs.config)[0])  # no file holds these
     text = "The router sends each request to the machine that remembers its prefix — naïve, 日本語 🚀\n"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Tier
 from engine.contract.keys import PrefixKey
@@ -13,6 +14,7 @@ from engine.contract.load import LoadReport, StepCost
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig, TokenOutput
+from tests.engine.sched.checking_backend import CheckingBackend
 
 
 def make(blocks=100, block_size=4, step_tokens=64, running=8, waiting=50, overtakes=4) -> Scheduler:
@@ -316,3 +318,23 @@ def test_keys_are_held_once_their_blocks_are_computed():
     assert scheduler.take_changes().stored == ((1, Tier.GPU), (2, Tier.GPU))
     drain(scheduler)
     assert scheduler.held_keys() == ((1, 2, 3), (), ())
+
+
+def test_a_request_aborted_in_its_first_step_copies_to_the_end() -> None:
+    """It reuses the first rows of a block, which that step copies: no other request gets the block before its end."""
+    cache = PrefixCache(8, 2, index=IndexKind.RADIX)
+    scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=8, max_running=2, max_waiting=4))
+    backend = CheckingBackend(cache, 8)
+    scheduler.add(Request(1, [1, 2, 3, 4, 1], 1))
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.complete(backend.run(plan))
+    scheduler.add(Request(2, [1, 2, 3, 1, 1], 1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.chunks[0].source is not None
+    result, available = backend.run(plan), cache.pool.available
+    assert scheduler.abort(2)
+    assert cache.pool.available == available
+    scheduler.complete(result)
+    assert cache.pool.available == cache.pool.total
+    cache.check_integrity()
