@@ -65,7 +65,9 @@ async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: Red
         honest.change({1: Tier.GPU})
         await gateway.wait_equal(honest)
         await wait_until(lambda: gateway.reader.status().refused > 0)
-        assert gateway.reader.status().connected
+        await wait_until(
+            lambda: gateway.reader.status().connected
+        )  # once the reading in which it was refused has ended
         assert PodId("ghost") not in gateway.loads
 
 

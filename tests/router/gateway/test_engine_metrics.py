@@ -129,7 +129,16 @@ async def test_requests_for_a_rank_name_it_and_a_clients_own_wish_is_dropped() -
 
 async def test_a_warm_rank_gets_the_next_request_of_its_prefix() -> None:
     engine = MeteredEngine(vllm_page([Load()] * 4))
-    engine.script = streams([event("a"), usage_event(150, 1, None)])
+    told, seen = streams([event("a"), usage_event(150, 1, None)]), set()
+
+    async def script(request: web.Request) -> web.StreamResponse:
+        """A prefix that the rank has not seen takes time: otherwise the gateway learns that it is worth nothing."""
+        prompt = (request.headers[RANK], (await request.json())["prompt"])
+        await asyncio.sleep(0 if prompt in seen else 0.1)
+        seen.add(prompt)
+        return await told(request)
+
+    engine.script = script
     async with running(engine, policy="predicted_ttft") as gateway:
         await gateway.wait_pods(4)
         for prompt in range(6):
