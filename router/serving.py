@@ -15,7 +15,18 @@ from functools import partial
 from aiohttp import web
 
 from engine.contract.collector import quiet_collector
-from router.app import (
+from router.app import build_app, kept
+from router.config import GatewaySettings
+from router.gateway.audit import audited
+from router.gateway.body import no_go_ahead
+from router.gateway.door import Door, DoorRunner, want_descriptors
+from router.gateway.errors import errors, http_log
+from router.gateway.tasks import running_task
+from router.gateway.tls import Certificate, client_context
+from router.live.feed import Live
+from router.live.pages import Pages
+from router.live.snapshot import Snapshots
+from router.parts import (
     ADMIN,
     ADMISSION,
     CHOOSER,
@@ -29,19 +40,7 @@ from router.app import (
     ROOM,
     SETTINGS,
     STATUS,
-    build_app,
-    kept,
 )
-from router.config import GatewaySettings
-from router.gateway.audit import audited
-from router.gateway.body import no_go_ahead
-from router.gateway.door import Door, DoorRunner, want_descriptors
-from router.gateway.errors import errors, http_log
-from router.gateway.tasks import running_task
-from router.gateway.tls import Certificate, client_context
-from router.live.feed import Live
-from router.live.pages import Pages
-from router.live.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
 
