@@ -46,6 +46,7 @@ class Live:
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self._history = History()
+        self._history.add(metrics.totals(), self._started_s, in_flight=0, waiting=0)
         self._prefixes = HotPrefixes()
         self._hottest: list[dict[str, Any]] = []
         self._decisions = DecisionLog()
@@ -102,13 +103,21 @@ class Live:
         }
         return orjson.dumps(state)
 
-    async def next_frame(self) -> bytes:
-        """JSON of what has changed, once the next one is made: within a little more than `EVERY_S`.
+    @property
+    def number(self) -> int:
+        """Of the last frame that was made."""
+        return self._frames
 
-        A viewer who asks late has missed some.
+    async def next_frame(self, after: int) -> tuple[int, bytes, bool]:
+        """The number of the frame after `after`, and JSON of what changed, once it is made: within about `EVERY_S`.
+
+        A viewer who has missed some gets the whole; the last value says so.
         """
-        await self._is_made.wait()
-        return self._frame
+        while self._frames <= after:
+            await self._is_made.wait()
+        if self._frames > after + 1:
+            return self._frames, self.first_frame(), True
+        return self._frames, self._frame, False
 
     async def run(self) -> None:
         """Make frames until cancelled."""

@@ -39,8 +39,8 @@ class History:
 
     def add(self, totals: Totals, at_s: float, *, in_flight: int, waiting: int) -> None:
         """One more moment, later than the last one."""
-        since_s, since = self._totals[0] if self._totals else (at_s, totals)
         self._totals.append((at_s, totals))
+        since_s, since = self._totals[0]
         seconds = at_s - since_s
         tokens = {kind: count - since.tokens.get(kind, 0) for kind, count in totals.tokens.items()}
         prompt = tokens.get("prompt", 0)

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from router.live.feed import Live
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+"""Read when the program starts: later that would hold up requests."""
 TAKEN_S = 10.0
 """A viewer who takes nothing for so long has left."""
 AGAIN_MS = 2000
@@ -21,14 +22,13 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Pages:
-    """Handlers. Raises OSError where the page is missing from the package."""
+    """Handlers."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        page = PAGE.read_text(encoding="utf-8")
-        self._page = page.encode()
+        self._page = PAGE.encode()
         self._headers = {
-            "Content-Security-Policy": content_policy(page),
+            "Content-Security-Policy": content_policy(PAGE),
             "Cache-Control": "no-cache",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
@@ -51,12 +51,13 @@ class Pages:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
             response.headers["X-Accel-Buffering"] = "no"  # else nginx holds events back
             await response.prepare(request)
-            frame = b"retry: %d\nevent: whole\ndata: %b\n\n" % (AGAIN_MS, self._live.first_frame())
+            number, frame, is_whole = self._live.number, self._live.first_frame(), True
+            await response.write(b"retry: %d\n" % AGAIN_MS)
             try:
                 while True:
                     async with asyncio.timeout(TAKEN_S):
-                        await response.write(frame)
-                    frame = b"data: %b\n\n" % await self._live.next_frame()
+                        await response.write(b"%bdata: %b\n\n" % (b"event: whole\n" if is_whole else b"", frame))
+                    number, frame, is_whole = await self._live.next_frame(number)
             except (TimeoutError, ConnectionError):
                 return response
 

@@ -23,7 +23,10 @@ HEARD_S = 10.0
 SHOWN_PODS = 24
 SHOWN_PREFIXES = 6
 SHOWN_DECISIONS = 10
+_HINT = "--admin-url is that of the gateway's --admin-port"
 _BAR = 12
+_WIDE = 100
+"""Columns from which everything has room."""
 
 
 class CannotWatch(Exception):
@@ -62,13 +65,14 @@ def _opened(url: str, path: str) -> Any:
             raise CannotWatch(_refusal(url, error)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise CannotWatch(f"{url}: {reason}; --admin-url is that of the gateway's --admin-port") from None
+        raise CannotWatch(f"{url}: {reason}; {_HINT}") from None
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return f"{url}: {json.loads(error.read(4096))['error']['message']}"
-    return f"{url} answers {error.code}; --admin-url is that of the gateway's --admin-port"
+        message = str(json.loads(error.read(4096))["error"]["message"])
+        return f"{url}: {message}" if error.code != 404 else f"{url} has no live page; {_HINT}"
+    return f"{url} answers {error.code}; {_HINT}"
 
 
 def _whole(url: str) -> dict[str, Any]:
@@ -95,8 +99,8 @@ def frames(url: str) -> Iterator[dict[str, Any]]:
             if not line.startswith(b"data:"):
                 continue
             state = json.loads(line[5:])
-            if "history" in state:
-                about, state = state["about"], state | {"point": _last_point(state)}
+            if "history" in state:  # the whole
+                about, state, decisions = state["about"], state | {"point": _last_point(state)}, []
             decisions = [*decisions, *state["decisions"]][-SHOWN_DECISIONS:]
             yield state | {"about": about, "decisions": decisions}
 
@@ -111,7 +115,7 @@ def screen(state: Mapping[str, Any], width: int) -> Group:
     if state["prefixes"]:
         parts.append(_prefixes(state))
     if state["decisions"]:
-        parts.append(_decisions(state, width))
+        parts.append(_decisions(state))
     if state["waiting"]["tenants"]:
         waiting = ", ".join(f"{name} {count}" for name, count in state["waiting"]["tenants"].items())
         parts.append(Text(f"waiting  {waiting}"))
@@ -137,9 +141,10 @@ def _head(state: Mapping[str, Any]) -> Text:
 
 def _pods(state: Mapping[str, Any], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("pod", no_wrap=True, max_width=max(12, width // 4))
+    names = ("answers/s", "in flight", "queue", "KV used", "decoding", "tokens/s")[: 6 if width >= _WIDE else 4]
+    table.add_column("pod", no_wrap=True, min_width=12)
     table.add_column("state", no_wrap=True)
-    for name in ("answers/s", "in flight", "queue", "decoding", "KV used", "tokens/s"):
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     rows = sorted(state["pods"]["rows"], key=lambda row: (row["state"] == "serving", -row.get("in_flight", 0)))
     for row in sorted(rows[:SHOWN_PODS], key=lambda row: row["pod"] or row["url"]):
@@ -152,10 +157,10 @@ def _pods(state: Mapping[str, Any], width: int) -> Table:
                     _rate(row["per_s"]),
                     _count(row["in_flight"]),
                     _time(row["queue_s"]),
+                    _bar(row["kv_used"]) if width >= _WIDE else _percent(row["kv_used"]),
                     _count(row["decoding"]),
-                    _bar(row["kv_used"]),
                     _count(row["tokens_per_s"]),
-                )
+                )[: len(names)]
             ]
         table.add_row(*cells)
     known = sum(state["pods"]["states"].values())
@@ -175,9 +180,9 @@ def _prefixes(state: Mapping[str, Any]) -> Table:
     return table
 
 
-def _decisions(state: Mapping[str, Any], width: int) -> Table:
+def _decisions(state: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("decisions", no_wrap=True, max_width=max(12, width // 4))
+    table.add_column("decisions", no_wrap=True, min_width=12)
     for name in ("prompt", "cached", "expected", "first byte", "predicted", "status"):
         table.add_column(name, justify="right", no_wrap=True)
     for decided in reversed(state["decisions"][-SHOWN_DECISIONS:]):
