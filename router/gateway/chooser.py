@@ -232,7 +232,8 @@ class Chooser:
         for pod_id, match in tiers.items():
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
-                seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
+                disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+                seen.fetch(row, host_tokens, disk_tokens)
         if self._index.regret:
             seen.room = table.room
         return seen, sets
@@ -408,6 +409,7 @@ class Chooser:
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+                view.fetch = pod.state.fetch_costs
             views.append(view)
         if index.regret:
             room_of = index.rooms.of
