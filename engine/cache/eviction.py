@@ -173,7 +173,7 @@ class GreedyDual:
 
     def pop(self) -> int:
         """Take out the next one. Raises IndexError where there is none."""
-        # Once for each block that a request takes from a full pool: with calls of `_is_current` and `_entry` it takes longer.
+        # Once for each block that a request takes from a full pool: calls of `_is_current` and `_entry` would show.
         heap, worths, turns = self._heap, self._worth, self._turns
         candidate, self._candidate = self._candidate, None
         while True:
