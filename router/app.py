@@ -36,6 +36,7 @@ from router.gateway.errors import Unauthorized, errors
 from router.gateway.event_sources import sources
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
+from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
@@ -56,6 +57,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -102,6 +104,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
+    app[NAMES] = Names(settings.names, settings.default_model)
     has_engine_keys = bool(settings.engine_api_key_file or settings.engine_key_files)
     app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or has_engine_keys))
     app[INDEX] = PrefixIndex()
@@ -246,7 +249,7 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
-        expected=settings.models,
+        expected=[*settings.models, *app[NAMES].models],
         ranks=settings.engine_ranks,
     )
     app[SCRAPER] = None

@@ -42,6 +42,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMES,
     REGISTRY,
     ROOM,
     SCRAPER,
@@ -79,6 +80,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         isolation=app[ISOLATION],
         engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
         wakes_models=settings.activation_timeout_s > 0,
+        names=app[NAMES],
     )
 
     shares = settings.redis_url is not None and settings.share_beliefs
@@ -155,6 +157,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[SHARING],
         app[STREAMS],
         app[SCRAPER],
+        app[NAMES],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, app[EVENTS], bodies)
     yield
