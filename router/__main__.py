@@ -21,7 +21,7 @@ def main() -> None:
 
     from engine.contract.audit import configure_audit
     from engine.contract.files import UnusableFile
-    from engine.contract.settings import load_or_exit
+    from engine.contract.settings import ConfigError, load_or_exit
     from router.config import GatewaySettings
     from router.make_key import keys_command
     from router.serving import CannotListen, TaskDied, serve
@@ -35,9 +35,9 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(settings))
-        except (CannotListen, TaskDied, UnusableFile) as error:
+        except (CannotListen, TaskDied, UnusableFile, ConfigError) as error:
             print(f"{PROG}: {error}", file=sys.stderr)
-            raise SystemExit(2 if isinstance(error, UnusableFile) else 1) from None
+            raise SystemExit(2 if isinstance(error, UnusableFile | ConfigError) else 1) from None
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from router.gateway.status import Status
 from router.gateway.tasks import running_task
 from router.gateway.telling import Telling
 from router.gateway.tls import Certificate, engine_context
+from router.gateway.tracing import TRACER, run_tracer
 from router.gateway.waiting import RoomLimits, WaitingRoom
 from router.overload.line import LineLimits
 from router.registry.index import PrefixIndex
@@ -148,7 +149,19 @@ def build_app(settings: GatewaySettings) -> web.Application:
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
+        (
+            _supervision,
+            run_tracer,
+            _usage_log,
+            _limiter,
+            _keys,
+            _clients,
+            _fleet,
+            _registry,
+            _events,
+            _handlers,
+            _background,
+        )
     )
     app.on_response_prepare.append(_leave_when_draining)
     for endpoint in Endpoint:
@@ -411,6 +424,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
+        app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )
     app[STATUS] = Status(
