@@ -14,7 +14,7 @@ from functools import partial
 from aiohttp import web
 
 from engine.contract.collector import quiet_collector
-from router.app import ADMIN, ADMISSION, DIED, DOOR, LACKS, ROOM, SETTINGS, STATUS, build_app, kept
+from router.app import build_app, kept
 from router.config import GatewaySettings
 from router.gateway.audit import audited
 from router.gateway.body import no_go_ahead
@@ -22,6 +22,7 @@ from router.gateway.door import Door, DoorRunner, want_descriptors
 from router.gateway.errors import errors, http_log
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, client_context
+from router.parts import ADMIN, ADMISSION, DIED, DOOR, LACKS, ROOM, SETTINGS, STATUS
 
 log = logging.getLogger(__name__)
 

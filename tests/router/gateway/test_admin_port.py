@@ -12,9 +12,9 @@ import pytest
 from blockbuster import BlockBuster
 
 from engine.contract.audit import AUDIT
-from router.app import DOOR
 from router.gateway import door
 from router.gateway.errors import OPERATORS_PATHS
+from router.parts import DOOR
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventually, running, stalls_after, streams
 from tests.router.gateway.raw_client import connected
 
