@@ -18,7 +18,8 @@ DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. Exit status: 0 after a clean stop, 1 where a step
+    `warmroute-engine calibrate` measures a device for --sim-profile. Traces are sent where the standard OTEL_* variables
+    ask for them (engine/contract/otel/README.md). Exit status: 0 after a clean stop, 1 where a step
     did not end, 2 where it cannot start.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from engine.contract.otel.hidden import import_redis
 from engine.contract.signals import end_on_sigterm
 
 PROG = "warmroute-gateway"
@@ -15,6 +16,7 @@ def main() -> None:
     end_on_sigterm(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
     # Imported here: it takes most of a second, in which a SIGTERM must not be lost.
+    import_redis()
     import asyncio
 
     import uvloop

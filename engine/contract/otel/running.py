@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from engine.contract.otel.environment import OtelSettings, from_environment
@@ -24,15 +24,13 @@ LAST_S = 3.0
 
 
 @contextlib.asynccontextmanager
-async def tracing(
-    service: str, environ: Mapping[str, str] | None = None, *, instance: str = ""
-) -> AsyncIterator[Tracer | None]:
+async def tracing(service: str, *, instance: str = "") -> AsyncIterator[Tracer | None]:
     """What begins traces, as the environment asks for; None where it does not. Raises ConfigError.
 
     `service`: the program's name, unless the environment gives another. `instance`: tells it from others of the name;
     a random one if empty. On the way out what is queued is sent, for at most LAST_S.
     """
-    settings = from_environment(os.environ if environ is None else environ)
+    settings = from_environment(os.environ)
     if settings.traces is None:
         yield None
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import trace as api
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -125,7 +125,7 @@ def package_version() -> str:
 def resource_of(service: str, instance: str) -> Resource:
     """Who sends: `service` and `instance`, with what `OTEL_RESOURCE_ATTRIBUTES` says, which goes first but for the
     service's name."""
-    said = Resource.create()
+    said = OTELResourceDetector().detect().attributes
     own = {"service.instance.id": instance, "service.version": package_version()}
-    own = {key: value for key, value in own.items() if value and key not in said.attributes}
-    return said.merge(Resource({**own, "service.name": service}))
+    own = {key: value for key, value in own.items() if value and key not in said}
+    return Resource.create({**own, "service.name": service})
