@@ -22,6 +22,7 @@ from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
 from router.gateway.keys import tenant_of
+from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
 from router.gateway.tracing import spans_of
@@ -64,6 +65,7 @@ class Generate:
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
+        self.observer: Observer | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
@@ -134,6 +136,8 @@ class Generate:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
         if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
             self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
+        if self.observer is not None:
+            self.observer.ended(exchange)
         if self._accounts is None and not self._request_log.enabled:
             return
         now_s = self._clock()

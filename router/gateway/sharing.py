@@ -17,9 +17,9 @@ from router.gateway.telling import Telling
 from router.registry.beliefs import Life
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_publisher import BeliefPublisher
 from router.registry.beliefs_reader import BeliefReader, BeliefStatus
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_wire import RedisWire
 from router.routing.types import PodId
 
@@ -65,10 +65,11 @@ class Sharing:
         stride: int,
     ) -> None:
         sink = Hearsay(pod_of, chooser, telling, clock=asyncio.get_running_loop().time)
-        self._others, plan = Others(sink, notebook.life), WritePlan()
+        self._others = Others(sink, notebook.life)
+        shared = SharedBeliefs(notebook, sink, stride, self._others)
         self._reader_wire = RedisWire(redis_url)
-        self.publisher = BeliefPublisher(RedisWire(redis_url), notebook, self._others, plan, sink, stride=stride)
-        self.reader = BeliefReader(self._reader_wire, notebook, self._others, plan, sink, stride=stride)
+        self.publisher = BeliefPublisher(RedisWire(redis_url), shared)
+        self.reader = BeliefReader(self._reader_wire, shared)
 
     def fleet_changed(self, change: FleetChange) -> None:
         """Which pods there are. Call it after what was believed of ended lives has been dropped."""

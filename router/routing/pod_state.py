@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import decode_s, further_steps, prefill_s, step_left_s
 from router.routing.reported import FRESH_S, Counts, Reported
@@ -357,6 +358,11 @@ class PodState:
             not is_known,
             until_s,
         )
+
+    @property
+    def fetch_costs(self) -> FetchCosts:
+        """What fetching from its tiers takes, as it last told."""
+        return self._reported.fetch
 
     def queue_s(self, now_s: float) -> float:
         """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""
