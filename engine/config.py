@@ -18,8 +18,9 @@ DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. Exit status: 0 after a clean stop, 1 where a step
-    did not end, 2 where it cannot start.
+    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables have traces sent
+    (engine/contract/otel/README.md). Exit status: 0 after a clean stop, 1 where a step did not end, 2 where it cannot
+    start.
     """
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")

@@ -41,6 +41,7 @@ from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, engine_context
+from router.gateway.tracing import run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
@@ -124,6 +125,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[ADMISSION] = Admission(
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
+    app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
         (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
     )

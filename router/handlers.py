@@ -25,6 +25,7 @@ from router.gateway.shadow import Shadows
 from router.gateway.sharing import NoSharing, Sharing, new_notebook
 from router.gateway.status import Status
 from router.gateway.telling import Telling
+from router.gateway.tracing import TRACER
 from router.gateway.waiting import RoomLimits, WaitingRoom
 from router.overload.line import LineLimits
 from router.parts import (
@@ -140,6 +141,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
+        app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )
     app[STATUS] = Status(
