@@ -45,12 +45,13 @@ from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
+from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.registry import NoRegistry, WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
-from router.gateway.sharing import NoSharing, Sharing, new_notebook
+from router.gateway.sharing import NoSharing, Sharing, make_sharing, new_notebook
 from router.gateway.status import Status
 from router.gateway.tasks import running_task
 from router.gateway.telling import Telling
@@ -376,9 +377,9 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
     )
-    app[SHARING] = NoSharing()
-    if settings.redis_url is not None and notebook is not None:
-        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
+    app[SHARING] = make_sharing(
+        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    )
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
@@ -435,8 +436,7 @@ async def _handlers(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
-    sharing, streams = app[SHARING], app[STREAMS]
+    index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
@@ -472,8 +472,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)
-            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
-            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
+            for name, work in await sharing.start():
+                await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:

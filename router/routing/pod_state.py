@@ -75,6 +75,11 @@ class PodState:
         return f"PodState(pending={len(self._pending)}, decoding={len(self._decoding)}, cost={self.cost})"
 
     @property
+    def speed(self) -> PodSpeed:
+        """What is known of the pod's speed."""
+        return self._speed
+
+    @property
     def cost(self) -> StepCost:
         """The pod's constants, as far as known."""
         return self._speed.cost
