@@ -17,12 +17,13 @@ from router.gateway.chooser import Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
+from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
-from router.gateway.sharing import NoSharing, Sharing, new_notebook
+from router.gateway.sharing import make_sharing, new_notebook
 from router.gateway.status import Status
 from router.gateway.telling import Telling
 from router.gateway.tracing import TRACER
@@ -106,9 +107,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
     )
-    app[SHARING] = NoSharing()
-    if settings.redis_url is not None and notebook is not None:
-        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
+    app[SHARING] = make_sharing(
+        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    )
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
