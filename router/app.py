@@ -32,10 +32,10 @@ from router.fleet.scrape import Scraper
 from router.gateway.admission import Admission
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
-from router.gateway.errors import Unauthorized, errors
+from router.gateway.errors import errors
 from router.gateway.event_sources import sources
 from router.gateway.headers import UpstreamHeaders
-from router.gateway.keys import ClientKeys, ExpiredKey, require_key
+from router.gateway.keys import ClientKeys, counting_refusals, require_key
 from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
@@ -94,13 +94,7 @@ SWEEP_KEYS = 2_000
 def build_app(settings: GatewaySettings) -> web.Application:
     """The application, not started. What needs a running loop is made by the contexts, in this order."""
     metrics, client_keys = Metrics(), ClientKeys()
-
-    def refused(error: Unauthorized) -> None:
-        metrics.unauthorized()
-        if isinstance(error, ExpiredKey):
-            metrics.tenants.refused(error.tenant.name, "expired")
-
-    guards = [require_key(client_keys, refused)] if settings.has_client_keys else []
+    guards = [require_key(client_keys, counting_refusals(metrics))] if settings.has_client_keys else []
     app = web.Application(middlewares=[errors, refuse_extra, *guards], client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys

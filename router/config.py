@@ -11,6 +11,7 @@ from engine.contract.settings import check_bind_address, check_redis_url, check_
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
 from router.settings.names import NameSettings
+from router.settings.picker import PickerSettings
 from router.settings.serving import ServingSettings
 
 PolicyName = Literal[
@@ -23,7 +24,7 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
+class GatewaySettings(NameSettings, DiscoverySettings, PickerSettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
 
     Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).

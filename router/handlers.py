@@ -12,14 +12,18 @@ from aiohttp import web
 from router.gateway.accounts import Accounts
 from router.gateway.admin import Admin
 from router.gateway.admission import MIB
+from router.gateway.attempts import Attempts
+from router.gateway.blame import Blame
 from router.gateway.body import BodyLimits
 from router.gateway.chooser import Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
+from router.gateway.keys import counting_refusals
 from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
+from router.gateway.recorder import Recorder
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
@@ -33,6 +37,7 @@ from router.parts import (
     ADMIN,
     ADMISSION,
     CHOOSER,
+    CLIENT_KEYS,
     DISCOVERY,
     DOOR,
     ENGINES,
@@ -45,6 +50,8 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PICKER,
+    RECORDER,
     REGISTRY,
     ROOM,
     SCRAPER,
@@ -57,6 +64,7 @@ from router.parts import (
     UPSTREAM,
     USAGE_LOG,
 )
+from router.picker.parts import PickerLimits, PickerParts
 from router.registry.reader import RegistryReader
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.types import Policy
@@ -129,21 +137,51 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
-    app[GENERATE] = Generate(
-        app[ADMISSION],
-        reader,
+    attempts = Attempts(fleet, chooser, sessions)
+    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts)
+    app[RECORDER] = Recorder(
         chooser,
-        proxy,
         metrics,
         RequestLog(),
-        bodies,
         app[LACKS],
-        app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
         app[TRACER],
+    )
+    app[GENERATE] = Generate(
+        app[ADMISSION],
+        reader,
+        proxy,
+        metrics,
+        bodies,
+        app[LIMITER],
+        app[RECORDER],
+        app[TRACER],
         total_timeout_s=settings.total_timeout_s,
+    )
+    app[PICKER] = PickerParts(
+        admission=app[ADMISSION],
+        reader=reader,
+        fleet=fleet,
+        room=app[ROOM],
+        chooser=chooser,
+        attempts=attempts,
+        blame=Blame(fleet, metrics),
+        recorder=app[RECORDER],
+        limiter=app[LIMITER],
+        upstream=app[UPSTREAM],
+        metrics=metrics,
+        tracer=app[TRACER],
+        keys=app[CLIENT_KEYS] if settings.has_client_keys else None,
+        on_refusal=counting_refusals(metrics),
+        limits=PickerLimits(
+            max_body_bytes=settings.max_body_bytes,
+            body_s=settings.body_timeout_s,
+            total_s=settings.total_timeout_s,
+            fallbacks=settings.ext_proc_fallbacks,
+            tells_cache=settings.cache_headers,
+            takes_tests=settings.ext_proc_test_headers,
+        ),
     )
     app[STATUS] = Status(
         app[DISCOVERY],

@@ -23,11 +23,13 @@ from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys
 from router.gateway.names import Names
+from router.gateway.recorder import Recorder
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import NoSharing, Sharing
 from router.gateway.status import Status
 from router.gateway.telling import Telling
 from router.gateway.waiting import WaitingRoom
+from router.picker.parts import PickerParts
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.telemetry.metrics import Metrics
@@ -54,6 +56,8 @@ STREAMS = web.AppKey("streams", Streams)
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
+RECORDER = web.AppKey("recorder", Recorder)
+PICKER = web.AppKey("picker", PickerParts)
 ADMIN = web.AppKey("admin", Admin)
 UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
 DOOR = web.AppKey("door", Door)

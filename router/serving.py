@@ -33,14 +33,16 @@ from router.parts import (
     DIED,
     DOOR,
     FLEET,
-    GENERATE,
     INDEX,
     LACKS,
     METRICS,
+    PICKER,
+    RECORDER,
     ROOM,
     SETTINGS,
     STATUS,
 )
+from router.picker.parts import NoPort
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +104,27 @@ def make_live(app: web.Application) -> Live:
         app[ADMISSION],
         about={"name": socket.gethostname(), "policy": settings.policy},
     )
-    app[CHOOSER].observer = app[GENERATE].observer = live
+    app[CHOOSER].observer = app[RECORDER].observer = live
     return live
 
 
 async def _shown(app: web.Application, live: Live, _: web.Application) -> AsyncIterator[None]:
     async with kept(app, "the live page", live.run()):
         yield
+
+
+@contextlib.asynccontextmanager
+async def run_picker(app: web.Application) -> AsyncIterator[int]:
+    """The endpoint picker of the started `app`, while the block lasts; the value is its port. Raises NoPort."""
+    from router.picker.server import Listen, serving  # takes 10 MB of memory
+
+    settings = app[SETTINGS]
+    assert settings.ext_proc_port is not None
+    listen = Listen(
+        settings.host, settings.ext_proc_port, settings.max_connections, settings.tls_cert_file, settings.tls_key_file
+    )
+    async with serving(app[PICKER], app[STATUS].missing, listen) as port:
+        yield port
 
 
 def operators_door(app: web.Application) -> Door:
@@ -147,6 +163,12 @@ async def serve(settings: GatewaySettings) -> None:
             runner = make_runner(build_admin_app(app, door), door)
             _, url = await _listen(running, runner, settings.admin_host, settings.admin_port)
             lines.append(f"administration on {url}")
+        if settings.ext_proc_port is not None:
+            try:
+                picker_port = await running.enter_async_context(run_picker(app))
+            except NoPort as error:
+                raise CannotListen(str(error)) from None
+            lines.append(f"endpoint picker on {settings.host}:{picker_port}")
         await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
         print("\n".join(lines), flush=True)
         async with running_task(stop.wait()) as told:

@@ -99,6 +99,11 @@ class Admitted:
         self._answer_bytes += answer_bytes
         return True
 
+    def forget_body(self) -> None:
+        """The body is gone."""
+        self._admission.body_bytes -= self._body_bytes
+        self._body_bytes = 0
+
     def let_go(self) -> None:
         """What was kept of answers is gone."""
         self._admission.answer_bytes -= self._answer_bytes

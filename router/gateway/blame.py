@@ -42,6 +42,22 @@ class Blame:
             attempt.pod.faults.doubt()
             attempt.fault = self._fault(attempt, inbound)
 
+    def without_body(self, inbound: Inbound) -> Inbound:
+        """The request without what is not needed to tell it from others, once its body has gone on for good."""
+        return replace(inbound, body=inbound.body[-TELLING_BYTES:])
+
+    def ended_ill(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
+        """It came to nothing at the pod, and nobody here makes it good: another proxy sent it there."""
+        attempt.outcome = outcome
+        if outcome is Outcome.FULL:
+            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
+        if outcome is Outcome.UNREACHABLE:
+            self._fleet.failed(attempt.pod, why)
+        self._told(attempt, outcome, why)
+        if outcome.is_blamed:
+            attempt.pod.faults.doubt()
+            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=False)
+
     def broke(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
         """The stream ended wrongly after its first byte."""
         attempt.outcome = outcome

@@ -11,23 +11,16 @@ from engine.contract import headers
 from engine.contract.errors import ApiError
 from engine.contract.otel.tracer import Tracer
 from engine.contract.requests import Endpoint
-from router.fleet.lack import Lacks
-from router.gateway.accounts import Accounts
 from router.gateway.admission import Admission, Admitted
 from router.gateway.body import BodyLimits, read_body
-from router.gateway.chooser import Chooser
 from router.gateway.door import leave_gate
-from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, error_response
+from router.gateway.errors import error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import tenant_of
-from router.gateway.names import NOT_ALLOWED
-from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
-from router.gateway.sessions import Sessions
-from router.gateway.tracing import spans_of
-from router.telemetry.log import RequestLog, RequestRecord
+from router.gateway.recorder import Recorder
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
 
@@ -39,34 +32,25 @@ class Generate:
         self,
         admission: Admission,
         reader: Reader,
-        chooser: Chooser,
         proxy: Proxy,
         metrics: Metrics,
-        request_log: RequestLog,
         bodies: BodyLimits,
-        lacks: Lacks,
         limiter: Limiter,
-        accounts: Accounts | None,
-        sessions: Sessions,
+        recorder: Recorder,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
     ) -> None:
         self._admission = admission
         self._reader = reader
-        self._chooser = chooser
         self._proxy = proxy
         self._metrics = metrics
-        self._request_log = request_log
         self._bodies = bodies
-        self._lacks = lacks
         self._limiter = limiter
-        self._accounts = accounts
-        self._sessions = sessions
+        self._recorder = recorder
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
-        self.observer: Observer | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
@@ -87,20 +71,13 @@ class Generate:
             exchange.status = exchange.status or response.status
             return response
         except ApiError as error:
-            exchange.status = error.status
-            exchange.error = error.detail if isinstance(error, UpstreamError) else error.message
-            if isinstance(error, NoEngine):
-                self._metrics.unserved(error.model)
-            elif isinstance(error, Lacking):
-                self._lacks.note(error.lack)
-            elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
-                self._metrics.tenants.refused(exchange.tenant.name, "model")
+            self._recorder.refused(exchange, error)
             return error_response(error, exchange.request_id, rate_headers=exchange.rate_headers, path=request.path)
         except asyncio.CancelledError:
             exchange.client_left()
             raise
         finally:
-            self._record(request, exchange)
+            self._recorder.ended(exchange, request.path)
 
     async def _serve(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
@@ -120,48 +97,3 @@ class Generate:
             exchange.rate_headers = error.headers
             self._metrics.tenants.refused(exchange.tenant.name, error.reason)
             raise
-
-    def _record(self, request: web.Request, exchange: Exchange) -> None:
-        last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
-        choice = last.choice if last else None
-        policy = choice.policy if choice else ""
-        pod = choice.pod.pod_id if choice else ""
-        self._metrics.answered(policy, pod, exchange.status or 500)
-        if last and choice and inbound and first_byte_s is not None:
-            self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
-            if exchange.status == 200:
-                self._chooser.learn(inbound, choice, exchange.usage)
-                self._sessions.ended(exchange)
-                predicted_s = choice.decision.predicted_ttft_s
-                if predicted_s is not None and inbound.stream and not exchange.breaks:
-                    self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
-        if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
-            self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
-        if self.observer is not None:
-            self.observer.ended(exchange)
-        if self._accounts is None and not self._request_log.enabled:
-            return
-        now_s = self._clock()
-        if self._accounts is not None:
-            self._accounts.ended(exchange, request.path, now_s - exchange.arrived_s)
-        if not self._request_log.enabled:
-            return
-        self._request_log.write(
-            RequestRecord(
-                request_id=exchange.request_id,
-                tenant=exchange.tenant.name,
-                path=request.path,
-                model=inbound.model if inbound else "",
-                policy=policy,
-                pod=pod,
-                status=exchange.status or 500,
-                attempts=len(exchange.attempts),
-                breaks=exchange.breaks,
-                prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
-                cached_tokens_predicted=choice.cached_tokens if choice else 0,
-                cached_tokens=exchange.usage.cached_tokens,
-                first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
-                total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
-                error=exchange.error,
-            )
-        )

@@ -41,6 +41,7 @@ _REQUEST_ONLY = (
         headers.TTFT_SLO,
     }
 )
+_FOR_GATEWAYS = frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.PRIORITY, headers.TTFT_SLO))
 CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
@@ -62,6 +63,7 @@ class UpstreamHeaders:
     def __init__(self, *, passes_authorization: bool) -> None:
         """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
         own = set() if passes_authorization else {"authorization", headers.API_KEY}
+        self._own = frozenset(own)
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
         self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
         self._traced = {
@@ -86,6 +88,21 @@ class UpstreamHeaders:
     def credentials_of(self, key: str) -> Mapping[str, str]:
         """What engines that want the key of that name are shown of the gateway itself."""
         return self._credentials.get(key) or self._credentials.get("", {})
+
+    def changes(
+        self, request_id: str, pod: Pod, session_id: str | None, trace: bytes | None = None
+    ) -> tuple[dict[str, str], frozenset[str]]:
+        """What another proxy sets in a request that it sends to `pod` as it came, and what it removes.
+
+        The values are those that `of` takes.
+        """
+        fields = {headers.REQUEST_ID: request_id, **self.credentials_of(pod.key)}
+        if session_id is not None:
+            fields[headers.SESSION] = session_id
+        for line in ((trace or b"") + pod.rank_field).decode().splitlines():
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        return fields, (_FOR_GATEWAYS | self._own) - {name.lower() for name in fields}
 
     def of(
         self,

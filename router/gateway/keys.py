@@ -11,6 +11,7 @@ from aiohttp.typedefs import Middleware
 
 from engine.contract.api_keys import authorization_of, digest_of, digest_shown
 from router.gateway.errors import Unauthorized
+from router.telemetry.metrics import Metrics
 from router.tenants.tenant import DEFAULT, Tenant, TenantKey
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
@@ -73,6 +74,17 @@ def tenant_of(request: web.Request) -> Tenant:
     """Who asks."""
     tenant: Tenant = request.get(TENANT, DEFAULT)
     return tenant
+
+
+def counting_refusals(metrics: Metrics) -> Callable[[Unauthorized], None]:
+    """Counts those who are not let in."""
+
+    def refused(error: Unauthorized) -> None:
+        metrics.unauthorized()
+        if isinstance(error, ExpiredKey):
+            metrics.tenants.refused(error.tenant.name, "expired")
+
+    return refused
 
 
 def require_key(keys: ClientKeys, on_refusal: Callable[[Unauthorized], None]) -> Middleware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set
 from functools import partial
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from router.fleet.fleet import Fleet
 from router.gateway.admission import Admitted
 from router.gateway.attempt import Attempt
+from router.gateway.attempts import Attempts
 from router.gateway.begun import Begun, Passed, RestBody, no_stream
 from router.gateway.blame import Blame
 from router.gateway.chooser import Choice, Chooser
@@ -28,7 +30,7 @@ from router.gateway.outcome import Outcome
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
 from router.gateway.resume import RESUMED, Way
 from router.gateway.said import Record
-from router.gateway.sessions import Sessions, restore
+from router.gateway.sessions import restore
 from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.gateway.waiting import WaitingRoom
@@ -54,7 +56,7 @@ class Proxy:
         room: WaitingRoom,
         metrics: Metrics,
         limits: Limits,
-        sessions: Sessions,
+        attempts: Attempts,
     ) -> None:
         self._client = client
         self._upstream = upstream
@@ -64,7 +66,7 @@ class Proxy:
         self._blame = Blame(fleet, metrics)
         self._metrics = metrics
         self._limits = limits
-        self._sessions = sessions
+        self._begin = attempts.begin
         self._inside = 0
         """Requests on their way through here."""
         self._retries = RetryBudget()
@@ -88,7 +90,7 @@ class Proxy:
         attempts = exchange.attempts
         while exchange.spent <= self._limits.retries:
             if not attempts:
-                choice = self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+                choice = self._chooser.choose(inbound, await self._place(request, inbound, exchange))
             else:
                 again = await self._choose_again(request, exchange, inbound)
                 if again is None:
@@ -143,27 +145,14 @@ class Proxy:
         was_full = exchange.attempts[-1].outcome is Outcome.FULL
         try:
             if (full is None and was_full) or not self._fleet.pods(inbound.model):
-                return self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+                return self._chooser.choose(inbound, await self._place(request, inbound, exchange))
             return self._chooser.choose(inbound, self._blame.to_avoid(inbound, tried | (full or set())))
         except (TooManyRequests, Unavailable):
             return None
 
-    def _begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
-        lease = self._fleet.lease(
-            choice.pod,
-            prompt_tokens=inbound.prompt_tokens,
-            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-            output_tokens=inbound.output_tokens,
-            streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
-        )
-        now_s = self._clock()
-        session_id = self._sessions.begin(choice.pod, inbound, now_s)
-        told = self._chooser.told(inbound, choice, session_id or exchange.request_id)
-        attempt = Attempt(choice, lease, now_s, told, session_id)
-        if exchange.trace is not None:
-            attempt.span_id = exchange.trace.child_id()
-        exchange.attempts.append(attempt)
-        return attempt
+    async def _place(self, request: web.Request, inbound: Inbound, exchange: Exchange) -> Set[PodId]:
+        """Pods to avoid, once the request may go to another. Raises as `WaitingRoom.place`."""
+        return await self._room.place(inbound, exchange, partial(leave_gate, request))
 
     def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound) -> float:
         """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.

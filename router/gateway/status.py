@@ -81,13 +81,9 @@ class Status:
         """200 while the process lives."""
         return json_response({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
-        """200 once the gateway knows what it needs to route; the body says what is missing.
-
-        Neither a fleet without engines is a reason, as clients hear of it, nor Redis trouble. `?engines=N`: see `_few`.
-        """
+    def missing(self) -> list[str]:
+        """What the gateway lacks to route, in words; empty: it is ready."""
         discovery = self._discovery.status()
-        admitted = len(self._fleet.admitted())
         missing = []
         if self._admission.is_draining:
             missing.append("the gateway is shutting down")
@@ -97,6 +93,16 @@ class Status:
             missing.append("the engines have not been asked yet")
         if not self.is_warm:
             missing.append("the registry is being loaded")
+        return missing
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 once the gateway knows what it needs to route; the body says what is missing.
+
+        Neither a fleet without engines is a reason, as clients hear of it, nor Redis trouble. `?engines=N`: see `_few`.
+        """
+        discovery = self._discovery.status()
+        admitted = len(self._fleet.admitted())
+        missing = self.missing()
         missing += _few(request.query.get("engines"), admitted)
         detail = {
             "ready": not missing,

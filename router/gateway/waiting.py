@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, TooManyRequests, Unavailable
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.gateway.chooser import Chooser
-from router.gateway.door import leave_gate
 from router.gateway.errors import NoEngine
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import SCALING_RETRY_AFTER_S, Inbound
@@ -88,8 +85,12 @@ class WaitingRoom:
         line = self._lines.get(model)
         return NO_PODS if line is None else line.busy(self._fleet.pods(model), self._loop.time())
 
-    async def place(self, request: web.Request, inbound: Inbound, exchange: Exchange) -> frozenset[PodId]:
+    async def place(
+        self, inbound: Inbound, exchange: Exchange, on_wait: Callable[[], None] = lambda: None
+    ) -> frozenset[PodId]:
         """Wait until the request may go to a pod: one that is not among those returned.
+
+        `on_wait` is called if it has to wait.
 
         Raises TooManyRequests if it has to wait longer than it may, and Unavailable if there is no pod by then.
         Whoever is cancelled here has left the queue.
@@ -119,7 +120,7 @@ class WaitingRoom:
             raise refusal.error from None
         if avoided is not None:
             return avoided
-        leave_gate(request)
+        on_wait()
         return await self._wait(line, waiting, inbound, exchange)
 
     def refuse_all(self) -> None:

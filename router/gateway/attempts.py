@@ -1,0 +1,40 @@
+"""Attempts begun: what one counts as on its pod, what other gateways hear of it, and the session it has there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.fleet.fleet import Fleet
+from router.gateway.attempt import Attempt
+from router.gateway.chooser import Choice, Chooser
+from router.gateway.exchange import Exchange
+from router.gateway.inbound import Inbound
+from router.gateway.sessions import Sessions
+
+
+class Attempts:
+    """Makes the attempts of requests, whichever way they go to their pods."""
+
+    def __init__(self, fleet: Fleet, chooser: Chooser, sessions: Sessions) -> None:
+        self._fleet = fleet
+        self._chooser = chooser
+        self._sessions = sessions
+        self._clock = asyncio.get_running_loop().time
+
+    def begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
+        """The exchange's next attempt, at the chosen pod. It counts there once its block is entered."""
+        lease = self._fleet.lease(
+            choice.pod,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+            streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
+        )
+        now_s = self._clock()
+        session_id = self._sessions.begin(choice.pod, inbound, now_s)
+        told = self._chooser.told(inbound, choice, session_id or exchange.request_id)
+        attempt = Attempt(choice, lease, now_s, told, session_id)
+        if exchange.trace is not None:
+            attempt.span_id = exchange.trace.child_id()
+        exchange.attempts.append(attempt)
+        return attempt

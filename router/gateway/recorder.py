@@ -1,0 +1,100 @@
+"""The end of a request: what metrics, beliefs, traces, accounts and the log get of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.contract.errors import ApiError
+from engine.contract.otel.tracer import Tracer
+from router.fleet.lack import Lacks
+from router.gateway.accounts import Accounts
+from router.gateway.chooser import Chooser
+from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError
+from router.gateway.exchange import Exchange
+from router.gateway.names import NOT_ALLOWED
+from router.gateway.observer import Observer
+from router.gateway.sessions import Sessions
+from router.gateway.tracing import spans_of
+from router.telemetry.log import RequestLog, RequestRecord
+from router.telemetry.metrics import Metrics
+
+
+class Recorder:
+    """Told of every request that ends. `observer`: who looks on, if anybody does."""
+
+    def __init__(
+        self,
+        chooser: Chooser,
+        metrics: Metrics,
+        request_log: RequestLog,
+        lacks: Lacks,
+        accounts: Accounts | None,
+        sessions: Sessions,
+        tracer: Tracer | None,
+    ) -> None:
+        self._chooser = chooser
+        self._metrics = metrics
+        self._request_log = request_log
+        self._lacks = lacks
+        self._accounts = accounts
+        self._sessions = sessions
+        self._tracer = tracer
+        self._clock = asyncio.get_running_loop().time
+        self.observer: Observer | None = None
+
+    def refused(self, exchange: Exchange, error: ApiError) -> None:
+        """The client gets `error` in place of an answer."""
+        exchange.status = error.status
+        exchange.error = error.detail if isinstance(error, UpstreamError) else error.message
+        if isinstance(error, NoEngine):
+            self._metrics.unserved(error.model)
+        elif isinstance(error, Lacking):
+            self._lacks.note(error.lack)
+        elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
+            self._metrics.tenants.refused(exchange.tenant.name, "model")
+
+    def ended(self, exchange: Exchange, path: str) -> None:
+        """The request for `path` has ended, whatever came of it."""
+        last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
+        choice = last.choice if last else None
+        policy = choice.policy if choice else ""
+        pod = choice.pod.pod_id if choice else ""
+        self._metrics.answered(policy, pod, exchange.status or 500)
+        if last and choice and inbound and first_byte_s is not None:
+            self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
+            if exchange.status == 200:
+                self._chooser.learn(inbound, choice, exchange.usage)
+                self._sessions.ended(exchange)
+                predicted_s = choice.decision.predicted_ttft_s
+                if predicted_s is not None and inbound.stream and not exchange.breaks:
+                    self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+        if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
+            self._tracer.end(spans_of(exchange.trace, exchange, path, self._clock()))
+        if self.observer is not None:
+            self.observer.ended(exchange)
+        if self._accounts is None and not self._request_log.enabled:
+            return
+        now_s = self._clock()
+        if self._accounts is not None:
+            self._accounts.ended(exchange, path, now_s - exchange.arrived_s)
+        if not self._request_log.enabled:
+            return
+        self._request_log.write(
+            RequestRecord(
+                request_id=exchange.request_id,
+                tenant=exchange.tenant.name,
+                path=path,
+                model=inbound.model if inbound else "",
+                policy=policy,
+                pod=pod,
+                status=exchange.status or 500,
+                attempts=len(exchange.attempts),
+                breaks=exchange.breaks,
+                prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
+                cached_tokens_predicted=choice.cached_tokens if choice else 0,
+                cached_tokens=exchange.usage.cached_tokens,
+                first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
+                total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
+                error=exchange.error,
+            )
+        )

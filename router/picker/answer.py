@@ -1,0 +1,130 @@
+"""What is learnt of an answer that another proxy passes on: the pod that gave it, its tokens, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from engine.contract.errors import Unavailable
+from router.gateway.attempt import Attempt
+from router.gateway.error_events import engine_error
+from router.gateway.exchange import Exchange
+from router.gateway.last_words import is_aborted, meaning, meaning_of_body
+from router.gateway.outcome import Outcome, of_status
+from router.gateway.usage import Tail, header_usage, whole_usage
+from router.picker.destination import endpoint_of_pod
+from router.picker.parts import PickerParts
+
+NOT_REACHED = b"upstream connect error or disconnect/reset before headers"
+"""With this Envoy begins the body of its own answer, 503, where no connection came about or it broke off."""
+
+
+class Answered:
+    """One answer: its headers are here. `add` its body, `ended` at its end, `close` whatever happened."""
+
+    def __init__(self, parts: PickerParts, exchange: Exchange, fields: Mapping[str, str], served: str | None) -> None:
+        """`served`: the endpoint that gave it, if the proxy tells."""
+        self._parts = parts
+        self._exchange = exchange
+        self._fields = fields
+        self._clock = asyncio.get_running_loop().time
+        status = fields.get(":status", "")
+        self._status = int(status) if status.isdecimal() and len(status) == 3 else 502
+        self._is_stream = self._status == 200 and fields.get("content-type", "").startswith("text/event-stream")
+        self._outcome = of_status(self._status, says_when="retry-after" in fields)
+        self._why = f"the engine answered {self._status}"
+        self._tail = Tail()
+        self._has_begun = False
+        self.is_ended = False
+        self.attempt: Attempt | None = exchange.last
+        """At the pod that gave it, as long as that lasts; None for a request without keys, or a pod not known here."""
+        if self.attempt is not None and served is not None and served != endpoint_of_pod(self.attempt.pod):
+            self._go_elsewhere(self.attempt, served)
+
+    def add(self, chunk: bytes) -> None:
+        """A piece of the body."""
+        if not chunk:
+            return
+        if not self._has_begun:
+            if self._is_stream and (said := engine_error(chunk)) is not None:
+                self._outcome = meaning(said.message) or (Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN)
+                self._why = said.message
+            self.began()
+        self._tail.add(chunk)
+
+    def began(self) -> None:
+        """The first byte of the body is here, or as much as is told of it."""
+        self._has_begun = True
+        attempt, exchange = self.attempt, self._exchange
+        if attempt is None or self._outcome is not Outcome.ANSWERED:
+            return
+        now_s = self._clock()
+        exchange.first_byte_s = now_s
+        attempt.has_run = True
+        attempt.pod.faults.began(now_s)
+        if exchange.inbound is not None and exchange.inbound.prompts == 1:
+            exchange.usage = header_usage(self._fields)
+            attempt.first_token(exchange.usage.cached_tokens)
+
+    def ended(self) -> None:
+        """The body is whole."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        if not self._has_begun:
+            self.began()
+        exchange, attempt, tail = self._exchange, self.attempt, self._tail.last_bytes()
+        exchange.status = self._status
+        usage = self._tail.usage() if self._is_stream else whole_usage(tail)
+        exchange.usage = usage.or_else(exchange.usage)
+        if attempt is None or exchange.inbound is None:
+            return
+        outcome = self._outcome
+        if self._status >= 500:
+            outcome = Outcome.UNREACHABLE if tail.startswith(NOT_REACHED) else meaning_of_body(tail) or outcome
+        elif outcome is Outcome.ANSWERED and is_aborted(tail):
+            outcome = Outcome.ABORTED
+        attempt.outcome = outcome
+        if outcome is Outcome.ANSWERED:
+            self._parts.fleet.served(attempt.pod, sent_s=attempt.sent_s)
+        elif outcome is not Outcome.REFUSED:
+            exchange.error = self._why
+            self._parts.blame.ended_ill(exchange.inbound, attempt, outcome, self._why)
+        self._leave(attempt)
+
+    def close(self) -> None:
+        """Nothing more comes of it."""
+        if self.is_ended:
+            return
+        if self._is_stream and self._has_begun:
+            self._exchange.usage = self._tail.usage(is_broken=True).or_else(self._exchange.usage)
+        if self.attempt is not None:
+            self._leave(self.attempt)
+
+    def _leave(self, attempt: Attempt) -> None:
+        """It counts on its pod no more, and no more as held there if it never ran."""
+        inbound = self._exchange.inbound
+        assert inbound is not None
+        if inbound.prompts == 1:
+            attempt.lease.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+        attempt.__exit__()
+        if not attempt.has_run:
+            attempt.undone(self._parts.chooser.undo(inbound, attempt.choice))
+
+    def _go_elsewhere(self, attempt: Attempt, served: str) -> None:
+        """The proxy could not use the pod that was chosen, and a fallback gave the answer."""
+        parts, exchange, inbound = self._parts, self._exchange, self._exchange.inbound
+        assert inbound is not None
+        attempt.outcome = Outcome.UNABLE
+        attempt.pod.faults.doubt()
+        parts.fleet.look_at(attempt.pod)
+        self._leave(attempt)
+        self.attempt = None
+        pods = parts.fleet.pods(inbound.model)
+        others = frozenset(pod.pod_id for pod in pods if endpoint_of_pod(pod) != served)
+        try:
+            choice = parts.chooser.choose(inbound, others)
+        except Unavailable:
+            return  # it serves no more, or is no pod of ours
+        self.attempt = parts.attempts.begin(exchange, inbound, choice)
+        self.attempt.__enter__()

@@ -1,0 +1,60 @@
+"""A request's body as the proxy passes it on, kept within its bounds until the decision."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.contract.errors import BadRequest
+from router.gateway.admission import Admitted
+from router.gateway.errors import TooLarge
+from router.gateway.inflate import Inflater, NotCompressed, inflater_for
+
+
+class Body:
+    """One body. `add` its chunks; `plain` when it is whole."""
+
+    def __init__(self, admitted: Admitted, max_bytes: int, encoding: str | None) -> None:
+        """`encoding`: the Content-Encoding. Raises UnsupportedEncoding."""
+        self._admitted = admitted
+        self._max_bytes = max_bytes
+        self._inflater: Inflater | None = inflater_for(encoding)
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def add(self, chunk: bytes) -> None:
+        """One more chunk. Raises TooLarge, and TooManyRequests where there is no room for it."""
+        self._count(len(chunk))
+        self._chunks.append(chunk)
+
+    def sent(self) -> bytes:
+        """All of it, as the client sent it."""
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        return self._chunks[0] if self._chunks else b""
+
+    async def plain(self) -> bytes:
+        """All of it, inflated: the very object of `sent` where there is nothing to inflate.
+
+        Raises TooLarge, TooManyRequests, and BadRequest for what cannot be inflated. Others get their turn meanwhile.
+        """
+        sent = self.sent()
+        if self._inflater is None or not sent:
+            return sent
+        made = []
+        try:
+            for piece in self._inflater.inflate(sent):
+                self._count(len(piece))
+                made.append(piece)
+                await asyncio.sleep(0)
+            for piece in self._inflater.finish():
+                self._count(len(piece))
+                made.append(piece)
+        except NotCompressed as error:
+            raise BadRequest(f"the request's body cannot be read: {error}") from None
+        return b"".join(made)
+
+    def _count(self, more: int) -> None:
+        self._size += more
+        if self._size > self._max_bytes:
+            raise TooLarge(f"the request body is larger than {self._max_bytes} bytes")
+        self._admitted.hold(self._size)

@@ -1,0 +1,354 @@
+"""One request of a client as the proxy tells of it, message by message: the decision, and what is learnt of the answer.
+
+Whatever the order of the messages and wherever they end, `close` ends what was begun: no count is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from google.protobuf.struct_pb2 import Struct
+from multidict import CIMultiDict
+
+from engine.contract import headers
+from engine.contract.api_keys import authorization_of
+from engine.contract.errors import ApiError
+from engine.contract.requests import Endpoint
+from router.fleet.pod import Lease, Pod
+from router.gateway.admission import Admitted
+from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized, error_response
+from router.gateway.exchange import Exchange
+from router.gateway.headers import request_id
+from router.gateway.inbound import Inbound
+from router.picker.answer import Answered
+from router.picker.bodies import Body
+from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
+from router.picker.parts import PickerParts
+from router.picker.protocol import (
+    DESTINATION,
+    TEST_SERVED,
+    ProtocolError,
+    chunks,
+    destination,
+    fields_of,
+    mutation,
+    selection_of,
+    served_of,
+    streamed,
+    subset_of,
+)
+from router.picker.wire import picker_pb2 as wire
+from router.tenants.limiter import RateLimited, Taking
+
+Responses = Sequence[wire.ProcessingResponse]
+
+ENDPOINTS = frozenset(Endpoint)
+BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
+WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
+"""Ways to get a request's body before its headers go on. Without it nothing is known of its prefix."""
+
+
+class Call:
+    """`answer` each message of the proxy, then `close`, whatever happened."""
+
+    def __init__(self, parts: PickerParts) -> None:
+        self._parts = parts
+        self._clock = asyncio.get_running_loop().time
+        self.deadline_s = self._clock() + parts.limits.body_s
+        """Of the loop's clock, for what comes next."""
+        self.timeout: asyncio.Timeout | None = None
+        """Follows `deadline_s`."""
+        self.is_over = False
+        """Nothing more is to be said to the proxy."""
+        self._exchange: Exchange | None = None
+        self._admitted: Admitted | None = None
+        self._inside = contextlib.ExitStack()
+        self._taking: Taking | None = None
+        self._fields: CIMultiDict[str] = CIMultiDict()
+        self._path = ""
+        self._request_mode = self._response_mode = int(wire.FULL_DUPLEX_STREAMED)
+        self._allowed: frozenset[str] | None = None
+        self._body: Body | None = None
+        """None once it has gone on."""
+        self._lease: Lease | None = None
+        """Of a request without keys; others have attempts."""
+        self._answered: Answered | None = None
+
+    async def answer(self, message: wire.ProcessingRequest) -> Responses:
+        """What the proxy is to be told. Raises ProtocolError."""
+        part = message.WhichOneof("request")
+        if part is None:
+            raise ProtocolError("a message without a part of a request")
+        if message.observability_mode:
+            raise ProtocolError("observability_mode leaves no room for a decision: switch it off")
+        if (self._exchange is None) is not (part == "request_headers"):
+            raise ProtocolError(f"{part} out of order")
+        if part.startswith("response") and self._body is not None:
+            raise ProtocolError(f"{part} before the end of the request")
+        try:
+            return await _HANDLERS[part](self, message)
+        except ApiError as error:
+            return [self._refused(error)]
+
+    def late(self) -> Responses:
+        """What the proxy is to be told when the deadline is over; nothing where its answer has begun."""
+        exchange, limits = self._exchange, self._parts.limits
+        if exchange is None:
+            return ()
+        if self._body is not None and self._clock() < exchange.deadline_s:
+            text = f"the request's body did not arrive in time: it has {limits.body_s:g} s"
+            return [self._refused(RequestTimeout(text))]
+        error = DeadlineExceeded(f"the request took longer than {limits.total_s:g} s")
+        refusal = self._refused(error)
+        return () if self._answered is not None else [refusal]
+
+    async def close(self) -> None:
+        """The conversation is over."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._exchange = None
+        answered, parts = self._answered, self._parts
+        if answered is not None and not self._sees_body:
+            answered.ended()  # how it ended is not told
+        if not exchange.status:
+            exchange.client_left()
+        if answered is not None:
+            answered.close()
+        elif exchange.attempts:
+            last = exchange.attempts[-1]
+            last.__exit__()
+            assert exchange.inbound is not None
+            last.undone(parts.chooser.undo(exchange.inbound, last.choice))
+        if self._lease is not None:
+            self._lease.__exit__()
+        if self._taking is not None:
+            self._taking.used = exchange.tokens_used
+            await self._taking.__aexit__()
+        self._inside.close()
+        parts.recorder.ended(exchange, self._path)
+
+    # -- the request --------------------------------------------------------------------------------------------
+
+    async def _request_headers(self, message: wire.ProcessingRequest) -> Responses:
+        parts, head, now_s = self._parts, message.request_headers, self._clock()
+        fields = self._fields = fields_of(head.headers)
+        exchange = self._exchange = Exchange(request_id(fields), now_s, now_s + parts.limits.total_s)
+        self._path = fields.get(":path", "").partition("?")[0]
+        exchange.client_session = fields.get(headers.SESSION)
+        if parts.tracer is not None:
+            exchange.trace = parts.tracer.begin(fields)
+        admitted = self._admitted = self._inside.enter_context(parts.admission.request())
+        if parts.keys is not None:
+            try:
+                exchange.tenant = parts.keys.admit(authorization_of(fields))
+            except Unauthorized as error:
+                parts.on_refusal(error)
+                raise
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        self._allowed = subset_of(message.metadata_context)
+        if parts.limits.takes_tests and (asked := selection_of(fields)) is not None:
+            self._allowed = asked
+        self._body = Body(admitted, parts.limits.max_body_bytes, fields.get("content-encoding"))
+        if head.end_of_stream or self._request_mode not in WITH_BODY:
+            return await self._by_load()
+        self._until(min(now_s + parts.limits.body_s, exchange.deadline_s))
+        if self._request_mode in BUFFERED:
+            return [wire.ProcessingResponse(request_headers=wire.HeadersResponse())]
+        return ()
+
+    async def _request_body(self, message: wire.ProcessingRequest) -> Responses:
+        chunk = message.request_body
+        if self._body is None:
+            if self._request_mode in WITH_BODY or self._answered is not None:
+                raise ProtocolError("request_body after the end of the request")
+            return [wire.ProcessingResponse(request_body=wire.BodyResponse())]
+        self._body.add(chunk.body)
+        if self._request_mode == wire.BUFFERED_PARTIAL and not chunk.end_of_stream:
+            return await self._by_load()
+        if self._request_mode in BUFFERED or chunk.end_of_stream:
+            return await self._decide(is_end=chunk.end_of_stream)
+        return ()
+
+    async def _request_trailers(self, message: wire.ProcessingRequest) -> Responses:
+        if self._answered is not None:
+            raise ProtocolError("request_trailers after the end of the request")
+        decided = await self._decide(is_end=False) if self._body is not None else ()
+        if self.is_over:
+            return decided
+        return [*decided, wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
+
+    async def _decide(self, *, is_end: bool) -> Responses:
+        """Choose by the body, which is whole."""
+        exchange = self._exchange
+        assert self._body is not None
+        assert exchange is not None
+        self._until(exchange.deadline_s)
+        plain, sent = await self._body.plain(), self._body.sent()
+        if self._fields.get(":method") != "POST" or self._path not in ENDPOINTS:
+            return self._go(*self._least_loaded(plain), sent, is_end=is_end)
+        inbound = exchange.inbound = self._parts.reader.read(Endpoint(self._path), plain, self._fields, exchange.tenant)
+        pods = await self._choose(exchange, inbound)
+        return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
+
+    async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
+        """The pod of a new attempt, which counts from here on, then those for fallbacks."""
+        parts, tenant = self._parts, exchange.tenant
+        if tenant.limits is not None:
+            taking = parts.limiter.take(tenant, inbound.prompt_tokens + inbound.output_tokens)
+            self._taking = await taking.__aenter__()
+            exchange.rate_headers = taking.headers()
+        outside(parts.fleet.pods(inbound.model), self._allowed)  # nothing is waited for where none is allowed
+        full = await parts.room.place(inbound, exchange)
+        pods = parts.fleet.pods(inbound.model)
+        others = outside(pods, self._allowed)
+        avoided = others | full
+        if all(pod.pod_id in avoided for pod in pods):
+            avoided = others
+        choice = parts.chooser.choose(inbound, avoided)
+        attempt = parts.attempts.begin(exchange, inbound, choice)
+        attempt.__enter__()
+        return [choice.pod, *(pod for pod in pods if pod.pod_id not in avoided)]
+
+    async def _by_load(self) -> Responses:
+        """Choose without a body, or without all of it."""
+        assert self._body is not None
+        assert self._exchange is not None
+        self._until(self._exchange.deadline_s)
+        return self._go(*self._least_loaded(b""), None, is_end=True)
+
+    def _least_loaded(self, body: bytes) -> tuple[Pod, Sequence[Pod]]:
+        parts, exchange = self._parts, self._exchange
+        assert exchange is not None
+        pod, able = ByLoad(parts.fleet, parts.room).pick(body, exchange.tenant, self._allowed)
+        tokens = 1 + len(body) // 4
+        self._lease = parts.fleet.lease(
+            pod, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=1, streams=False
+        ).__enter__()
+        return pod, able
+
+    def _go(self, pod: Pod, pods: Sequence[Pod], body: bytes | None, *, is_end: bool) -> Responses:
+        """Tell the proxy where to go, and give it the body back."""
+        parts, exchange = self._parts, self._exchange
+        assert exchange is not None
+        assert self._admitted is not None
+        assert self._body is not None
+        attempt = exchange.last
+        trace = None if exchange.trace is None or attempt is None else exchange.trace.fields(attempt.span_id)
+        fields, removed = parts.upstream.changes(
+            exchange.request_id, pod, None if attempt is None else attempt.session_id, trace
+        )
+        is_rewritten = body is not None and body is not self._body.sent()
+        is_buffered = body is not None and self._request_mode in BUFFERED
+        if is_rewritten:
+            removed |= {"content-encoding"}
+            if not is_buffered:
+                fields["content-length"] = str(len(body or b""))
+        further = [] if pod.rank is not None else fallbacks(pods, pod, parts.limits.fallbacks)
+        endpoints = [endpoint_of_pod(pod), *further]
+        fields[DESTINATION] = ",".join(endpoints)
+        metadata: Struct = destination(endpoints)
+        common = wire.CommonResponse(header_mutation=mutation(fields.items(), removed), clear_route_cache=True)
+        if is_rewritten and is_buffered:
+            common.body_mutation.body = body or b""
+        self._body = None
+        self._admitted.forget_body()
+        if exchange.inbound is not None:
+            exchange.inbound = parts.blame.without_body(exchange.inbound)
+        if is_buffered:
+            return [wire.ProcessingResponse(request_body=wire.BodyResponse(response=common), dynamic_metadata=metadata)]
+        first = wire.ProcessingResponse(
+            request_headers=wire.HeadersResponse(response=common), dynamic_metadata=metadata
+        )
+        return [first] if body is None else [first, *chunks(body, is_end=is_end)]
+
+    # -- the answer ---------------------------------------------------------------------------------------------
+
+    @property
+    def _sees_body(self) -> bool:
+        return self._response_mode != wire.NONE
+
+    async def _response_headers(self, message: wire.ProcessingRequest) -> Responses:
+        if self._answered is not None:
+            raise ProtocolError("response_headers a second time")
+        parts, exchange, head = self._parts, self._exchange, message.response_headers
+        assert exchange is not None
+        served = served_of(message.metadata_context)
+        answered = self._answered = Answered(parts, exchange, fields_of(head.headers), served)
+        if head.end_of_stream:
+            answered.ended()
+        elif not self._sees_body:
+            answered.began()
+        fields = self._told(exchange, answered)
+        if parts.limits.takes_tests and served is not None:
+            fields[TEST_SERVED] = served
+        common = wire.CommonResponse(header_mutation=mutation(fields.items()))
+        return [wire.ProcessingResponse(response_headers=wire.HeadersResponse(response=common))]
+
+    def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:
+        """Headers of the answer that say why the request went there."""
+        fields = {headers.REQUEST_ID: exchange.request_id, **exchange.rate_headers}
+        if self._parts.limits.tells_cache and exchange.tenant.tells_cache and answered.attempt is not None:
+            choice = answered.attempt.choice
+            fields[headers.POD] = choice.pod.pod_id
+            fields[headers.POLICY] = choice.policy
+            fields[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
+        return fields
+
+    async def _response_body(self, message: wire.ProcessingRequest) -> Responses:
+        answered, chunk = self._answered, message.response_body
+        if answered is None or answered.is_ended:
+            raise ProtocolError("response_body out of order")
+        answered.add(chunk.body)
+        if chunk.end_of_stream:
+            answered.ended()
+        if self._response_mode == wire.FULL_DUPLEX_STREAMED:
+            return [wire.ProcessingResponse(response_body=streamed(chunk.body, is_end=chunk.end_of_stream))]
+        return [wire.ProcessingResponse(response_body=wire.BodyResponse())]
+
+    async def _response_trailers(self, message: wire.ProcessingRequest) -> Responses:
+        if self._answered is None:
+            raise ProtocolError("response_trailers out of order")
+        self._answered.ended()
+        return [wire.ProcessingResponse(response_trailers=wire.TrailersResponse())]
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    def _until(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        if self.timeout is not None:
+            self.timeout.reschedule(deadline_s)
+
+    def _refused(self, error: ApiError) -> wire.ProcessingResponse:
+        """The answer in place of an engine's."""
+        parts, exchange = self._parts, self._exchange
+        assert exchange is not None
+        self.is_over = True
+        if isinstance(error, RateLimited):
+            exchange.rate_headers = error.headers
+            parts.metrics.tenants.refused(exchange.tenant.name, error.reason)
+        parts.recorder.refused(exchange, error)
+        response = error_response(error, exchange.request_id, rate_headers=exchange.rate_headers, path=self._path)
+        assert isinstance(response.body, bytes)
+        return wire.ProcessingResponse(
+            immediate_response=wire.ImmediateResponse(
+                status=wire.HttpStatus(code=response.status),
+                headers=mutation((name.lower(), value) for name, value in response.headers.items()),
+                body=response.body,
+                details="warmroute",
+            )
+        )
+
+
+_HANDLERS: Mapping[str, Callable[[Call, wire.ProcessingRequest], Awaitable[Responses]]] = {
+    "request_headers": Call._request_headers,
+    "request_body": Call._request_body,
+    "request_trailers": Call._request_trailers,
+    "response_headers": Call._response_headers,
+    "response_body": Call._response_body,
+    "response_trailers": Call._response_trailers,
+}

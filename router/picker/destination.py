@@ -1,0 +1,92 @@
+"""Where requests go: by the chooser where they have keys, by load where they have none, among what the proxy allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+
+import orjson
+
+from engine.contract.errors import Unavailable
+from engine.contract.requests import Endpoint
+from router.fleet.fleet import Fleet
+from router.fleet.pod import Pod
+from router.gateway.inbound import RETRY_AFTER_S
+from router.gateway.names import not_allowed
+from router.gateway.waiting import WaitingRoom
+from router.picker.protocol import endpoint_of, names
+from router.routing.types import PodId
+from router.tenants.tenant import Tenant
+
+
+class NoneAllowed(Unavailable):
+    """503: none of the endpoints that the proxy allows takes requests."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "none of the endpoints that the proxy allows takes requests", code="no_engine", retry_after_s=RETRY_AFTER_S
+        )
+
+
+def endpoint_of_pod(pod: Pod) -> str:
+    """`ip:port` of a pod."""
+    return endpoint_of(pod.targets[Endpoint.CHAT])
+
+
+def outside(pods: Sequence[Pod], allowed: frozenset[str] | None) -> frozenset[PodId]:
+    """The pods that are not `allowed`. Raises NoneAllowed where none is."""
+    if allowed is None:
+        return frozenset()
+    others = frozenset(pod.pod_id for pod in pods if not names(allowed, endpoint_of_pod(pod)))
+    if pods and len(others) == len(pods):
+        raise NoneAllowed
+    return others
+
+
+def fallbacks(pods: Sequence[Pod], first: Pod, most: int) -> list[str]:
+    """Endpoints to try after that of `first`, the least loaded first.
+
+    Only such that take the request as it is: with the same key of the gateway and without a rank.
+    """
+    others = [pod for pod in pods if pod.url != first.url and pod.key == first.key and pod.rank is None]
+    others.sort(key=lambda pod: pod.in_flight / pod.weight)
+    return list(dict.fromkeys(map(endpoint_of_pod, others)))[:most]
+
+
+class ByLoad:
+    """Picks for requests without keys: of endpoints that are not known here, and those without a body."""
+
+    def __init__(self, fleet: Fleet, room: WaitingRoom) -> None:
+        self._fleet = fleet
+        self._room = room
+
+    def pick(self, body: bytes, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
+        """The least loaded pod, and all there are: of the model that a JSON body names, if that is known.
+
+        Raises Forbidden and Unavailable.
+        """
+        model = _model_of(body)
+        if model is not None and not tenant.may_use(model):
+            raise not_allowed(model)
+        full: Collection[PodId] = ()
+        pods: Sequence[Pod] = self._fleet.pods(model) if model is not None else ()
+        if pods and model is not None:
+            full = self._room.full(model) or ()
+        else:
+            pods = self._fleet.admitted()
+        others = outside(pods, allowed)
+        able = [pod for pod in pods if pod.pod_id not in others]
+        if not able:
+            raise Unavailable("no engine is up", code="no_engine", retry_after_s=RETRY_AFTER_S)
+        best = [pod for pod in able if pod.pod_id not in full] or able
+        least = min(pod.in_flight / pod.weight for pod in best)
+        return random.choice([pod for pod in best if pod.in_flight / pod.weight <= least]), able
+
+
+def _model_of(body: bytes) -> str | None:
+    try:
+        fields = orjson.loads(body) if body else None
+    except orjson.JSONDecodeError:
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) else None

@@ -1,0 +1,123 @@
+"""The endpoint picker protocol of the Gateway API Inference Extension: its names, read from messages and written there.
+
+https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
+(1.0.0) on Envoy's external processing (envoy.service.ext_proc.v3). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from google.protobuf.struct_pb2 import Struct, Value
+from multidict import CIMultiDict
+
+from engine.contract.http.target import Target
+from router.picker.wire import picker_pb2 as wire
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""Request header and metadata: where the proxy sends the request, `ip:port`, then others to try, with commas."""
+ENDPOINTS = "envoy.lb"
+"""Namespace of the metadata that proxy and picker tell each other of endpoints."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""Metadata of the proxy: the endpoint that gave the answer."""
+HINT = "envoy.lb.subset_hint"
+"""Namespace of what the proxy asks for."""
+SUBSET = "x-gateway-destination-endpoint-subset"
+"""Metadata of the proxy: the endpoints of which one must be picked, a list of `ip:port`, or one text with commas."""
+TEST_SELECTION = "test-epp-endpoint-selection"
+"""Request header of the conformance tests: as SUBSET, where the operator allows it. A port may be left out."""
+TEST_SERVED = "x-conformance-test-served-endpoint"
+"""Response header for the conformance tests: SERVED, as the proxy told it."""
+
+BODY_CHUNK_BYTES = 60 * 1024
+"""Of a body that is sent back to Envoy in FULL_DUPLEX_STREAMED: a chunk fits its buffers of 64 KiB."""
+
+
+class ProtocolError(Exception):
+    """The proxy said something that has no place in the conversation. The text is for its log."""
+
+
+def fields_of(headers: wire.HeaderMap) -> CIMultiDict[str]:
+    """The headers of a message, pseudo-headers (`:path`) too. Bytes beyond ASCII are kept as surrogates."""
+    fields = [(field.key, field.raw_value or field.value.encode()) for field in headers.headers]
+    return CIMultiDict([(name, value.decode("utf-8", "surrogateescape")) for name, value in fields])
+
+
+def endpoint_of(target: Target) -> str:
+    """The server as the protocol names it: `ip:port`, an IPv6 address in brackets."""
+    return f"[{target.host}]:{target.port}" if ":" in target.host else f"{target.host}:{target.port}"
+
+
+def subset_of(metadata: wire.Metadata) -> frozenset[str] | None:
+    """The endpoints that the proxy allows; None where it allows all."""
+    said = _entry(metadata, HINT, SUBSET)
+    if said is None:
+        return None
+    if said.HasField("list_value"):
+        return frozenset(value.string_value for value in said.list_value.values)
+    return _split(said.string_value)
+
+
+def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
+    """The endpoints that a conformance test asks for; None where it asks for none."""
+    asked = fields.get(TEST_SELECTION)
+    return _split(asked) if asked else None
+
+
+def served_of(metadata: wire.Metadata) -> str | None:
+    """The endpoint that gave the answer; None where the proxy does not tell."""
+    said = _entry(metadata, ENDPOINTS, SERVED)
+    return said.string_value or None if said is not None else None
+
+
+def names(endpoints: frozenset[str], endpoint: str) -> bool:
+    """Whether `endpoints` has `endpoint`, with its port or as an address alone."""
+    return endpoint in endpoints or endpoint.rpartition(":")[0].strip("[]") in endpoints
+
+
+def destination(endpoints: Iterable[str]) -> Struct:
+    """The metadata that tells the proxy where to send the request."""
+    said = Struct(fields={DESTINATION: Value(string_value=",".join(endpoints))})
+    return Struct(fields={ENDPOINTS: Value(struct_value=said)})
+
+
+def mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str] = ()) -> wire.HeaderMutation:
+    """Headers set in place of what they were, and others removed."""
+    return wire.HeaderMutation(
+        set_headers=[
+            wire.HeaderValueOption(
+                header=wire.HeaderValue(key=name, raw_value=value.encode("utf-8", "surrogateescape")),
+                append_action=wire.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in fields
+        ],
+        remove_headers=removed,
+    )
+
+
+def streamed(body: bytes, *, is_end: bool) -> wire.BodyResponse:
+    """A chunk for Envoy to send on, in FULL_DUPLEX_STREAMED."""
+    chunk = wire.StreamedBodyResponse(body=body, end_of_stream=is_end)
+    return wire.BodyResponse(response=wire.CommonResponse(body_mutation=wire.BodyMutation(streamed_response=chunk)))
+
+
+def chunks(body: bytes, *, is_end: bool) -> list[wire.ProcessingResponse]:
+    """A request's body for Envoy to send on, in FULL_DUPLEX_STREAMED. `is_end`: no trailers follow."""
+    starts = range(0, len(body), BODY_CHUNK_BYTES) or range(1)
+    return [
+        wire.ProcessingResponse(
+            request_body=streamed(body[start : start + BODY_CHUNK_BYTES], is_end=is_end and start == starts[-1])
+        )
+        for start in starts
+    ]
+
+
+def _entry(metadata: wire.Metadata, namespace: str, key: str) -> Value | None:
+    if namespace not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[namespace].fields
+    return fields.get(key)
+
+
+def _split(endpoints: str) -> frozenset[str]:
+    return frozenset(filter(None, map(str.strip, endpoints.split(","))))

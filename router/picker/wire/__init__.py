@@ -1,0 +1,1 @@
+"""The messages on the wire, generated from `picker.proto` by `make protos`."""
