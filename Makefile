@@ -10,7 +10,7 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart protos manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,6 +51,10 @@ literature: $(STAMP) ## published evaluations' tables measured on the simulated 
 
 chart: $(STAMP) ## write the chart's README and schema from its values and the programs' settings
 	$(BIN)/python -m charts.generate
+
+protos: $(STAMP) ## generate the messages of the endpoint picker from router/picker/wire/picker.proto
+	$(PIP) install --quiet --target build/protos grpcio-tools==1.76.0
+	PYTHONPATH=build/protos $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. router/picker/wire/picker.proto
 
 manifests: chart ## render the chart into manifests/; HELM names another helm
 	$(BIN)/python -m manifests.render $(HELM)

@@ -17,6 +17,8 @@ from router.picker.parts import PickerParts
 
 NOT_REACHED = b"upstream connect error or disconnect/reset before headers"
 """With this Envoy begins the body of its own answer, 503, where no connection came about or it broke off."""
+OF_THE_PROXY = (b"no healthy upstream", b"upstream request timeout", b"no cluster match", b"response timeout")
+"""With these it begins others of its own: no engine has said them."""
 
 
 class Answered:
@@ -81,7 +83,7 @@ class Answered:
             return
         outcome = self._outcome
         if self._status >= 500:
-            outcome = Outcome.UNREACHABLE if tail.startswith(NOT_REACHED) else meaning_of_body(tail) or outcome
+            outcome = _meaning(tail) or outcome
         elif outcome is Outcome.ANSWERED and is_aborted(tail):
             outcome = Outcome.ABORTED
         attempt.outcome = outcome
@@ -128,3 +130,10 @@ class Answered:
             return  # it serves no more, or is no pod of ours
         self.attempt = parts.attempts.begin(exchange, inbound, choice)
         self.attempt.__enter__()
+
+
+def _meaning(body: bytes) -> Outcome | None:
+    """What the body of an error tells, by known words of engines and of Envoy."""
+    if body.startswith(NOT_REACHED):
+        return Outcome.UNREACHABLE
+    return Outcome.UNABLE if body.startswith(OF_THE_PROXY) else meaning_of_body(body)

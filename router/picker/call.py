@@ -20,7 +20,7 @@ from router.fleet.pod import Lease, Pod
 from router.gateway.admission import Admitted
 from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized, error_response
 from router.gateway.exchange import Exchange
-from router.gateway.headers import request_id
+from router.gateway.headers import CACHE_FACTS, request_id
 from router.gateway.inbound import Inbound
 from router.picker.answer import Answered
 from router.picker.bodies import Body
@@ -46,6 +46,7 @@ Responses = Sequence[wire.ProcessingResponse]
 
 ENDPOINTS = frozenset(Endpoint)
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
+_TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
 """Ways to get a request's body before its headers go on. Without it nothing is known of its prefix."""
 
@@ -286,18 +287,22 @@ class Call:
         fields = self._told(exchange, answered)
         if parts.limits.takes_tests and served is not None:
             fields[TEST_SERVED] = served
-        common = wire.CommonResponse(header_mutation=mutation(fields.items()))
+        removed = () if self._tells_cache(exchange) else _TOLD_OF_CACHES - fields.keys()
+        common = wire.CommonResponse(header_mutation=mutation(fields.items(), removed))
         return [wire.ProcessingResponse(response_headers=wire.HeadersResponse(response=common))]
 
     def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:
         """Headers of the answer that say why the request went there."""
         fields = {headers.REQUEST_ID: exchange.request_id, **exchange.rate_headers}
-        if self._parts.limits.tells_cache and exchange.tenant.tells_cache and answered.attempt is not None:
+        if answered.attempt is not None and self._tells_cache(exchange):
             choice = answered.attempt.choice
             fields[headers.POD] = choice.pod.pod_id
             fields[headers.POLICY] = choice.policy
             fields[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
         return fields
+
+    def _tells_cache(self, exchange: Exchange) -> bool:
+        return self._parts.limits.tells_cache and exchange.tenant.tells_cache
 
     async def _response_body(self, message: wire.ProcessingRequest) -> Responses:
         answered, chunk = self._answered, message.response_body

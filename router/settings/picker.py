@@ -23,10 +23,11 @@ class PickerSettings(Settings):
         "--tls-cert-file is given; 0 takes any free one; none: it is not served",
     )
     ext_proc_fallbacks: int = Field(
-        2,
+        0,
         ge=0,
         le=8,
-        description="further endpoints that the proxy is told to try, in order, where it cannot use the first",
+        description="further endpoints that the proxy is told to try, in order, where it cannot use the first. An "
+        "Envoy cluster with the policy override_host takes them; one of type ORIGINAL_DST takes a single endpoint",
     )
     ext_proc_test_headers: bool = Field(
         False,
