@@ -1,4 +1,4 @@
-"""`warmroute-gateway` and `python -m router`: read the settings, serve until told to stop."""
+"""`warmroute-gateway` and `python -m router`: read the settings, serve until told to stop; or `keys`, or `top`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def main() -> None:
     from router.serving import CannotListen, TaskDied, serve
     from router.telemetry.log import configure_logging
 
+    if sys.argv[1:2] == ["top"]:
+        from router.live.top import top_command
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the screen is given back first
+        raise SystemExit(top_command(sys.argv[2:]))
     if sys.argv[1:2] == ["keys"]:
         raise SystemExit(keys_command(sys.argv[2:]))
     settings = load_or_exit(GatewaySettings, sys.argv[1:], PROG)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 STREAM_POD_FIELD = b"p"
 STREAM_DATA_FIELD = b"d"
+STREAM_FETCH_FIELD = b"f"
 
 
 def stream_key(model: str) -> str:
-    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}."""
+    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}, and of engines with tiers
+    {f: encoded fetch costs} (`fetch_costs.py`)."""
     return f"warmroute:{{{model}}}:events"
 
 

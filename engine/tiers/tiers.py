@@ -11,6 +11,7 @@ from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys, Tier
+from engine.contract.fetch_costs import FetchCost, FetchCosts
 from engine.contract.load import StepCost
 from engine.tiers.fetches import Fetch, plan
 from engine.tiers.keys import TieredKeys
@@ -148,6 +149,18 @@ class Tiers:
         """See `LowerTiers.make_room`."""
         self._links[0].cancel_demotions()
 
+    def fetch_costs(self) -> FetchCosts:
+        """See `LowerTiers.fetch_costs`. Of a tier whose speed, or that of one above it, is not known: nothing."""
+        found = dict.fromkeys((Tier.HOST, Tier.DISK), FetchCost())
+        path = Held(0, self._pool.block_size, 0.0, 0.0)
+        for link in self._links:
+            part = Held.measured(link.copier, 0, self._pool.block_size)
+            if part is None:
+                break
+            path = part.behind(path)
+            found[link.tier] = FetchCost(path.queue_s, path.block_s / self._pool.block_size)
+        return FetchCosts(host=found[Tier.HOST], disk=found[Tier.DISK])
+
     def reset(self) -> None:
         """See `LowerTiers.reset`. Copies under way end, and what they bring is not indexed."""
         for link in self._links:
@@ -201,16 +214,14 @@ class Tiers:
     def _held(self, sequence: CachedSequence, tokens: int, hits: int) -> list[Held]:
         """What each tier has behind the `hits` blocks of the pool and those of the tiers above it."""
         held: list[Held] = []
-        reached, path_s = hits, 0.0
+        reached, path = hits, Held(0, self._pool.block_size, 0.0, 0.0)
         for link in self._links:
             readable, is_spoilt = link.readable_blocks(sequence, tokens)
             part = Held.measured(link.copier, max(0, readable - reached), self._pool.block_size)
             if part is None:  # not measured yet: whatever lies deeper has to come this way, too
                 break
-            # A block passes every tier on its way up: the slowest copy sets the pace, the others add to the wait.
-            block_s = max(path_s, part.block_s)
-            held.append(Held(part.blocks, part.block_tokens, block_s, part.queue_s + path_s))
-            path_s = block_s
+            path = part.behind(path)
+            held.append(path)
             reached = max(reached, readable)
             if is_spoilt:
                 break

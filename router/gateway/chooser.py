@@ -15,6 +15,7 @@ from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
+from router.gateway.observer import Observer
 from router.gateway.registry import RegistryView
 from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
@@ -30,7 +31,7 @@ from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
-from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
+from router.routing.types import Decision, PodId, PodScore, PodView, Policy, RequestInfo
 from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
@@ -96,6 +97,7 @@ class Chooser:
         `name`: of this gateway, under which the others know its `shares`; a random one if it is not given.
         """
         self.name = name or uuid.uuid4().hex
+        self.observer: Observer | None = None
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -119,9 +121,11 @@ class Chooser:
 
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
+        scores = self._scores(inbound) if self.observer is not None and not excluded else ()
         started_s = time.perf_counter()
         now_s = self._clock()
         choice, _, views = self._decide(inbound, excluded, now_s)
+        choice.decision.scores = scores
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
         pod = choice.pod
@@ -140,6 +144,15 @@ class Chooser:
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
+
+    def _scores(self, inbound: Inbound) -> tuple[PodScore, ...]:
+        """Every pod's, where somebody looks on who wants them."""
+        if self.observer is None or not self.observer.wants_scores():
+            return ()
+        started_s = time.perf_counter()
+        scores = self.explain(inbound)[0].decision.scores
+        self.observer.scored(time.perf_counter() - started_s)
+        return scores
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
@@ -220,7 +233,8 @@ class Chooser:
         for pod_id, match in tiers.items():
             if (row := table.row(pod_id)) is not None:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
-                seen.fetch(row, host_tokens, min(int(match.disk_strides * per_stride), prompt_tokens))
+                disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+                seen.fetch(row, host_tokens, disk_tokens)
         if self._index.regret:
             seen.room = table.room
         return seen, sets
@@ -294,9 +308,14 @@ class Chooser:
         pod that publishes nothing, where that was not counted before."""
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
 
-    def heard(self, pod: Pod, request: str, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
+    def heard(
+        self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
+    ) -> None:
         """Another gateway sent a request. `request` is its name: what is before the last dot is the gateway's."""
         now_s = self._clock()
+        predictor = self._policies_of(pod.model).get("predicted_ttft")
+        if isinstance(predictor, PredictedTtft):
+            predictor.sent_elsewhere(pod.pod_id, max(1, uncached_tokens) + output_tokens, now_s)
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
@@ -400,6 +419,7 @@ class Chooser:
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+                view.fetch = pod.state.fetch_costs
             views.append(view)
         if index.regret:
             room_of = index.rooms.of

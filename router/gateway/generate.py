@@ -21,6 +21,7 @@ from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
 from router.gateway.keys import tenant_of
+from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
 from router.telemetry.log import RequestLog, RequestRecord
@@ -60,6 +61,7 @@ class Generate:
         self._sessions = sessions
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
+        self.observer: Observer | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
@@ -126,6 +128,8 @@ class Generate:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+        if self.observer is not None:
+            self.observer.ended(exchange)
         if self._accounts is None and not self._request_log.enabled:
             return
         now_s = self._clock()

@@ -17,9 +17,9 @@ from router.gateway.telling import Telling
 from router.registry.beliefs import Life
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_publisher import BeliefPublisher
 from router.registry.beliefs_reader import BeliefReader, BeliefStatus
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_wire import RedisWire
 from router.registry.learnt_sync import LearntSource, LearntSync
 from router.routing.types import PodId
@@ -67,10 +67,11 @@ class Sharing:
         stride: int,
     ) -> None:
         sink = Hearsay(pod_of, chooser, telling, clock=asyncio.get_running_loop().time)
-        self._others, plan = Others(sink, notebook.life), WritePlan()
+        self._others = Others(sink, notebook.life)
+        shared = SharedBeliefs(notebook, sink, stride, self._others)
         self._reader_wire = RedisWire(redis_url)
-        self.publisher = BeliefPublisher(RedisWire(redis_url), notebook, self._others, plan, sink, stride=stride)
-        self.reader = BeliefReader(self._reader_wire, notebook, self._others, plan, sink, stride=stride)
+        self.publisher = BeliefPublisher(RedisWire(redis_url), shared)
+        self.reader = BeliefReader(self._reader_wire, shared)
 
         self._learnt = LearntSync(redis_url, learning)
 
@@ -107,18 +108,3 @@ class Sharing:
         """The tasks have ended: say goodbye to the others."""
         await asyncio.gather(self.publisher.close(), self._learnt.close())
         await self._reader_wire.close()
-
-
-def make_sharing(
-    redis_url: str | None,
-    notebook: Notebook | None,
-    pod_of: Callable[[PodId], Pod | None],
-    chooser: Chooser,
-    telling: Telling,
-    learning: LearntSource,
-    stride: int,
-) -> Sharing | NoSharing:
-    """`redis_url`, `notebook`: None where nothing is shared."""
-    if redis_url is None or notebook is None:
-        return NoSharing()
-    return Sharing(redis_url, notebook, pod_of, chooser, telling, learning, stride=stride)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,10 @@ class WaitingRoom:
         return {
             model: len(self._lines[model]) if model in self._lines else 0 for model in self._fleet.engines_by_model()
         }
+
+    def waiting_tenants(self) -> Counter[str]:
+        """Requests that wait, by tenant. Takes time in all of them."""
+        return Counter(held.tenant for held in self._held.values())
 
     def full(self, model: str) -> frozenset[PodId] | None:
         """Pods that take no more; None: a request for the model would have to wait."""

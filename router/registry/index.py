@@ -202,6 +202,11 @@ class PrefixIndex:
             parts = (matches[pod].strides, in_host[pod], on_disk[pod])
             matches[pod] = shared.get(parts) or shared.setdefault(parts, Match(*parts))
 
+    def holders(self, key: PrefixKey) -> tuple[PodId, ...]:
+        """The pods that are believed to hold the key, in any tier."""
+        mask = self._shards[key >> _SHARD_SHIFT].get(key, 0)
+        return self._pods_in((mask | mask >> _SPECULATIVE_SHIFT) & self._live)
+
     def _pods_in(self, slots: int) -> tuple[PodId, ...]:
         """The pods of the live slots in a mask; remembered, because few sets of pods recur often."""
         pods = self._sets.get(slots)

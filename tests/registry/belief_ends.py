@@ -15,6 +15,7 @@ from router.registry.beliefs_own import BACKLOG_BYTES, Notebook
 from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_publisher import BeliefPublisher
 from router.registry.beliefs_reader import BeliefReader
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_wire import RETAIN_S, BeliefWire, Entry
 from router.registry.index import PrefixIndex
 from router.registry.speculation import Run
@@ -184,9 +185,9 @@ class End:
     ) -> None:
         self.sink = Beliefs(pods)
         self.notebook = Notebook(Life(number), f"gateway-{number}", stride, backlog_bytes)
-        self.others, plan = Others(self.sink, Life(number)), WritePlan(random.Random(number))
-        self.publisher = BeliefPublisher(wires[0], self.notebook, self.others, plan, self.sink, stride=stride)
-        self.reader = BeliefReader(wires[1], self.notebook, self.others, plan, self.sink, stride=stride)
+        self.others = Others(self.sink, Life(number))
+        shared = SharedBeliefs(self.notebook, self.sink, stride, self.others, WritePlan(random.Random(number)))
+        self.publisher, self.reader = BeliefPublisher(wires[0], shared), BeliefReader(wires[1], shared)
         self._wires = wires
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
