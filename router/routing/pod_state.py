@@ -119,8 +119,9 @@ class PodState:
         output_tokens: int,
         now_s: float,
         streams: bool = True,
+        loads_adapter: bool = False,
     ) -> None:
-        """A request goes to the pod. Pass `streams=False` where the first byte of the answer is not its first token."""
+        """A request goes to the pod. `streams`: the first byte of its answer is its first token. Others: see `Sent`."""
         self.finished(request_id, now_s=now_s)
         work_s = self._work_s(uncached_tokens, prompt_tokens)
         if not self._pending or now_s >= self._joins_until_s:
@@ -144,6 +145,7 @@ class PodState:
             self._free_at_s + self.speed.overhead_s,
             streams,
             not self._pending,
+            loads_adapter,
         )
         self._tell()
 
@@ -160,10 +162,10 @@ class PodState:
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
         if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else the time is partly others'
-            if cached_tokens is None:
-                request.service_s = now_s - request.sent_s
-            else:
-                self.speed.observe(max(0, request.prompt_tokens - cached_tokens), now_s - request.sent_s, now_s)
+            request.service_s, computed = now_s - request.sent_s, request.prompt_tokens - (cached_tokens or 0)
+            if cached_tokens is not None:
+                self.speed.observe(max(0, computed), request.service_s, now_s, loaded=request.loads_adapter)
+                request.service_s = None
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
@@ -180,7 +182,7 @@ class PodState:
         if (request := self._decoding.pop(request_id, None)) is not None:
             if request.service_s is not None:
                 computed = request.uncached_tokens if uncached_tokens is None else uncached_tokens
-                self.speed.observe(computed, request.service_s, now_s)
+                self.speed.observe(computed, request.service_s, now_s, loaded=request.loads_adapter)
             self._context_tokens -= request.context_tokens
             self._step_ended(now_s)
         elif (request := self._pending.get(request_id)) is not None:
