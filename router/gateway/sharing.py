@@ -108,3 +108,18 @@ class Sharing:
         """The tasks have ended: say goodbye to the others."""
         await asyncio.gather(self.publisher.close(), self._learnt.close())
         await self._reader_wire.close()
+
+
+def make_sharing(
+    redis_url: str | None,
+    notebook: Notebook | None,
+    pod_of: Callable[[PodId], Pod | None],
+    chooser: Chooser,
+    telling: Telling,
+    learning: LearntSource,
+    stride: int,
+) -> Sharing | NoSharing:
+    """`redis_url`, `notebook`: None where nothing is shared."""
+    if redis_url is None or notebook is None:
+        return NoSharing()
+    return Sharing(redis_url, notebook, pod_of, chooser, telling, learning, stride=stride)

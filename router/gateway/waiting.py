@@ -169,6 +169,7 @@ class WaitingRoom:
             now_s = self._loop.time()
             if self._held.pop(waiting, None) is not None:  # the client has left
                 line.leave(waiting, now_s)
+            exchange.queued_s += now_s - began_s
             self._metrics.queued(now_s - began_s)
             self._metrics.tenants.queued(exchange.tenant.name, now_s - began_s)
 

@@ -31,21 +31,8 @@ class PodState:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_context_tokens",
-        "_decoding",
-        "_free_at_s",
-        "_joins_until_s",
-        "_pending",
-        "_pending_tokens",
-        "_prefilled",
-        "_reported",
-        "_sent",
-        "_stepped_s",
-        "_usual_tokens",
-        "_watchers",
-        "_weight",
-        "speed",
+        *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
+        *("_prefilled", "_reported", "_sent", "_stepped_s", "_usual_tokens", "_watchers", "_weight", "speed"),
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
