@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import decode_s, further_steps, prefill_s, step_left_s
 from router.routing.reported import FRESH_S, Counts, Reported
@@ -30,21 +31,8 @@ class PodState:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_context_tokens",
-        "_decoding",
-        "_free_at_s",
-        "_joins_until_s",
-        "_pending",
-        "_pending_tokens",
-        "_prefilled",
-        "_reported",
-        "_sent",
-        "_speed",
-        "_stepped_s",
-        "_usual_tokens",
-        "_watchers",
-        "_weight",
+        *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
+        *("_prefilled", "_reported", "_sent", "_speed", "_stepped_s", "_usual_tokens", "_watchers", "_weight"),
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
@@ -73,6 +61,11 @@ class PodState:
 
     def __repr__(self) -> str:
         return f"PodState(pending={len(self._pending)}, decoding={len(self._decoding)}, cost={self.cost})"
+
+    @property
+    def speed(self) -> PodSpeed:
+        """What is known of the pod's speed."""
+        return self._speed
 
     @property
     def cost(self) -> StepCost:
@@ -357,6 +350,11 @@ class PodState:
             not is_known,
             until_s,
         )
+
+    @property
+    def fetch_costs(self) -> FetchCosts:
+        """What fetching from its tiers takes, as it last told."""
+        return self._reported.fetch
 
     def queue_s(self, now_s: float) -> float:
         """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""

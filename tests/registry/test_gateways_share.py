@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import orjson
 from aiohttp import web
 
-from router.app import FLEET, INDEX, SHARING, STATUS, TELLING
 from router.gateway.sharing import Sharing
+from router.parts import FLEET, INDEX, SHARING, STATUS, TELLING
 from router.routing.types import PodId
 from tests.redis_server import RedisServer
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, eventually, running, stalls_after
