@@ -29,13 +29,14 @@ from aiohttp import web
 from engine.contract.events import Keys
 from engine.contract.keys import prefix_keys
 from engine.contract.requests import Endpoint
-from router.app import CHOOSER, FLEET, SHARING, TELLING, build_app
+from router.app import build_app
 from router.config import GatewaySettings
 from router.fleet.pod import Lease
 from router.gateway.chooser import Chooser
 from router.gateway.inbound import Inbound
 from router.gateway.sharing import Sharing
 from router.gateway.telling import Told
+from router.parts import CHOOSER, FLEET, SHARING, TELLING
 from router.registry import beliefs_pace, beliefs_reader
 from router.routing.types import PodId
 from router.serving import make_runner
