@@ -10,6 +10,7 @@ from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
+from router.settings.names import NameSettings
 from router.settings.serving import ServingSettings
 
 PolicyName = Literal[
@@ -22,8 +23,13 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(DiscoverySettings, ServingSettings):
+class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
+
+    Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
+    shows a running gateway.
+
+    Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).
 
     Exit status: 0 after a clean stop, 1 where the port cannot be had or a part of it has died, 2 for bad flags or key
     files.

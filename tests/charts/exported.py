@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.backend.tiers.base import BlockRun
 from engine.backend.tiers.copier import BlockCopier
 from engine.cache.prefix_cache import PrefixCache
-from engine.contract.events import Tier
 from engine.contract.load import LoadReport
 from engine.metrics import EngineMetrics, RegistryState
 from engine.tiers.exported import TierCollector
 from engine.tiers.link import Link
+from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 from router.telemetry.metrics import GaugeValues, Metrics
 
@@ -101,7 +101,7 @@ def engine_text() -> str:
     metrics.observe_response("/v1/models", 200)
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
-    host = Link(Tier.HOST, (pool := PrefixCache(1, 1)), PrefixCache(1, 1), BlockCopier(_NoCopies(), lambda: 0.0), 1)
+    host = Link(Place.HOST, (pool := PrefixCache(1, 1)), PrefixCache(1, 1), BlockCopier(_NoCopies(), lambda: 0.0), 1)
     metrics.registry.register(TierCollector(Tiers(pool, [host], step_tokens=1, clock=lambda: 0.0), "m"))
     return metrics.exposition().decode()
 

@@ -13,9 +13,9 @@ import torch
 from engine.backend.torch_backend import TorchBackend
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
-from engine.contract.events import Tier
 from engine.contract.load import StepCost
 from engine.tiers.build import Store, close_stores, disk_store, host_store, make_tiers
+from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
 from tests.engine.backend.test_exact import beside, loaded, request
@@ -78,7 +78,7 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
     try:
         serve(backend, cache, [request(2, PROMPT)], 64, tiers=tiers, wait=copies.wait)
         copies.settle(tiers)
-        for depth, tier in enumerate((Tier.HOST, Tier.DISK)):
+        for depth, tier in enumerate((Place.HOST, Place.DISK)):
             cache.reset()
             for link in tiers._links[:depth]:
                 link.lower.reset()
