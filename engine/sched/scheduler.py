@@ -13,6 +13,7 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.cache.survey import Survey
 from engine.contract.events import Keys
+from engine.contract.fetch_costs import NO_FETCH_COSTS
 from engine.contract.load import LoadReport
 from engine.sched.config import SchedulerConfig as SchedulerConfig
 from engine.sched.entry import Entry
@@ -215,6 +216,7 @@ class Scheduler:
             blocks_total=self._cache.pool.total,
             block_size=self._cache.block_size,
             cost=self._step_cost.cost(),
+            fetch=NO_FETCH_COSTS if self._tiers is None else self._tiers.fetch_costs(),
         )
 
     def prefills(self) -> list[tuple[int, int]]:
