@@ -211,8 +211,8 @@ async def _metrics(request: web.Request) -> web.Response:
             evicted_blocks=stats.evicted_blocks,
             evicted_too_soon=stats.evicted_too_soon,
         )
-        pins = service.scheduler.pins
-        metrics.update_pins(len(pins), pins.given_up)
+        asked, learnt = service.scheduler.pins
+        metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
     return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
