@@ -145,6 +145,7 @@ def test_gateway_and_engine_join_their_spans_and_live_on_when_the_collector_hang
 ) -> None:
     make_checkpoint(tmp_path, hidden_size=64, layers=1, heads=4, kv_heads=2, intermediate_size=128, max_position=4096)
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    environ["OTEL_METRICS_EXPORTER"] = "otlp"
     flags = ["--model", str(tmp_path), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
     engine = Program("engine", *flags, environ=environ)
     with programs([engine]) as (url,):
@@ -178,4 +179,6 @@ def test_gateway_and_engine_join_their_spans_and_live_on_when_the_collector_hang
     assert said["warmroute.request_id"] == request.attributes["warmroute.request_id"]
     assert said["warmroute.pod"] == request.attributes["warmroute.pod"]
     assert "hello" not in repr(spans)
+    counted = {metric["name"]: metric["points"] for metric in collector.metrics("warmroute-engine")}
+    assert [point["value"] for point in counted["vllm:prompt_tokens"]] == [4 * said["gen_ai.usage.input_tokens"]]
     assert {span.name for span in collector.spans(later)} >= {"prepare", "queue", "prefill", "decode"}
