@@ -91,6 +91,7 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
         tries = collector.tries()
         async with tracing("a program") as tracer:
             traces = [told(tracer, 9) for _ in range(200)]
+            begun = collector.tries() - tries + 1  # batches taken from the queue meanwhile, and one on its way
             await asyncio.to_thread(collector.wait, lambda: collector.tries() > tries)
         assert "the last spans" in caplog.text
     finally:
@@ -99,7 +100,8 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
     await asyncio.to_thread(wait_for_threads)
     mine = {trace.trace_id_hex for trace in traces}
     kept = sum(span["trace_id"] in mine for span in collector.everything()["spans"])
-    assert kept <= 64 + 16, "what waits is bounded"
+    assert kept <= 64 + 16 * begun, "what waits is bounded"
+    assert begun < 50, "or else the bound says nothing"
 
 
 async def test_grpc_without_its_package_says_what_to_install(
