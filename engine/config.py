@@ -118,6 +118,17 @@ class EngineSettings(Settings):
         description="Folder of the disk tier, this engine's own: what engines of other models or versions left in it "
         "is removed",
     )
+    shared_cache_path: Path | None = Field(
+        None,
+        description="Folder of the shared tier below these, on a file system that the engines of a model share: what "
+        "one has stored all may fetch, also one that has just started; none: no such tier",
+    )
+    shared_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes that the whole folder may hold, of all models: give all engines the same; what was used "
+        "least lately is removed",
+    )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
     max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
@@ -197,8 +208,19 @@ class EngineSettings(Settings):
             raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
         if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":
             raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
+        self._check_shared_cache()
         if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
             raise ValueError(f"--exact is there on device cpu alone, not on {self.device}")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self
+
+    def _check_shared_cache(self) -> None:
+        if bool(self.shared_cache_bytes) != bool(self.shared_cache_path):
+            raise ValueError("--shared-cache-bytes and --shared-cache-path need each other")
+        if not self.shared_cache_bytes:
+            return
+        if not self.host_cache_bytes:
+            raise ValueError("--shared-cache-path needs --host-cache-bytes: blocks pass through the host's memory")
+        if self.device == "sim":
+            raise ValueError("--shared-cache-path is not there on device sim: there is no KV to share")

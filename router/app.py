@@ -37,6 +37,7 @@ from router.gateway.errors import Unauthorized, errors
 from router.gateway.event_sources import sources
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
+from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
@@ -58,6 +59,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -104,6 +106,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
+    app[NAMES] = Names(settings.names, settings.default_model)
     has_engine_keys = bool(settings.engine_api_key_file or settings.engine_key_files)
     app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or has_engine_keys))
     app[INDEX] = PrefixIndex()
@@ -250,7 +253,7 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
-        expected=settings.models,
+        expected=[*settings.models, *app[NAMES].models],
         ranks=settings.engine_ranks,
     )
     app[SCRAPER] = None
@@ -308,8 +311,7 @@ async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
-    sharing, streams = app[SHARING], app[STREAMS]
+    index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
@@ -345,8 +347,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)
-            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
-            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
+            for name, work in await sharing.start():
+                await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:

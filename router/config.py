@@ -10,6 +10,7 @@ from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
+from router.settings.names import NameSettings
 from router.settings.serving import ServingSettings
 
 PolicyName = Literal[
@@ -22,7 +23,7 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(DiscoverySettings, ServingSettings):
+class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
 
     Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).

@@ -17,12 +17,13 @@ from router.gateway.chooser import Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
+from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
-from router.gateway.sharing import NoSharing, Sharing, new_notebook
+from router.gateway.sharing import make_sharing, new_notebook
 from router.gateway.status import Status
 from router.gateway.telling import Telling
 from router.gateway.tracing import TRACER
@@ -43,6 +44,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMES,
     REGISTRY,
     ROOM,
     SCRAPER,
@@ -80,6 +82,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         isolation=app[ISOLATION],
         engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
         wakes_models=settings.activation_timeout_s > 0,
+        names=app[NAMES],
     )
 
     shares = settings.redis_url is not None and settings.share_beliefs
@@ -104,9 +107,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
     )
-    app[SHARING] = NoSharing()
-    if settings.redis_url is not None and notebook is not None:
-        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
+    app[SHARING] = make_sharing(
+        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    )
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
@@ -157,6 +160,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[SHARING],
         app[STREAMS],
         app[SCRAPER],
+        app[NAMES],
     )
     app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, app[EVENTS], bodies)
     yield

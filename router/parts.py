@@ -22,6 +22,7 @@ from router.gateway.engine_client import EngineClient
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys
+from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import NoSharing, Sharing
 from router.gateway.status import Status
@@ -59,6 +60,7 @@ DOOR = web.AppKey("door", Door)
 ROOM = web.AppKey("room", WaitingRoom)
 DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
 LACKS = web.AppKey("lacks", Lacks)
+NAMES = web.AppKey("names", Names)
 CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
 ISOLATION = web.AppKey("isolation", Isolation)
 LIMITER = web.AppKey("limiter", Limiter)

@@ -21,6 +21,7 @@ from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
 from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
+from router.registry.beliefs import Routed
 from router.registry.index import Match, PrefixIndex
 from router.registry.room import Taken
 from router.registry.speculation import Run
@@ -318,12 +319,21 @@ class Chooser:
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
-    def taken(self, pod: Pod, prompt_tokens: int) -> Taken:
-        """What a request of another gateway takes there, whose answer is as long as the model's usually are."""
-        estimate, facts = self._estimates.of(pod.model), pod.facts
-        key_tokens = estimate.tokens_per_byte * self._stride
-        tokens = prompt_tokens + round(estimate.output_tokens)
-        return Taken(tokens, key_tokens, facts.kv_capacity_tokens, facts.block_tokens)
+    def taken(self, pod: Pod, routed: Routed) -> Taken:
+        """What a request of another gateway takes there, by what that gateway tells of it.
+
+        A prompt of k keys is between k and k + 1 strides long: that bounds what a key stands for, whatever this gateway
+        has learnt of the model. One that has just started has learnt nothing, and takes up the requests of the last
+        minute: 64 tokens a key, where they are 107, would leave 43 for each that only this request has, each time that
+        the prefix is used, and half of what the pod holds would be forgotten for lack of room.
+        """
+        facts, strides = pod.facts, len(routed.keys)
+        key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
+        key_tokens = max(key_tokens, routed.prompt_tokens / (strides + 1))
+        if strides:
+            key_tokens = min(key_tokens, routed.prompt_tokens / strides)
+        tokens = routed.prompt_tokens + routed.output_tokens
+        return Taken(tokens, max(1.0, key_tokens), facts.kv_capacity_tokens, facts.block_tokens)
 
     def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""

@@ -20,8 +20,9 @@ from router.gateway.door import leave_gate
 from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
-from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
+from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import tenant_of
+from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
-from router.registry.beliefs import Life
+from router.registry.beliefs import Life, Routed
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import BACKLOG_BYTES, Notebook
 from router.registry.beliefs_plan import WritePlan
@@ -134,9 +134,9 @@ class Beliefs:
     def knows(self, pod: PodId) -> bool:
         return pod in self.pods
 
-    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        self.index.speculate(pod, keys, at_s, TTL_S)
-        self.heard.append((pod, session_id, keys, prompt_tokens, at_s))
+    def routed(self, event: Routed, at_s: float) -> None:
+        self.index.speculate(event.pod, event.keys, at_s, TTL_S)
+        self.heard.append((event.pod, event.session_id, event.keys, event.prompt_tokens, at_s))
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
