@@ -32,6 +32,7 @@ from engine.contract.api_keys import parse_keys
 from engine.contract.audit import configure_audit
 from engine.contract.collector import quiet_collector
 from engine.contract.files import FollowedFile, UnusableFile
+from engine.contract.log_lines import configure
 from engine.contract.otel.running import metrics_sent, tracing
 from engine.contract.settings import ConfigError
 from engine.loop import EngineLoop
@@ -85,7 +86,7 @@ class StartError(Exception):
 
 def run(settings: EngineSettings) -> int:
     """Serve until a signal; the program's exit status."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(settings.log_level, settings.log_format)
     configure_audit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
