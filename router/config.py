@@ -27,6 +27,9 @@ RETRIES = 2
 class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
 
+    Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
+    shows a running gateway.
+
     Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).
 
     Exit status: 0 after a clean stop, 1 where the port cannot be had or a part of it has died, 2 for bad flags or key
