@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.contract.api_keys import parse_keys
 from engine.contract.files import FollowedFile
+from engine.contract.otel.running import metrics_sent
 from engine.contract.redis_client import connect as connect_redis
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
@@ -41,7 +42,7 @@ from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, engine_context
-from router.gateway.tracing import run_tracer
+from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
@@ -129,6 +130,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app.cleanup_ctx.extend(
         (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
     )
+    app.cleanup_ctx.append(_metrics_sent)
     app.on_response_prepare.append(_leave_when_draining)
     add_routes(app)
     return app
@@ -299,6 +301,12 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     )
     app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
     yield
+
+
+async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
+    """The metrics over OTLP, where the environment asks for that."""
+    async with metrics_sent(SERVICE, app[STATUS].families):
+        yield
 
 
 async def _background(app: web.Application) -> AsyncIterator[None]:

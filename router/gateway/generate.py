@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.errors import ApiError
+from engine.contract.log_lines import as_text, utc_now
 from engine.contract.otel.tracer import Tracer
 from engine.contract.requests import Endpoint
 from router.fleet.lack import Lacks
@@ -21,7 +22,7 @@ from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, e
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
-from router.gateway.keys import tenant_of
+from router.gateway.keys import key_id_of, tenant_of
 from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
@@ -30,6 +31,9 @@ from router.gateway.tracing import spans_of
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
+
+MAX_ERROR_CHARS = 1024
+"""Of an error in a request's log line: engines may say much."""
 
 
 class Generate:
@@ -148,8 +152,12 @@ class Generate:
             return
         self._request_log.write(
             RequestRecord(
+                time=utc_now(),
                 request_id=exchange.request_id,
+                trace_id=None if exchange.trace is None else exchange.trace.trace_id_hex,
                 tenant=exchange.tenant.name,
+                key_id=key_id_of(request),
+                client=request.remote or "",
                 path=request.path,
                 model=inbound.model if inbound else "",
                 policy=policy,
@@ -160,8 +168,11 @@ class Generate:
                 prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
                 cached_tokens_predicted=choice.cached_tokens if choice else 0,
                 cached_tokens=exchange.usage.cached_tokens,
+                prompt_tokens=exchange.usage.prompt_tokens,
+                completion_tokens=exchange.usage.completion_tokens,
+                queue_ms=round(1000 * exchange.queued_s, 2),
                 first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
                 total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
-                error=exchange.error,
+                error=exchange.error and as_text(exchange.error, MAX_ERROR_CHARS),
             )
         )

@@ -20,12 +20,14 @@ from router.gateway.outcome import Outcome
 
 PLACES = 6
 """Of seconds: microseconds."""
+SERVICE = "warmroute-gateway"
+"""The name that traces and metrics are sent under, unless the environment gives another."""
 TRACER: web.AppKey[Tracer | None] = web.AppKey("tracer")
 
 
 async def run_tracer(app: web.Application) -> AsyncIterator[None]:
     """A context of the application: what begins traces, where the environment asks for them. Raises ConfigError."""
-    async with tracing("warmroute-gateway") as app[TRACER]:
+    async with tracing(SERVICE) as app[TRACER]:
         yield
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 
 from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
@@ -431,6 +431,15 @@ class Metrics:
 
     def render(self, values: GaugeValues) -> bytes:
         """The exposition text."""
+        self._take(values)
+        return generate_latest(self._registry)
+
+    def families(self, values: GaugeValues) -> list[Metric]:
+        """The same numbers, for another format. They change no more."""
+        self._take(values)
+        return list(self._registry.collect())
+
+    def _take(self, values: GaugeValues) -> None:
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))
         for family, counts in (
@@ -455,4 +464,3 @@ class Metrics:
         self._refused.counts.update({(reason,): count for reason, count in values.connections_refused.items()})
         self._lacks.counts.update({(error,): count for error, count in values.lacks.items()})
         self._relists.counts.update({(reason,): count for reason, count in values.discovery_relists.items()})
-        return generate_latest(self._registry)
