@@ -306,6 +306,7 @@ async def engine_tasks(
         index=IndexKind(settings.prefix_cache),
         eviction=Eviction(settings.eviction),
         pinned_blocks=int(settings.pin_share * loaded.blocks),
+        learnt_blocks=int(settings.keep_share * loaded.blocks),
     )
     wake = _Wake()
     stores = loaded.stores or emulated_stores(settings, loaded.blocks)
@@ -318,6 +319,7 @@ async def engine_tasks(
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            least_kept_tokens=settings.pin_min_tokens,
         ),
         tiers,
     )

@@ -101,7 +101,14 @@ class EngineSettings(Settings):
         1024,
         ge=1,
         le=2**31,
-        description="Tokens of the shortest beginning of a prompt that is kept because a client asks",
+        description="Tokens of the shortest beginning of a prompt that is kept, asked for or not",
+    )
+    keep_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.9,
+        description="Share of the KV pool where conversations stay unasked: while a tool runs, as long as tools have "
+        "taken lately, and before a regenerated answer; a request that needs the room gets it; 0: none stays",
     )
     host_cache_bytes: int = Field(
         0,

@@ -217,8 +217,8 @@ def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
             evicted_blocks=stats.evicted_blocks,
             evicted_too_soon=stats.evicted_too_soon,
         )
-        pins = service.scheduler.pins
-        metrics.update_pins(len(pins), pins.given_up)
+        asked, learnt = service.scheduler.pins
+        metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
 
 

@@ -150,7 +150,11 @@ class PredictedTtft(WidePolicy):
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Of the pods hardly worse than the best, with no shorter match, one with the fewest requests that wait for
         their first token. Among warm ones of these the pod whose last turn is longest ago: so arrivals at each come
-        evenly. Among others the one with least recent work: what is computed there brings its like."""
+        evenly. Among others the one with least recent work: what is computed there brings its like.
+
+        Where scores are explained the parts say so: `tied` counts as good as the best, `tied_waiting` requests wait
+        there, `tied_turn` is the place in the order of turns, from 1.
+        """
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
         own_s, least_match = owns_s[best], pods[best].matched_tokens
@@ -168,6 +172,9 @@ class PredictedTtft(WidePolicy):
             return best
         waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
         least = min(waiting)
+        if costs.parts:
+            for i, waits in zip(equals, waiting, strict=True):
+                costs.parts[i] |= {"tied": 1.0, "tied_waiting": float(waits)}
         equals = [i for i, waits in zip(equals, waiting, strict=True) if waits == least]
         is_warm = least_match >= _WARM * request.prompt_tokens
         rank = self._turns.last if is_warm else self._recent.rank
@@ -176,6 +183,9 @@ class PredictedTtft(WidePolicy):
             ranks[i] = rank(pods[i].pod_id)
         if request.parting is not None:
             self._rank_own(request.parting, ranks, equals, is_warm=is_warm)
+        if costs.parts:
+            for i in equals:
+                costs.parts[i]["tied_turn"] = 1.0 + sum(ranks[other] < ranks[i] for other in equals)
         return lowest(request, pods, ranks)
 
     @staticmethod
