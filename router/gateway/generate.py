@@ -28,6 +28,8 @@ from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
 from router.gateway.tracing import spans_of
+from router.routing.hindsight import regret_s
+from router.routing.types import Rival
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
@@ -125,6 +127,13 @@ class Generate:
             self._metrics.tenants.refused(exchange.tenant.name, error.reason)
             raise
 
+    def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
+        """How the choice looks now that the answer is known."""
+        tokens = exchange.usage.prompt_tokens
+        self._metrics.looked_back(
+            regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)
+        )
+
     def _record(self, request: web.Request, exchange: Exchange) -> None:
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
         choice = last.choice if last else None
@@ -139,6 +148,8 @@ class Generate:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+                    if choice.decision.rival is not None and inbound.prompts == 1:
+                        self._look_back(choice.decision.rival, first_byte_s - last.sent_s, inbound, exchange)
         if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
             self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
         if self.observer is not None:

@@ -11,6 +11,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.fetching import fetch_or_compute_s
+from router.routing.hindsight import rival_of, wide_rival_of
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
 from router.routing.parting import Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
@@ -98,12 +99,13 @@ class PredictedTtft(WidePolicy):
         costs = self._costs(request, pods, longest, owed_s, explain=explain)
         chosen = self._choose_equal(request, pods, costs)
         pod, ttft_s = pods[chosen], costs.ttft_s[chosen]
+        rival = rival_of(costs.ttft_s, costs.own_s, chosen)
         if explain:
-            return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s)
+            return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s, rival)
         if account is not None:
             self._debts.book(account, _owed_after(costs, chosen, owed_s), request.now_s)
         self._remember(request, longest, pod.pod_id, pod.matched_tokens, pod.cost)
-        return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s)
+        return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s, rival=rival)
 
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
         """See `WidePolicy.choose_wide`."""
@@ -114,7 +116,8 @@ class PredictedTtft(WidePolicy):
             self._debts.book(account, wide_owed_after(costs, chosen, owed_s), request.now_s)
         table, matched = pods.table, pods.matched_by(chosen)
         self._remember(request, pods.longest, table.ids[chosen], matched, table.costs[chosen])
-        return Decision(chosen, self.name, matched, float(costs.ttft_s[chosen]))
+        rival = wide_rival_of(costs.ttft_s, costs.own_s, chosen)
+        return Decision(chosen, self.name, matched, float(costs.ttft_s[chosen]), rival=rival)
 
     def _owed(self, request: RequestInfo, longest_match: int) -> tuple[PrefixKey | None, float]:
         """The account of what pods hold of the request, and what is on it."""
