@@ -23,6 +23,8 @@ from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import key_id_of, tenant_of
+from router.gateway.named_cache import NamesCache
+from router.gateway.named_caches import NamedCaches
 from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
@@ -54,6 +56,7 @@ class Generate:
         limiter: Limiter,
         accounts: Accounts | None,
         sessions: Sessions,
+        named_caches: NamedCaches,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
@@ -69,6 +72,7 @@ class Generate:
         self._limiter = limiter
         self._accounts = accounts
         self._sessions = sessions
+        self._named_caches = named_caches
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
@@ -83,12 +87,14 @@ class Generate:
             exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
-                inbound = exchange.inbound = self._reader.read(
-                    Endpoint(request.path),
-                    await read_body(request, admitted, self._bodies, exchange.deadline_s),
-                    request.headers,
-                    exchange.tenant,
-                )
+                endpoint = Endpoint(request.path)
+                body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
+                try:
+                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
+                except NamesCache as named:
+                    body = await self._named_caches.expand(endpoint, named.fields, body, exchange.tenant, admitted)
+                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
+                exchange.inbound = inbound
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
