@@ -22,6 +22,7 @@ from router.gateway.inbound import Reader
 from router.gateway.keys import counting_refusals
 from router.gateway.learning import Learning
 from router.gateway.limits import Limits
+from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
 from router.gateway.recorder import Recorder
 from router.gateway.registry import WithEvents
@@ -36,6 +37,7 @@ from router.overload.line import LineLimits
 from router.parts import (
     ADMIN,
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
     DISCOVERY,
@@ -49,6 +51,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMED_CACHES,
     NAMES,
     PICKER,
     RECORDER,
@@ -139,6 +142,17 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
     attempts = Attempts(fleet, chooser, sessions)
     proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts)
+    app[NAMED_CACHES] = NamedCaches(
+        app[CACHE_STORE],
+        fleet,
+        app[NAMES],
+        estimates,
+        app[ADMISSION],
+        bodies,
+        max_ttl_s=settings.named_cache_max_ttl_s,
+        max_body_bytes=settings.max_body_bytes,
+        is_enabled=settings.named_caches > 0,
+    )
     app[RECORDER] = Recorder(
         chooser,
         metrics,
@@ -146,6 +160,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[LACKS],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
+        app[NAMED_CACHES],
         app[TRACER],
     )
     app[GENERATE] = Generate(
@@ -170,6 +185,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         recorder=app[RECORDER],
         limiter=app[LIMITER],
         upstream=app[UPSTREAM],
+        named_caches=app[NAMED_CACHES],
         metrics=metrics,
         tracer=app[TRACER],
         keys=app[CLIENT_KEYS] if settings.has_client_keys else None,

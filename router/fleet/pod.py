@@ -144,6 +144,7 @@ class Lease:
         "_streams",
         "_uncached_tokens",
         "computed_tokens",
+        "loads_adapter",
     )
 
     def __init__(
@@ -168,6 +169,8 @@ class Lease:
         self._is_trial = is_trial
         self.computed_tokens: int | None = None
         """Prompt tokens that the pod computed, by what it says at the end of the answer."""
+        self.loads_adapter = False
+        """Whether the pod has to load the request's adapter: to be set before it is sent."""
 
     def __enter__(self) -> Lease:
         self._pod.in_flight += 1
@@ -178,6 +181,7 @@ class Lease:
             output_tokens=self._output_tokens,
             now_s=self._clock(),
             streams=self._streams,
+            loads_adapter=self.loads_adapter,
         )
         return self
 

@@ -30,6 +30,7 @@ class Attempts:
             output_tokens=inbound.output_tokens,
             streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
         )
+        lease.loads_adapter = choice.loads_adapter
         now_s = self._clock()
         session_id = self._sessions.begin(choice.pod, inbound, now_s)
         told = self._chooser.told(inbound, choice, session_id or exchange.request_id)

@@ -18,7 +18,9 @@ from router.gateway.errors import error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
-from router.gateway.keys import tenant_of
+from router.gateway.keys import key_id_of, tenant_of
+from router.gateway.named_cache import NamesCache
+from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
 from router.gateway.recorder import Recorder
 from router.telemetry.metrics import Metrics
@@ -37,6 +39,7 @@ class Generate:
         bodies: BodyLimits,
         limiter: Limiter,
         recorder: Recorder,
+        named_caches: NamedCaches,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
@@ -48,6 +51,7 @@ class Generate:
         self._bodies = bodies
         self._limiter = limiter
         self._recorder = recorder
+        self._named_caches = named_caches
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
@@ -61,12 +65,14 @@ class Generate:
             exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
-                inbound = exchange.inbound = self._reader.read(
-                    Endpoint(request.path),
-                    await read_body(request, admitted, self._bodies, exchange.deadline_s),
-                    request.headers,
-                    exchange.tenant,
-                )
+                endpoint = Endpoint(request.path)
+                body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
+                try:
+                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
+                except NamesCache as named:
+                    body = await self._named_caches.expand(endpoint, named.fields, body, exchange.tenant, admitted)
+                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
+                exchange.inbound = inbound
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
@@ -77,7 +83,7 @@ class Generate:
             exchange.client_left()
             raise
         finally:
-            self._recorder.ended(exchange, request.path)
+            self._recorder.ended(exchange, request.path, partial(_who, request))
 
     async def _serve(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
@@ -97,3 +103,8 @@ class Generate:
             exchange.rate_headers = error.headers
             self._metrics.tenants.refused(exchange.tenant.name, error.reason)
             raise
+
+
+def _who(request: web.Request) -> tuple[str | None, str]:
+    """By which key the request came, and from where."""
+    return key_id_of(request), request.remote or ""

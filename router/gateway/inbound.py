@@ -16,6 +16,7 @@ from router.fleet.probe import ServedModel
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.fields import with_fields
+from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
@@ -98,9 +99,14 @@ class Reader:
     def read(
         self, endpoint: Endpoint | None, body: bytes, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
     ) -> Inbound:
-        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to."""
+        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to.
+
+        Raises NamesCache for one that has to be put together first.
+        """
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
+        if FIELD in fields:
+            raise NamesCache(fields)
         if endpoint is None:
             endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)

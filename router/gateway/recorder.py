@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from engine.contract.errors import ApiError
+from engine.contract.log_lines import as_text, utc_now
 from engine.contract.otel.tracer import Tracer
 from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
 from router.gateway.chooser import Chooser
 from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError
 from router.gateway.exchange import Exchange
+from router.gateway.inbound import Inbound
 from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.sessions import Sessions
 from router.gateway.tracing import spans_of
+from router.routing.hindsight import regret_s
+from router.routing.types import Rival
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
+
+MAX_ERROR_CHARS = 1024
+"""Of an error in a request's log line: engines may say much."""
 
 
 class Recorder:
@@ -53,8 +61,9 @@ class Recorder:
         elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
             self._metrics.tenants.refused(exchange.tenant.name, "model")
 
-    def ended(self, exchange: Exchange, path: str) -> None:
-        """The request for `path` has ended, whatever came of it."""
+    def ended(self, exchange: Exchange, path: str, who: Callable[[], tuple[str | None, str]]) -> None:
+        """The request for `path` has ended, whatever came of it. `who`: by which key, as the log has it, and from where;
+        asked where that is logged."""
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
         choice = last.choice if last else None
         policy = choice.policy if choice else ""
@@ -68,6 +77,8 @@ class Recorder:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+                    if choice.decision.rival is not None and inbound.prompts == 1:
+                        self._look_back(choice.decision.rival, first_byte_s - last.sent_s, inbound, exchange)
         if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
             self._tracer.end(spans_of(exchange.trace, exchange, path, self._clock()))
         if self.observer is not None:
@@ -79,10 +90,15 @@ class Recorder:
             self._accounts.ended(exchange, path, now_s - exchange.arrived_s)
         if not self._request_log.enabled:
             return
+        key_id, client = who()
         self._request_log.write(
             RequestRecord(
+                time=utc_now(),
                 request_id=exchange.request_id,
+                trace_id=None if exchange.trace is None else exchange.trace.trace_id_hex,
                 tenant=exchange.tenant.name,
+                key_id=key_id,
+                client=client,
                 path=path,
                 model=inbound.model if inbound else "",
                 policy=policy,
@@ -93,8 +109,18 @@ class Recorder:
                 prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
                 cached_tokens_predicted=choice.cached_tokens if choice else 0,
                 cached_tokens=exchange.usage.cached_tokens,
+                prompt_tokens=exchange.usage.prompt_tokens,
+                completion_tokens=exchange.usage.completion_tokens,
+                queue_ms=round(1000 * exchange.queued_s, 2),
                 first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
                 total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
-                error=exchange.error,
+                error=exchange.error and as_text(exchange.error, MAX_ERROR_CHARS),
             )
+        )
+
+    def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
+        """How the choice looks now that the answer is known."""
+        tokens = exchange.usage.prompt_tokens
+        self._metrics.looked_back(
+            regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)
         )

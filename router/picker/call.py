@@ -22,6 +22,8 @@ from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized
 from router.gateway.exchange import Exchange
 from router.gateway.headers import CACHE_FACTS, request_id
 from router.gateway.inbound import Inbound
+from router.gateway.keys import key_id_shown
+from router.gateway.named_cache import NamesCache
 from router.picker.answer import Answered
 from router.picker.bodies import Body
 from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
@@ -129,7 +131,7 @@ class Call:
             self._taking.used = exchange.tokens_used
             await self._taking.__aexit__()
         self._inside.close()
-        parts.recorder.ended(exchange, self._path)
+        parts.recorder.ended(exchange, self._path, self._who)
 
     # -- the request --------------------------------------------------------------------------------------------
 
@@ -192,9 +194,18 @@ class Call:
         plain, sent = await self._body.plain(), self._body.sent()
         if self._fields.get(":method") != "POST" or self._path not in ENDPOINTS:
             return self._go(*self._least_loaded(plain), sent, is_end=is_end)
-        inbound = exchange.inbound = self._parts.reader.read(Endpoint(self._path), plain, self._fields, exchange.tenant)
+        inbound = exchange.inbound = await self._read(exchange, plain)
         pods = await self._choose(exchange, inbound)
         return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
+
+    async def _read(self, exchange: Exchange, body: bytes) -> Inbound:
+        assert self._admitted is not None
+        endpoint, parts = Endpoint(self._path), self._parts
+        try:
+            return parts.reader.read(endpoint, body, self._fields, exchange.tenant)
+        except NamesCache as named:
+            whole = await parts.named_caches.expand(endpoint, named.fields, body, exchange.tenant, self._admitted)
+            return parts.reader.read(endpoint, whole, self._fields, exchange.tenant)
 
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
         """The pod of a new attempt, which counts from here on, then those for fallbacks."""
@@ -320,6 +331,11 @@ class Call:
             raise ProtocolError("response_trailers out of order")
         self._answered.ended()
         return [wire.ProcessingResponse(response_trailers=wire.TrailersResponse())]
+
+    def _who(self) -> tuple[str | None, str]:
+        """By which key the request came, and from where, as far as the proxy says."""
+        key_id = None if self._parts.keys is None else key_id_shown(authorization_of(self._fields))
+        return key_id, self._fields.get("x-forwarded-for", "").rpartition(",")[2].strip()
 
     # -- both -----------------------------------------------------------------------------------------------------
 

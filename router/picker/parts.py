@@ -15,6 +15,7 @@ from router.gateway.errors import Unauthorized
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys
+from router.gateway.named_caches import NamedCaches
 from router.gateway.recorder import Recorder
 from router.gateway.waiting import WaitingRoom
 from router.telemetry.metrics import Metrics
@@ -56,6 +57,7 @@ class PickerParts:
     recorder: Recorder
     limiter: Limiter
     upstream: UpstreamHeaders
+    named_caches: NamedCaches
     metrics: Metrics
     tracer: Tracer | None
     keys: ClientKeys | None

@@ -336,10 +336,10 @@ async def test_nothing_is_left_behind_whatever_is_said_in_whatever_order() -> No
         recorder = parts.recorder
         ended = recorder.ended
 
-        def count(exchange: Any, path: str) -> None:
+        def count(exchange: Any, path: str, who: Any) -> None:
             recorded.append(exchange)
             statuses.add(exchange.status)
-            ended(exchange, path)
+            ended(exchange, path, who)
 
         recorder.ended = count  # type: ignore[method-assign]
         for _ in range(40):
