@@ -58,6 +58,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -69,6 +70,7 @@ from router.parts import (
     USAGE_LOG,
 )
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
@@ -125,7 +127,19 @@ def build_app(settings: GatewaySettings) -> web.Application:
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
+        (
+            _supervision,
+            _usage_log,
+            _limiter,
+            _keys,
+            _clients,
+            _fleet,
+            _registry,
+            _places,
+            _events,
+            handlers,
+            _background,
+        )
     )
     app.on_response_prepare.append(_leave_when_draining)
     add_routes(app)
@@ -285,6 +299,17 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
         )
         fleet.listen(lambda change: reader.set_pods(change.pods))
     yield
+
+
+async def _places(app: web.Application) -> AsyncIterator[None]:
+    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    url = app[SETTINGS].redis_url
+    async with contextlib.AsyncExitStack() as running:
+        redis = None if url is None else await running.enter_async_context(connect_redis(url))
+        app[PLACES] = places = Places(asyncio.get_running_loop().time, redis)
+        if redis is not None:
+            await running.enter_async_context(kept(app, "telling where conversations are", places.run()))
+        yield
 
 
 async def _events(app: web.Application) -> AsyncIterator[None]:
