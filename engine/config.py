@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.log_lines import Format
 from engine.contract.settings import Settings, check_redis_url
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
@@ -18,8 +19,9 @@ DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. Exit status: 0 after a clean stop, 1 where a step
-    did not end, 2 where it cannot start.
+    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables have traces sent
+    (engine/contract/otel/README.md). Exit status: 0 after a clean stop, 1 where a step did not end, 2 where it cannot
+    start.
     """
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
@@ -78,10 +80,9 @@ class EngineSettings(Settings):
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
     prefix_cache: Literal["hash", "radix", "off"] = Field(
-        "hash",
-        description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
-        "radix: to the token, by a radix tree; "
-        "off: not at all",
+        "radix",
+        description="How equal beginnings of prompts are found, to reuse their KV. radix: to the token, by a tree; "
+        "hash: whole blocks, by digest; off: not at all",
     )
     eviction: Literal["lru", "lfu", "cost"] = Field(
         "lfu",
@@ -100,7 +101,14 @@ class EngineSettings(Settings):
         1024,
         ge=1,
         le=2**31,
-        description="Tokens of the shortest beginning of a prompt that is kept because a client asks",
+        description="Tokens of the shortest beginning of a prompt that is kept, asked for or not",
+    )
+    keep_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.9,
+        description="Share of the KV pool where conversations stay unasked: while a tool runs, as long as tools have "
+        "taken lately, and before a regenerated answer; a request that needs the room gets it; 0: none stays",
     )
     host_cache_bytes: int = Field(
         0,
@@ -117,6 +125,17 @@ class EngineSettings(Settings):
         None,
         description="Folder of the disk tier, this engine's own: what engines of other models or versions left in it "
         "is removed",
+    )
+    shared_cache_path: Path | None = Field(
+        None,
+        description="Folder of the shared tier below these, on a file system that the engines of a model share: what "
+        "one has stored all may fetch, also one that has just started; none: no such tier",
+    )
+    shared_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes that the whole folder may hold, of all models: give all engines the same; what was used "
+        "least lately is removed",
     )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
@@ -145,6 +164,7 @@ class EngineSettings(Settings):
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
+    log_format: Format = Field("text", description="Log lines: text, or json, an object a line")
     config: str | None = Field(None, description="YAML file with any of these settings")
 
     @property
@@ -173,7 +193,7 @@ class EngineSettings(Settings):
     @classmethod
     def _is_index(cls, value: object) -> object:
         """YAML reads `off` as false; earlier versions had true and false here."""
-        return {"false": "off", "true": "hash"}.get(str(value).lower(), value)
+        return {"false": "off", "true": "radix"}.get(str(value).lower(), value)
 
     @field_validator("block_size")
     @classmethod
@@ -197,8 +217,19 @@ class EngineSettings(Settings):
             raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
         if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":
             raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
+        self._check_shared_cache()
         if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
             raise ValueError(f"--exact is there on device cpu alone, not on {self.device}")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self
+
+    def _check_shared_cache(self) -> None:
+        if bool(self.shared_cache_bytes) != bool(self.shared_cache_path):
+            raise ValueError("--shared-cache-bytes and --shared-cache-path need each other")
+        if not self.shared_cache_bytes:
+            return
+        if not self.host_cache_bytes:
+            raise ValueError("--shared-cache-path needs --host-cache-bytes: blocks pass through the host's memory")
+        if self.device == "sim":
+            raise ValueError("--shared-cache-path is not there on device sim: there is no KV to share")

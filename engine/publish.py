@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
+from engine.contract.fetch_costs import pack_fetch_costs
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.periods import Periods, periods
@@ -28,7 +29,14 @@ from engine.contract.redis_client import (
     drop_connections,
     raise_if_cancelled,
 )
-from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, resync_key, snapshot_key, stream_key
+from engine.contract.redis_keys import (
+    STREAM_DATA_FIELD,
+    STREAM_FETCH_FIELD,
+    STREAM_POD_FIELD,
+    resync_key,
+    snapshot_key,
+    stream_key,
+)
 from engine.metrics import RegistryState
 
 log = logging.getLogger(__name__)
@@ -238,6 +246,8 @@ class Publisher:
             Kind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
         )
         entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
+        if fetch := pack_fetch_costs(load.fetch):
+            entry[STREAM_FETCH_FIELD] = fetch
         now_s = asyncio.get_running_loop().time()
         renews = now_s - self._renewed_at_s >= self._periods.renewal_s
         async with redis.pipeline(transaction=False) as pipe:

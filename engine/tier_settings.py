@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.backend.profile_file import load_profile
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
-from engine.contract.events import Tier
-from engine.tiers.build import Store, TierError, disk_store, emulated_store, host_store, make_tiers
+from engine.tiers.build import Store, TierError, disk_store, emulated_store, host_store, make_tiers, shared_store
 from engine.tiers.fingerprint import model_fingerprint
+from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -25,24 +24,36 @@ def real_stores(settings: EngineSettings, pool: KvPool) -> tuple[Store, ...]:
     if not settings.host_cache_bytes:
         return ()
     host = host_store(pool, settings.host_cache_bytes)
-    if not settings.disk_cache_bytes or settings.disk_cache_path is None:
+    stores = [host]
+    disk, shared, size = settings.disk_cache_path, settings.shared_cache_path, settings.block_size
+    if disk is None and shared is None:
         return (host,)
     try:
-        return host, _disk(settings, settings.disk_cache_path, pool, host)
+        fingerprint = _fingerprint(settings, pool)
+        if disk is not None and (disk_bytes := settings.disk_cache_bytes):
+            stores.append(disk_store(host, disk, disk_bytes, block_size=size, fingerprint=fingerprint))
+        if shared is not None and (shared_bytes := settings.shared_cache_bytes):
+            above = stores[-1]
+            stores.append(shared_store(above, host, shared, shared_bytes, block_size=size, fingerprint=fingerprint))
     except TierError:
-        host.close()
+        for store in reversed(stores):
+            store.close()
         raise
+    return tuple(stores)
 
 
-def _disk(settings: EngineSettings, folder: Path, pool: KvPool, host: Store) -> Store:
+def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
+    """Raises TierError."""
     layout = (settings.device_kind, pool.data.dtype, *pool.data.shape[1:])
     if settings.device_kind == "cpu" and settings.exact:
-        layout += ("exact", settings.threads)  # a block computed otherwise has other bits
+        # A block computed otherwise has other bits: by other instructions, too, as on another node.
+        from engine.backend.arithmetic import cpu_arithmetic  # an emulated pod needs no torch
+
+        layout += ("exact", settings.threads, *cpu_arithmetic())
     try:
-        fingerprint = model_fingerprint(settings.model, layout)
+        return model_fingerprint(settings.model, layout)
     except OSError as error:
         raise TierError(f"--model {settings.model} cannot be read: {error.strerror or error}") from None
-    return disk_store(host, folder, settings.disk_cache_bytes, block_size=settings.block_size, fingerprint=fingerprint)
 
 
 def emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
@@ -52,8 +63,8 @@ def emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
     profile = load_profile(settings.sim_profile)
     stores: list[Store] = []
     for tier, tier_bytes, gb_s in (
-        (Tier.HOST, settings.host_cache_bytes, profile.host_gb_s),
-        (Tier.DISK, settings.disk_cache_bytes, profile.disk_gb_s),
+        (Place.HOST, settings.host_cache_bytes, profile.host_gb_s),
+        (Place.DISK, settings.disk_cache_bytes, profile.disk_gb_s),
     ):
         if tier_bytes:
             stores.append(

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.contract.api_keys import parse_keys
 from engine.contract.files import FollowedFile
+from engine.contract.otel.running import metrics_sent
 from engine.contract.redis_client import connect as connect_redis
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
@@ -41,6 +42,7 @@ from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, engine_context
+from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
@@ -126,6 +128,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[ADMISSION] = Admission(
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
+    app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
         (
             _supervision,
@@ -141,6 +144,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
             _background,
         )
     )
+    app.cleanup_ctx.append(_metrics_sent)
     app.on_response_prepare.append(_leave_when_draining)
     add_routes(app)
     return app
@@ -324,10 +328,15 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
+async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
+    """The metrics over OTLP, where the environment asks for that."""
+    async with metrics_sent(SERVICE, app[STATUS].families):
+        yield
+
+
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
-    sharing, streams = app[SHARING], app[STREAMS]
+    index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
@@ -363,8 +372,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)
-            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
-            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
+            for name, work in await sharing.start():
+                await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:

@@ -18,15 +18,17 @@ from router.gateway.conversations import Conversations
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
+from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.proxy import Proxy
 from router.gateway.reach import Reach
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
-from router.gateway.sharing import NoSharing, Sharing, new_notebook
+from router.gateway.sharing import make_sharing, new_notebook
 from router.gateway.status import Status
 from router.gateway.telling import Telling
+from router.gateway.tracing import TRACER
 from router.gateway.waiting import RoomLimits, WaitingRoom
 from router.overload.line import LineLimits
 from router.parts import (
@@ -108,9 +110,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
     )
-    app[SHARING] = NoSharing()
-    if settings.redis_url is not None and notebook is not None:
-        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
+    app[SHARING] = make_sharing(
+        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    )
     app[ROOM] = WaitingRoom(
         fleet,
         chooser,
@@ -148,6 +150,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
         conversations,
+        app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )
     app[STATUS] = Status(

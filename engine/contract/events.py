@@ -13,10 +13,11 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
 
+from engine.contract.fetch_costs import unpack_fetch_costs
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, pack_load, unpack_load
 from engine.contract.prefix_key import PrefixKey
 
@@ -89,10 +90,10 @@ class Decoder:
     """Reads messages. Load reports that recur, as those of idle engines do, are taken apart once."""
 
     def __init__(self) -> None:
-        self._loads: dict[bytes, LoadReport] = {}
+        self._loads: dict[tuple[bytes, bytes], LoadReport] = {}
 
-    def decode(self, data: bytes) -> RegistryMessage:
-        """The message in `data`.
+    def decode(self, data: bytes, fetch: bytes = b"") -> RegistryMessage:
+        """The message in `data`, its load with the fetch costs beside it.
 
         Raises UnknownVersion, and DecodeError on a bad kind, a wrong length, or absurd numbers.
         """
@@ -102,7 +103,7 @@ class Decoder:
                     f"registry message of version {data[0]}, expected {VERSION}: upgrade gateway and engines"
                 )
             _, kind, _, stride, epoch, seq = _HEAD.unpack_from(data)
-            load = self._load(data)
+            load = self._load(data, fetch)
             counts = _COUNTS.unpack_from(data, _BODY)
             kind = _KINDS[kind]
         except KeyError:
@@ -122,13 +123,16 @@ class Decoder:
             kind, stride, epoch, seq, load, keys[:gpu], (keys[gpu:host], keys[host:disk], keys[disk:])
         )
 
-    def _load(self, data: bytes) -> LoadReport:
-        packed = data[_HEAD.size : _BODY]
+    def _load(self, data: bytes, fetch: bytes) -> LoadReport:
+        packed = (data[_HEAD.size : _BODY], fetch)
         load = self._loads.get(packed)
         if load is None:
             if len(self._loads) >= MAX_LOADS:
                 self._loads.clear()
-            load = self._loads[packed] = unpack_load(packed)
+            load = unpack_load(packed[0])
+            if fetch:
+                load = replace(load, fetch=unpack_fetch_costs(fetch))
+            self._loads[packed] = load
         return load
 
 

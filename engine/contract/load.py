@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from dataclasses import astuple, dataclass, field
 
+from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -43,6 +45,8 @@ class LoadReport:
     block_size: int = 0
     """Tokens per KV block."""
     cost: StepCost = field(default_factory=StepCost)
+    fetch: FetchCosts = NO_FETCH_COSTS
+    """Not in the report's bytes: `fetch_costs.py`."""
 
 
 MAX_REQUESTS = 1_000_000
@@ -57,8 +61,8 @@ LOAD_REPORT_BYTES = _LAYOUT.size
 
 
 def pack_load(report: LoadReport) -> bytes:
-    """`LOAD_REPORT_BYTES` bytes, little-endian, fields in the order of the class."""
-    *counts, cost = (getattr(report, name) for name in LoadReport.__slots__)
+    """`LOAD_REPORT_BYTES` bytes, little-endian, fields in the order of the class, `fetch` left out."""
+    *counts, cost, _ = (getattr(report, name) for name in LoadReport.__slots__)
     return _LAYOUT.pack(*counts, *astuple(cost))
 
 

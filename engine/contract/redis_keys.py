@@ -4,10 +4,12 @@ from __future__ import annotations
 
 STREAM_POD_FIELD = b"p"
 STREAM_DATA_FIELD = b"d"
+STREAM_FETCH_FIELD = b"f"
 
 
 def stream_key(model: str) -> str:
-    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}."""
+    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}, and of engines with tiers
+    {f: encoded fetch costs} (`fetch_costs.py`)."""
     return f"warmroute:{{{model}}}:events"
 
 
@@ -43,3 +45,8 @@ BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
 def belief_key(pod_id: str) -> str:
     """String with all that gateways believe of such a pod."""
     return f"warmroute:{{gateways}}:belief:{pod_id}"
+
+
+LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
+"""Hash model -> what gateways have learnt of it and its pods. The rule for beliefs allows the name, and it is no
+pod's."""

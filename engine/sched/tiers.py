@@ -7,6 +7,7 @@ from typing import Protocol
 from engine.cache.changes import KeyChanges
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
+from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import StepCost
 
 
@@ -51,6 +52,10 @@ class LowerTiers(Protocol):
 
     def learn_cost(self, cost: StepCost) -> None:
         """What computing costs; all zero: not known yet."""
+        ...
+
+    def fetch_costs(self) -> FetchCosts:
+        """What fetching takes now, for the load report."""
         ...
 
     def reset(self) -> None:

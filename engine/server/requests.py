@@ -11,11 +11,11 @@ from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
-from engine.sched.request import CacheMark, KeySpan
+from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, template_messages
+from engine.server.messages import check_tools, template_messages, tool_use
 from engine.server.so_far import answered_tokens
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
@@ -64,6 +64,8 @@ class Prompt:
     """What the client asks to keep, shortest prefix first."""
     fills_context: bool = False
     """`max_tokens` is less than was asked for: what the context has room for."""
+    tools: ToolUse | None = None
+    """What the client says of tools; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +235,9 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
-    return with_answer_so_far(
-        model, fields, Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept)
-    )
+    tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
+    prompt = Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept, tools=tools)
+    return with_answer_so_far(model, fields, prompt)
 
 
 def _goes_on(fields: ChatFields) -> bool:

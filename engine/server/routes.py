@@ -201,8 +201,14 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    service = request.app[STATE].service
     metrics = request.app[METRICS]
+    take_stock(request.app[STATE], metrics)
+    return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
+
+
+def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
+    """Set the metrics that are read when somebody asks for them."""
+    service = state.service
     if service is not None:
         stats = service.scheduler.stats()
         metrics.update(
@@ -212,10 +218,9 @@ async def _metrics(request: web.Request) -> web.Response:
             evicted_blocks=stats.evicted_blocks,
             evicted_too_soon=stats.evicted_too_soon,
         )
-        pins = service.scheduler.pins
-        metrics.update_pins(len(pins), pins.given_up)
+        asked, learnt = service.scheduler.pins
+        metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
-    return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from engine.contract.errors import TooManyRequests, Unavailable
+from engine.contract.otel.tracer import Tracer
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.sched.request import Request
@@ -93,6 +94,7 @@ class EngineService:
                     salt=job.salt,
                     hashed=hashed,
                     marks=prompt.marks,
+                    tools=prompt.tools,
                     output_tokens=list(prompt.answered),
                 )
                 requests.append(request)
@@ -114,6 +116,8 @@ class ServerState:
 
     def __init__(self) -> None:
         self.service: EngineService | None = None
+        self.tracer: Tracer | None = None
+        """None where nobody asks for traces."""
         self.is_draining = False
         self._active = 0
         self._idle = asyncio.Event()

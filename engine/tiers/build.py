@@ -14,11 +14,15 @@ from engine.backend.tiers.base import CopyEngine, CopyError, Direction
 from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
-from engine.contract.events import Tier
-from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES, Shape
+from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES, Label, Shape
 from engine.tiers.disk import OpenDisk, open_disk, trial
 from engine.tiers.emulated import EmulatedCopies, Timers
 from engine.tiers.link import Link
+from engine.tiers.lookups import TellingLookups
+from engine.tiers.place import Place
+from engine.tiers.shared import HostBlocks, open_shared
+from engine.tiers.shared_folder import HEAD_BYTES as SHARED_HEAD_BYTES
+from engine.tiers.stats import SharedSize
 from engine.tiers.threads import ThreadedCopies
 from engine.tiers.tiers import Tiers
 
@@ -49,11 +53,23 @@ class _Telling(CopyEngine, Protocol):
     def close(self) -> None: ...
 
 
+class SharedSide(Protocol):
+    """The side of a shared tier that is not copies."""
+
+    @property
+    def lookups(self) -> TellingLookups: ...
+    @property
+    def describe(self) -> Callable[[int, Label], None]: ...
+    def size(self) -> SharedSize: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """A tier without its index: room for blocks, and measured copies between it and the tier above it."""
 
-    tier: Tier
+    tier: Place
     blocks: int
     block_bytes: int
     copier: BlockCopier
@@ -63,9 +79,13 @@ class Store:
     """The host tier's blocks, one behind the other, where a tier below it reads and writes them."""
     disk: OpenDisk | None = None
     """What the disk tier writes to."""
+    shared: SharedSide | None = None
+    """What a tier has that other engines write to, too."""
 
     def close(self) -> None:
         """Begin no further copy. Blocks the thread for a second at most."""
+        if self.shared is not None:
+            self.shared.close()
         if self.telling is not None:
             self.telling.close()
         if self.disk is not None:
@@ -95,7 +115,7 @@ def host_store(kv: KvPool, host_bytes: int) -> Store:
     except (CopyError, TimeoutError) as error:
         raise TierError(f"--host-cache-bytes {host_bytes}: blocks cannot be copied: {error}") from None
     memory = host.data.numpy().reshape(-1).data
-    return Store(Tier.HOST, slots, block_bytes, copier, telling, memory)
+    return Store(Place.HOST, slots, block_bytes, copier, telling, memory)
 
 
 def disk_store(host: Store, folder: Path, disk_bytes: int, *, block_size: int, fingerprint: bytes) -> Store:
@@ -122,11 +142,42 @@ def disk_store(host: Store, folder: Path, disk_bytes: int, *, block_size: int, f
             copier.learn_rate(direction, moved_bytes, elapsed_s)
     except OSError as error:
         log.warning("disk tier: its speed is not known until blocks are written: %s", error)
-    return Store(Tier.DISK, slots, host.block_bytes, copier, telling, disk=disk)
+    return Store(Place.DISK, slots, host.block_bytes, copier, telling, disk=disk)
+
+
+def shared_store(
+    above: Store, host: Store, root: Path, shared_bytes: int, *, block_size: int, fingerprint: bytes
+) -> Store:
+    """The shared tier below `above`, which is the host tier or the disk tier below that. Blocks: writes and reads some
+    megabytes. Raises TierError."""
+    assert host.memory is not None
+    size = SHARED_HEAD_BYTES + host.block_bytes
+    if shared_bytes < size:
+        raise TierError(f"--shared-cache-bytes {shared_bytes} holds no block: one block takes {size} bytes")
+    upper = above.disk.copies if above.disk is not None else HostBlocks(host.memory, host.block_bytes)
+    try:
+        shared = open_shared(
+            root,
+            shared_bytes,
+            upper,
+            fingerprint=fingerprint,
+            block_size=block_size,
+            block_bytes=host.block_bytes,
+        )
+    except OSError as error:
+        raise TierError(f"--shared-cache-path {root} cannot be used: {error.strerror or error}") from None
+    telling = ThreadedCopies(shared.copies, "shared-tier")
+    copier = BlockCopier(telling, time.monotonic, LIMITS)
+    try:
+        for direction, (moved_bytes, elapsed_s) in trial(shared.folder.path, host.block_bytes).items():
+            copier.learn_rate(direction, moved_bytes, elapsed_s)
+    except OSError as error:
+        log.warning("shared tier: its speed is not known until blocks are written: %s", error)
+    return Store(Place.SHARED, shared.copies.host_slots, host.block_bytes, copier, telling, shared=shared)
 
 
 def emulated_store(
-    timers: Timers, tier: Tier, tier_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float
+    timers: Timers, tier: Place, tier_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float
 ) -> Store:
     """An emulated tier; `pool_blocks`: of the tier above it. Raises TierError."""
     slots = _slots(f"--{tier.name.lower()}-cache-bytes", tier_bytes, block_bytes)
@@ -153,20 +204,25 @@ def make_tiers(
     upper = pool
     for store in stores:
         lower = PrefixCache(store.blocks, pool.block_size, eviction=eviction)
-        describe = None
+        describe: Callable[[int, Label], None] | None = None
         if store.disk is not None:
             found = store.disk.copies.restore(lower)
             log.info("disk tier: %d blocks of %d found again", found, store.blocks)
             describe = store.disk.copies.describe
+        if store.shared is not None:
+            describe = store.shared.describe
+            store.shared.lookups.tell(on_end)
         links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe))
         if store.telling is not None:
             store.telling.tell(on_end)
         upper = lower
     poll_s = math.inf if all(store.telling for store in stores) else CUDA_POLL_S
-    tiers = Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s)
+    shared = stores[-1].shared if stores else None
+    tiers = Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s, shared=shared)
     for store in stores:
         if store.disk is not None:
             tiers.learn_cost(store.disk.read_cost())
+            tiers.stats.discarded_files[store.tier] = store.disk.discarded_files
     return tiers
 
 

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import time
+import uuid
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
@@ -92,6 +94,21 @@ class DiskCopies:
         index.commit(sequence, len(labels) * index.block_size)
         index.release(sequence)
 
+    @property
+    def blocks(self) -> int:
+        """Of this tier: see `UpperBlocks`."""
+        return self.host_slots
+
+    def read(self, block: int, kv: memoryview) -> memoryview:
+        """See `UpperBlocks.read`."""
+        self._read(block, kv)
+        return kv
+
+    def write(self, block: int, fill: Callable[[memoryview], None], kv: memoryview) -> None:
+        """See `UpperBlocks.write`."""
+        fill(kv)
+        self._write(block, kv)
+
     def _kv(self, block: int) -> memoryview:
         return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
@@ -166,7 +183,7 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
 
 def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:
     """Bytes and seconds of writing a file there and reading it back past the page cache. Raises OSError."""
-    path = folder / f"trial-{os.getpid()}"
+    path = folder / f"trial-{uuid.uuid4().hex}"
     data = os.urandom(max(1, _TRIAL_BYTES // block_bytes) * block_bytes if block_bytes < _TRIAL_BYTES else block_bytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

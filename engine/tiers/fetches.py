@@ -146,6 +146,8 @@ class Fetch:
         link = self.links[depth]
         upper, lower = self.sequences[depth : depth + 2]
         pairs = [BlockPair(lower.blocks[i], upper.blocks[i]) for i in range(start, stop)]
+        if depth:
+            self.links[depth - 1].describe(upper, start, stop)
 
         def ended(end: FinishedCopy) -> None:
             del self._copies[depth, copy_id]

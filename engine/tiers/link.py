@@ -9,10 +9,10 @@ from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
 from engine.backend.tiers.copier import BlockCopier
 from engine.cache.prefix_cache import MAX_KEYS_PER_BLOCK, PrefixCache
 from engine.cache.sequence import CachedSequence
-from engine.contract.events import Tier
 from engine.contract.load import StepCost
 from engine.contract.prefix_key import PrefixKey
 from engine.tiers.block_file import NO_DIGEST, Label
+from engine.tiers.place import Place
 
 MIN_QUEUE_BLOCKS = 16
 PAUSE_S = 5.0
@@ -26,7 +26,7 @@ class Link:
 
     def __init__(
         self,
-        tier: Tier,
+        tier: Place,
         upper: PrefixCache,
         lower: PrefixCache,
         copier: BlockCopier,
@@ -111,6 +111,23 @@ class Link:
         uses = self.upper.pool.uses
         return next((i + 1 for i in range(last, -1, -1) if uses(nodes[i]) > 1), 0)
 
+    def describe(self, sequence: CachedSequence, start: int, stop: int) -> None:
+        """The sequence's blocks `start` .. `stop - 1` in `lower` are going to be filled with what it says."""
+        if self._describe is not None:
+            for target, label in zip(sequence.blocks[start:stop], labels(sequence, start), strict=False):
+                self._describe(target, label)
+
+    def learn(self, sequence: CachedSequence, first: int, stop: int) -> None:
+        """`lower` holds the sequence's blocks `first` .. `stop - 1`, though not by a copy from here."""
+        part = sequence.fork()
+        present = self.lower.hold(part, stop, counts_use=False)
+        if present is None:
+            return
+        self.describe(part, present, stop)
+        self.lower.commit(part, stop * self.lower.block_size)
+        self.spoilt.difference_update(part.nodes[first:stop])
+        self.lower.release(part)
+
     def pairs_down(
         self, upper: CachedSequence, lower: CachedSequence, present: int
     ) -> tuple[list[BlockPair], list[BlockPair]]:
@@ -129,18 +146,22 @@ class Link:
         return repairs, pairs[present:]
 
 
-def labels(sequence: CachedSequence) -> Iterator[Label]:
-    """What each block of the sequence holds, first to last."""
+def labels(sequence: CachedSequence, start: int = 0) -> Iterator[Label]:
+    """What each block of the sequence holds, from block `start` on."""
     keys: dict[int, list[PrefixKey]] = {}
     for i, key in sequence.anchors:
-        keys.setdefault(i, []).append(key)
-    parent = NO_DIGEST
-    for i, (digest, content) in enumerate(zip(sequence.digests, sequence.contents, strict=True)):
-        yield Label(digest, parent, content, tuple(keys.get(i, ())[:MAX_KEYS_PER_BLOCK]))
+        if i >= start:
+            keys.setdefault(i, []).append(key)
+    parent = sequence.digests[start - 1] if start else NO_DIGEST
+    for i in range(start, len(sequence.digests)):
+        digest = sequence.digests[i]
+        yield Label(digest, parent, sequence.contents[i], tuple(keys.get(i, ())[:MAX_KEYS_PER_BLOCK]))
         parent = digest
 
 
 def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:
     """How many of the first pairs asked for have arrived without a gap."""
+    if not end.dropped:
+        return len(pairs)
     done = set(end.done)
     return next((i for i, pair in enumerate(pairs) if pair not in done), len(pairs))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.contract.events import Tier
+from engine.tiers.place import Place
 
 
 class Decision(StrEnum):
@@ -31,31 +32,59 @@ class Outcome(StrEnum):
     """A copy failed; what came before it is used."""
 
 
+class LookupEnd(StrEnum):
+    """How a look into the shared tier ended."""
+
+    FOUND = "found"
+    """Something that was not known."""
+    NOTHING = "nothing"
+    LATE = "late"
+    """The file system took too long: not waited for."""
+    REFUSED = "refused"
+    """Too many were under way, or a reset was."""
+
+
 @dataclass(slots=True)
 class TierStats:
     """Counters. Blocks are counted by the slower of the two tiers between which they move."""
 
-    demoted: Counter[Tier] = field(default_factory=Counter)
+    demoted: Counter[Place] = field(default_factory=Counter)
     """Blocks copied down."""
-    skipped: Counter[Tier] = field(default_factory=Counter)
+    skipped: Counter[Place] = field(default_factory=Counter)
     """Blocks not copied down: the queue was full, or the tier was full of blocks in use."""
-    worthless: Counter[Tier] = field(default_factory=Counter)
+    worthless: Counter[Place] = field(default_factory=Counter)
     """Blocks not copied down because computing them again is sooner than copying them twice."""
-    promoted: Counter[Tier] = field(default_factory=Counter)
+    promoted: Counter[Place] = field(default_factory=Counter)
     """Blocks copied up."""
-    hit_tokens: Counter[Tier] = field(default_factory=Counter)
+    query_tokens: Counter[Place] = field(default_factory=Counter)
+    """Prompt tokens that the tiers above did not have, of requests about to start."""
+    hit_tokens: Counter[Place] = field(default_factory=Counter)
     """Prompt tokens that requests got from there."""
     decisions: Counter[Decision] = field(default_factory=Counter)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
-    errors: Counter[Tier] = field(default_factory=Counter)
+    lookups: Counter[LookupEnd] = field(default_factory=Counter)
+    errors: Counter[Place] = field(default_factory=Counter)
     """Copies that failed."""
+    discarded_files: Counter[Place] = field(default_factory=Counter)
+    """Files of other models, versions and sizes, and damaged ones, that were removed at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSize:
+    """A shared tier's folder, as one of its engines knows it."""
+
+    capacity_bytes: int
+    held_bytes: int
+    """As of the last time that this engine looked at all of it, other models' blocks too."""
+    events: Mapping[str, int]
+    """What has happened to its files here, since the start, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
     """A tier at one moment."""
 
-    tier: Tier
+    tier: Place
     blocks: int
     """That it has room for."""
     held_blocks: int

@@ -89,6 +89,8 @@ class Pod:
         self.facts = facts_of(identity)
         self.adapters = Adapters()
         self.state = PodState(None if speeds is None else speeds.of(self.model, self.facts.engine))
+        if speeds is not None and (factor := speeds.factor_of(self.pod_id)) is not None:
+            self.state.speed.begin_with(factor)
         self.faults = Faults() if faults is None else faults
         self.cap = Cap()
         self.in_flight = 0
@@ -156,6 +158,7 @@ class Lease:
         "_streams",
         "_uncached_tokens",
         "computed_tokens",
+        "loads_adapter",
     )
 
     def __init__(
@@ -180,6 +183,8 @@ class Lease:
         self._is_trial = is_trial
         self.computed_tokens: int | None = None
         """Prompt tokens that the pod computed, by what it says at the end of the answer."""
+        self.loads_adapter = False
+        """Whether the pod has to load the request's adapter: to be set before it is sent."""
 
     def __enter__(self) -> Lease:
         self._pod.in_flight += 1
@@ -190,6 +195,7 @@ class Lease:
             output_tokens=self._output_tokens,
             now_s=self._clock(),
             streams=self._streams,
+            loads_adapter=self.loads_adapter,
         )
         return self
 

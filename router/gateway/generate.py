@@ -9,6 +9,8 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.errors import ApiError
+from engine.contract.log_lines import as_text, utc_now
+from engine.contract.otel.tracer import Tracer
 from engine.contract.requests import Endpoint
 from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
@@ -22,15 +24,19 @@ from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, e
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
-from router.gateway.keys import tenant_of
+from router.gateway.keys import key_id_of, tenant_of
 from router.gateway.names import NOT_ALLOWED
+from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
+from router.gateway.tracing import spans_of
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
 
 _KEYED = frozenset(str(endpoint) for endpoint in Endpoint)
+MAX_ERROR_CHARS = 1024
+"""Of an error in a request's log line: engines may say much."""
 
 
 class Generate:
@@ -50,6 +56,7 @@ class Generate:
         accounts: Accounts | None,
         sessions: Sessions,
         conversations: Conversations,
+        tracer: Tracer | None,
         *,
         total_timeout_s: float,
     ) -> None:
@@ -65,14 +72,18 @@ class Generate:
         self._accounts = accounts
         self._sessions = sessions
         self._conversations = conversations
+        self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
+        self.observer: Observer | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
         now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
         exchange.client_session = request.headers.get(headers.SESSION)
+        if self._tracer is not None:
+            exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
                 body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
@@ -156,6 +167,10 @@ class Generate:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+        if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
+            self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
+        if self.observer is not None:
+            self.observer.ended(exchange)
         if self._accounts is None and not self._request_log.enabled:
             return
         now_s = self._clock()
@@ -165,8 +180,12 @@ class Generate:
             return
         self._request_log.write(
             RequestRecord(
+                time=utc_now(),
                 request_id=exchange.request_id,
+                trace_id=None if exchange.trace is None else exchange.trace.trace_id_hex,
                 tenant=exchange.tenant.name,
+                key_id=key_id_of(request),
+                client=request.remote or "",
                 path=request.path,
                 model=inbound.model if inbound else "",
                 policy=policy,
@@ -177,8 +196,11 @@ class Generate:
                 prompt_tokens_estimated=inbound.prompt_tokens if inbound else 0,
                 cached_tokens_predicted=choice.cached_tokens if choice else 0,
                 cached_tokens=exchange.usage.cached_tokens,
+                prompt_tokens=exchange.usage.prompt_tokens,
+                completion_tokens=exchange.usage.completion_tokens,
+                queue_ms=round(1000 * exchange.queued_s, 2),
                 first_byte_ms=None if first_byte_s is None else round(1000 * (first_byte_s - exchange.arrived_s), 2),
                 total_ms=round(1000 * (now_s - exchange.arrived_s), 2),
-                error=exchange.error,
+                error=exchange.error and as_text(exchange.error, MAX_ERROR_CHARS),
             )
         )

@@ -126,6 +126,8 @@ class BeliefMessage(NamedTuple):
     """Its Aboard events are all requests in flight that were told before this message."""
     is_last: bool = False
     """The gateway stops: nothing of it is in flight any more."""
+    at_s: float = 0.0
+    """Redis's clock, as the sender knows it, when the events were as old as they say."""
 
 
 class OnRouted(Protocol):
@@ -141,8 +143,8 @@ class BeliefSink(Protocol):
     def knows(self, pod: PodId) -> bool:
         """Whether the pod is in the fleet; nothing is told of others."""
 
-    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        """It counts as holding the keys."""
+    def routed(self, event: Routed, at_s: float) -> None:
+        """The pod counts as holding the keys."""
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float

@@ -215,13 +215,13 @@ class RegistryReader:
 
     def _take(self, delta_of_pod: Delta) -> None:
         """One delta from the tail."""
-        name, data = delta_of_pod
+        name, data, fetch = delta_of_pod
         pod = PodId(name.decode(errors="replace"))
         feed = self._feeds.get(pod)
         if feed is None:
             return
         try:
-            delta = self._decode(pod, data)
+            delta = self._decode(pod, data, fetch)
         except UnknownVersion as error:
             self._pass_over(pod, feed, error)
             return
@@ -267,10 +267,10 @@ class RegistryReader:
             feed.became_unreadable()
         feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
 
-    def _decode(self, pod: PodId, data: bytes) -> RegistryMessage | None:
+    def _decode(self, pod: PodId, data: bytes, fetch: bytes = b"") -> RegistryMessage | None:
         """The message, None for one that is not to be believed. Raises UnknownVersion."""
         try:
-            message = self._decoder.decode(data)
+            message = self._decoder.decode(data, fetch)
         except UnknownVersion:
             raise
         except DecodeError as error:
@@ -302,7 +302,7 @@ class RegistryReader:
             self._changed.set()
 
     async def _load(self, redis: Redis, model: str, pods: list[PodId]) -> None:
-        replay: dict[PodId, list[bytes]] | None = None
+        replay: dict[PodId, list[Delta]] | None = None
         for start in range(0, len(pods), SNAPSHOTS_AT_A_TIME):
             found = await self._snapshots(redis, model, pods[start : start + SNAPSHOTS_AT_A_TIME])
             if found and replay is None:
@@ -331,7 +331,7 @@ class RegistryReader:
                 found[pod] = data
         return found
 
-    async def _enter(self, redis: Redis, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[bytes]) -> None:
+    async def _enter(self, redis: Redis, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[Delta]) -> None:
         """One pod's snapshot, then the deltas behind it."""
         try:
             snapshot = self._decode(pod, data)
@@ -346,12 +346,12 @@ class RegistryReader:
         if snapshot is not None and not feed.synced:
             await redis.set(resync_key(feed.model, pod), b"1", px=int(REPLAY_S * 1000))
 
-    def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[bytes]) -> None:
+    def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[Delta]) -> None:
         """What came after the snapshot just applied."""
         epoch = feed.epoch
-        for data in deltas:
+        for _, data, fetch in deltas:
             try:
-                delta = self._decode(pod, data)
+                delta = self._decode(pod, data, fetch)
             except UnknownVersion:
                 self._unknown += 1
                 continue
@@ -364,16 +364,16 @@ class RegistryReader:
             elif verdict is Verdict.RESYNC:
                 feed.lost()
 
-    async def _recent(self, redis: Redis, model: str, pods: Sequence[PodId]) -> dict[PodId, list[bytes]]:
+    async def _recent(self, redis: Redis, model: str, pods: Sequence[PodId]) -> dict[PodId, list[Delta]]:
         """The pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
         seconds, _ = await redis.time()
         since_ms = max(0, int((seconds - REPLAY_S) * 1000))
-        by_name: dict[bytes, list[bytes]] = {pod.encode(): [] for pod in pods}
+        by_name: dict[bytes, list[Delta]] = {pod.encode(): [] for pod in pods}
         seen = 0
         async for page in read_range(redis, model, since_ms, self._tails[model]):
-            for name, data in page:
-                if (deltas := by_name.get(name)) is not None:
-                    deltas.append(data)
+            for delta in page:
+                if (deltas := by_name.get(delta[0])) is not None:
+                    deltas.append(delta)
             seen += len(page)
             if seen >= REPLAY_ENTRIES:
                 break

@@ -11,14 +11,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from engine.contract.redis_client import connect
-from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, stream_key
+from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_FETCH_FIELD, STREAM_POD_FIELD, stream_key
 
 READ_ENTRIES = 512
 PAGE_ENTRIES = 2048
 """Of a stream that is replayed: Redis serves nobody else while it collects a page, some ms."""
 
-Delta = tuple[bytes, bytes]
-"""A pod's id and its encoded message; empty where the entry lacks one."""
+Delta = tuple[bytes, bytes, bytes]
+"""A pod's id, its encoded message and its encoded fetch costs; empty where the entry lacks one."""
 
 
 def open_stream(url: str) -> Redis:
@@ -54,7 +54,7 @@ async def read_range(redis: Redis, model: str, since_ms: int, until: bytes) -> A
 
 def _deltas(entries: list[Any]) -> list[Delta]:
     return [
-        (fields[1], fields[3])
+        (fields[1], fields[3], b"")
         if len(fields) == 4 and fields[0] == STREAM_POD_FIELD and fields[2] == STREAM_DATA_FIELD
         else _odd(fields)
         for _, fields in entries
@@ -64,7 +64,7 @@ def _deltas(entries: list[Any]) -> list[Delta]:
 def _odd(fields: list[bytes]) -> Delta:
     """An entry with other fields, or in another order."""
     named = dict(zip(fields[::2], fields[1::2], strict=False))
-    return named.get(STREAM_POD_FIELD, b""), named.get(STREAM_DATA_FIELD, b"")
+    return named.get(STREAM_POD_FIELD, b""), named.get(STREAM_DATA_FIELD, b""), named.get(STREAM_FETCH_FIELD, b"")
 
 
 def _as_it_is(response: Any, **kwargs: Any) -> Any:

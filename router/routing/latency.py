@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.contract.fetch_costs import FetchCost
 from engine.contract.load import StepCost
 
 PRIOR = StepCost(base_s=0.01, token_s=1e-4)
@@ -28,6 +29,11 @@ def prefill_s(cost: StepCost, uncached_tokens: float, prompt_tokens: float) -> f
 def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:
     """Seconds of one step apart from its prefill: its fixed part and its decoding sequences."""
     return cost.base_s + cost.sequence_s * decoding + cost.context_s * context_tokens
+
+
+def told_s(tokens: int, cost: FetchCost) -> float:
+    """Seconds that a pod says it takes to fetch so many tokens from a tier; 0: none, or it says nothing."""
+    return cost.seconds(tokens) if tokens and cost.token_s else 0.0
 
 
 def unit_s(cost: StepCost) -> float:

@@ -10,14 +10,16 @@ import numpy as np
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
+from router.routing.fetching import fetch_or_compute_s
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
 from router.routing.parting import Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
+from router.routing.weights import Weights
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
-from router.routing.wide_ttft import Weights, WideCosts, own_parts, wide_costs, wide_owed_after
+from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after
 
 _TIE_SHARE = 0.6
 """Scores closer than this share of the request's own prefill, or of a usual prompt's if that is less, are equal: no
@@ -127,6 +129,11 @@ class PredictedTtft(WidePolicy):
         self._usual_s = whole_s if math.isinf(self._usual_s) else self._usual_s + _FOLLOW * (whole_s - self._usual_s)
         self._turns.take(pod_id)
         self._recent.add(pod_id, max(1, request.prompt_tokens - matched) + request.output_tokens, request.now_s)
+
+    def sent_elsewhere(self, pod_id: PodId, tokens: int, now_s: float) -> None:
+        """Another gateway sent a request to the pod, with so many tokens to compute: the pod had its turn."""
+        self._turns.take(pod_id)
+        self._recent.add(pod_id, tokens, now_s)
 
     def ttfts_s(self, request: RequestInfo, pods: Sequence[PodView]) -> list[float]:
         """Seconds to the first token on each pod, as `choose` predicts them. The requests seen before play no part in
@@ -302,7 +309,7 @@ class PredictedTtft(WidePolicy):
                 others_s = spared_s if last_match == longest_match else parting.unseen_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
             if pod.host_tokens or pod.disk_tokens:
-                fetch_s = cost.token_s * (weights.host_share * pod.host_tokens + weights.disk_share * pod.disk_tokens)
+                fetch_s = fetch_or_compute_s(pod, cost, uncached, prompt, weights)
             if pod.adapter_s:
                 fetch_s += pod.adapter_s
             if pod.kv_used:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
 from engine.contract.load import LoadReport
 from router.routing.types import PodView
 
@@ -35,11 +36,13 @@ class Counts:
 class Reported:
     """The last report of a pod. Every time is seconds of the clock of its `PodState`."""
 
-    __slots__ = ("_waiting_since_s", "at_s", "is_count", "kv_used", "load", "others", "others_until_s")
+    __slots__ = ("_waiting_since_s", "at_s", "fetch", "is_count", "kv_used", "load", "others", "others_until_s")
 
     def __init__(self) -> None:
         self.load: LoadReport | None = None
         self.at_s = 0.0
+        self.fetch: FetchCosts = NO_FETCH_COSTS
+        """What fetching from its tiers takes, by the last report that said so."""
         self.is_count = False
         """Whether it was the engine's count of its requests, of which some may be heard of later."""
         self.kv_used = 0.0
@@ -54,6 +57,8 @@ class Reported:
     def note(self, load: LoadReport, now_s: float) -> None:
         """A report has come. What of it is the others' share is for the caller to say."""
         self.load, self.at_s = load, now_s
+        if load.fetch is not NO_FETCH_COSTS and load.fetch != NO_FETCH_COSTS:  # snapshots do not tell them
+            self.fetch = load.fetch
         self.is_count = False
         is_used = load.blocks_free < load.blocks_total
         self.kv_used = min(1.0, 1 - load.blocks_free / load.blocks_total) if is_used else 0.0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
+from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.parting import Parting
@@ -75,6 +76,8 @@ class PodView:
     """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
     overhead_s: float = 0.0
     """Seconds of each request beside its prefill, which nobody waits for; 0 for a pod that tells its constants."""
+    fetch: FetchCosts = NO_FETCH_COSTS
+    """What bringing the tokens from host memory and disk takes; need not be filled in where there are none."""
 
 
 @dataclass(frozen=True, slots=True)

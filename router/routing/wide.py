@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import StepCost
-from router.routing.latency import unit_s
+from router.routing.latency import told_s, unit_s
 from router.routing.pick import by_hash
 from router.routing.pod_state import PodState
 from router.routing.row import PodRow
@@ -26,6 +27,17 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 _SETS_REMEMBERED = 1024
 _COLUMNS = len(PodRow._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class WideTiers:
+    """What pods hold of the prompt below their pools: tokens of each, and seconds to fetch these as the pods tell them,
+    0 where one does not."""
+
+    host: Floats
+    disk: Floats
+    host_s: Floats
+    disk_s: Floats
 
 
 @dataclass(slots=True)
@@ -38,8 +50,8 @@ class WidePods:
     """As `PodView.matched_tokens`, for each pod; None: none holds anything."""
     longest: int = 0
     """The most of these."""
-    host: Floats | None = None
-    disk: Floats | None = None
+    tiers: WideTiers | None = None
+    """None: no pod holds anything below its pool."""
     room: Floats | None = None
     """As `PodView.room_tokens`; None: it does not count."""
 
@@ -52,9 +64,12 @@ class WidePods:
 
     def fetch(self, row: int, host_tokens: int, disk_tokens: int) -> None:
         """Of what the pod in `row` holds, so much is in host memory and on disk."""
-        if self.host is None or self.disk is None:
-            self.host, self.disk = np.zeros(len(self.table)), np.zeros(len(self.table))
-        self.host[row], self.disk[row] = host_tokens, disk_tokens
+        if self.tiers is None:
+            self.tiers = WideTiers(*np.zeros((4, len(self.table))))
+        tiers, costs = self.tiers, self.table.fetch_costs(row)
+        tiers.host[row], tiers.disk[row] = host_tokens, disk_tokens
+        tiers.host_s[row] = told_s(host_tokens, costs.host)
+        tiers.disk_s[row] = told_s(disk_tokens, costs.disk)
 
     def matched_by(self, row: int) -> int:
         """Prompt tokens that the pod in `row` holds."""
@@ -175,6 +190,10 @@ class PodTable:
     def row(self, pod_id: PodId) -> int | None:
         """The row of a pod, if it is here."""
         return self._row_of.get(pod_id)
+
+    def fetch_costs(self, row: int) -> FetchCosts:
+        """What fetching from its tiers takes the pod in `row`."""
+        return self._states[row].fetch_costs
 
     def set_room(self, pod_id: PodId, tokens: float) -> None:
         """So many tokens the pod can take before it evicts something. Others' pods are passed over."""

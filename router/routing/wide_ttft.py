@@ -9,9 +9,11 @@ from typing import Any, cast
 import numpy as np
 
 from engine.contract.load import StepCost
+from router.routing.fetching import wide_fetch_or_compute_s
 from router.routing.latency import STEP_TOKENS, decode_s, prefill_s
 from router.routing.parting import Parting, spared_unseen_s
 from router.routing.types import RequestInfo
+from router.routing.weights import Weights
 from router.routing.wide import Floats, Speeds, WidePods
 
 
@@ -25,18 +27,6 @@ class WideCosts:
     switch_s: float | Floats
     credit_s: float | Floats
     scores: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Options of `predicted_ttft`."""
-
-    host_share: float
-    disk_share: float
-    pressure_weight: float
-    stall_weight: float
-    switch_margin: float
-    same_speed: float
 
 
 def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: float, weights: Weights) -> WideCosts:
@@ -60,8 +50,8 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     if prompt > STEP_TOKENS:
         step_s *= 1 + np.maximum(uncached / STEP_TOKENS - 1, 0.0)
     ttft_s = wait_s + own_s + step_s
-    if pods.host is not None and pods.disk is not None:
-        ttft_s += cost.token_s * (weights.host_share * pods.host + weights.disk_share * pods.disk)
+    if pods.tiers is not None:
+        ttft_s += wide_fetch_or_compute_s(pods.tiers, cost, uncached, prompt, weights)
     ttft_s += columns.overhead_s
     scores = ttft_s + np.minimum(own_s, mean_wait_s)
     scores += weights.pressure_weight * cost.token_s * prompt * columns.fullness

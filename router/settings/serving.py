@@ -29,8 +29,8 @@ class ServingSettings(Settings):
         None,
         ge=0,
         le=65535,
-        description="TCP port for operators: /v1/pods, /v1/route/explain, /reset_prefix_cache and /metrics, which "
-        "--port has none of; 0 takes any free one; none: they are not served",
+        description="TCP port for operators: the live page /ui, /v1/pods, /v1/route/explain, /reset_prefix_cache and "
+        "/metrics, which --port has none of; 0 takes any free one; none: they are not served",
     )
     api_keys_file: str | None = Field(
         None,

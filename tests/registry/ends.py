@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine
 
 from engine.cache.changes import KeyChanges
 from engine.contract.events import Keys, Tier
+from engine.contract.fetch_costs import NO_FETCH_COSTS
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.publish import Publisher
@@ -27,6 +28,7 @@ class FakeEngine:
     def __init__(self, server: RedisServer, pod: str, *, epoch: int, stride: int = 256, pending: int = 200_000) -> None:
         self.pod = PodId(pod)
         self.keys: dict[PrefixKey, Tier] = {}
+        self.fetch = NO_FETCH_COSTS
         self.publisher = Publisher(
             server.url,
             model=MODEL,
@@ -34,7 +36,7 @@ class FakeEngine:
             epoch=epoch,
             stride=stride,
             lease_s=LEASE_S,
-            load=lambda: LoadReport(running=len(self.keys)),
+            load=lambda: LoadReport(running=len(self.keys), fetch=self.fetch),
             held=self.held,
             max_pending_keys=pending,
         )

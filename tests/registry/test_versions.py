@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from engine.contract.events import DecodeError, Keys, Kind, RegistryMessage, Tier, UnknownVersion, decode, encode
+from engine.contract.fetch_costs import FetchCost, FetchCosts
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from engine.contract.redis_keys import snapshot_key, stream_key
@@ -74,6 +75,28 @@ async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisSer
             assert not gateway.reader.reports(newer.pod)
             status = gateway.reader.status()
             assert (status.refused, status.resyncs, status.last_error) == (0, 0, None)
+
+
+async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_reads_it(redis_server: RedisServer):
+    """A reader takes the fields by name, whatever others there are: the message is byte for byte what it was."""
+    tiered, plain = FakeEngine(redis_server, "tiered", epoch=1), FakeEngine(redis_server, "plain", epoch=1)
+    tiered.fetch = FetchCosts(FetchCost(0.0, 3e-6), FetchCost(0.002, 4e-5))
+    with redis.Redis.from_url(redis_server.url) as client:
+        async with tiered.running(), plain.running(), Gateway(redis_server).following(tiered, plain) as gateway:
+            for engine in (tiered, plain):
+                engine.change({1: Tier.HOST})
+                await gateway.wait_equal(engine)
+            await wait_until(lambda: gateway.loads[tiered.pod].fetch == tiered.fetch)
+            assert gateway.loads[plain.pod].fetch == FetchCosts()
+            entries = [dict(entry) for _, entry in client.xrange(stream_key(MODEL))]
+            for entry in entries:
+                assert list(entry)[:2] == [b"p", b"d"]
+                assert len(entry) == (3 if entry[b"p"] == b"tiered" else 2)
+                assert decode(entry[b"d"]).load.fetch == FetchCosts()
+            broken = {**entries[-1], "p": tiered.pod, "f": b"\x01\x00\x09\x00"}
+            client.xadd(stream_key(MODEL), broken)
+            await wait_until(lambda: gateway.reader.status().refused == 1)
+            await gateway.wait_equal(tiered)
 
 
 async def test_an_engine_that_is_upgraded_first_is_no_reason_to_mistrust_the_registry(redis_server: RedisServer):

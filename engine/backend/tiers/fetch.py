@@ -45,6 +45,11 @@ class Held:
             return None
         return Held(blocks, block_tokens, with_one_s - queue_s, queue_s)
 
+    def behind(self, above: Held) -> Held:
+        """The same with the way through the tiers above: a block passes each of them, so the slowest copy sets the
+        pace, and theirs add to the wait for the first."""
+        return Held(self.blocks, self.block_tokens, max(above.block_s, self.block_s), self.queue_s + above.block_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

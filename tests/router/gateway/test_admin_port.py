@@ -20,7 +20,13 @@ from tests.router.gateway.raw_client import connected
 
 STREAM = {"model": "m", "prompt": "x" * 300, "stream": True}
 GOOD = streams([event("a"), b"data: [DONE]\n\n"])
-METHODS = {"/metrics": "GET", "/v1/pods": "GET", "/v1/route/explain": "POST", "/reset_prefix_cache": "POST"}
+METHODS = {
+    "/metrics": "GET",
+    "/ui": "GET",
+    "/v1/pods": "GET",
+    "/v1/route/explain": "POST",
+    "/reset_prefix_cache": "POST",
+}
 
 
 async def ask(gateway: Gateway, url: str, path: str, method: str | None = None) -> tuple[int, bytes]:

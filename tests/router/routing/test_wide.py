@@ -13,18 +13,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCost, FetchCosts
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.registry.index import Match, PrefixIndex
 from router.routing.parting import Parting
 from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodView, RequestInfo
 from router.routing.wide import PodTable, WidePolicy
 
 STRIDE_TOKENS = 64
 KEYS = [tuple(PrefixKey((name + 1) * 2**56 + i) for i in range(12)) for name in range(3)]
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
+FETCH = (FetchCosts(FetchCost(0.0, 2e-6), FetchCost(0.001, 1e-5)), FetchCosts(disk=FetchCost(0.0, 1e-3)))
 SPEEDS = (1.0, 1.1, 1.4, 2.5, 0.3)
 PODS = st.integers(0, 39)
 EXAMPLES = 25
@@ -122,7 +125,7 @@ class Fleet(RuleBasedStateMachine):
             min(n * STRIDE_TOKENS, prompt) for n in (match.strides, match.host_strides, match.disk_strides)
         )
         view = state.view(pod_id, now_s=self.now_s, matched_tokens=tokens, host_tokens=host, disk_tokens=disk)
-        view.weight = state.weight
+        view.weight, view.fetch = state.weight, state.fetch_costs
         return view
 
     @rule(number=st.integers(0, 99), cached=st.sampled_from([None, 0, 100]))
@@ -143,12 +146,21 @@ class Fleet(RuleBasedStateMachine):
         others=st.integers(0, 5),
         waiting=st.sampled_from([0, 700, 5000]),
         free=st.sampled_from([100, 60, 5, 0]),
+        fetch=st.sampled_from([NO_FETCH_COSTS, *FETCH]),
     )
-    def report(self, pods: list[int], speed: float | None, others: int, waiting: int, free: int) -> None:
+    def report(
+        self, pods: list[int], speed: float | None, others: int, waiting: int, free: int, fetch: FetchCosts
+    ) -> None:
         cost = StepCost() if speed is None else replace(COST, token_s=COST.token_s * speed, base_s=COST.base_s * speed)
-        load = LoadReport(others + 2, 1, waiting, others, 900 * others, free, 100, cost)
+        load = LoadReport(others + 2, 1, waiting, others, 900 * others, free, 100, cost=cost, fetch=fetch)
         for number in pods:
             self.pod(number)[1].report(load, now_s=self.now_s)
+
+    @rule(number=PODS, tokens=st.sampled_from([1, 500, 5000]))
+    def another_gateway_sends(self, number: int, tokens: int) -> None:
+        for policy in (self.one_by_one, self.at_once):
+            if isinstance(policy, PredictedTtft):
+                policy.sent_elsewhere(self.pod(number)[0], tokens, self.now_s)
 
     @rule(number=PODS, weight=st.sampled_from([0.5, 1.0, 3.0]))
     def weigh(self, number: int, weight: float) -> None:

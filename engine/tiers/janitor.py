@@ -1,0 +1,209 @@
+"""Keeps a shared folder within its bytes: one engine at a time looks at all files, and removes the least lately used.
+
+Its turn is a file that only one can make (`O_EXCL`, which NFS has), and that counts for nothing once it was not renewed
+for `LEASE_S`. Times are the file server's own: those of files that are touched. Should two be at it after all, they
+remove the same files, so nothing is lost but some of the cache. Whoever reads a file that is removed finds it gone, or
+has it open: a miss, or a hit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.tiers.shared_folder import PARENT_DIGITS, TEMPORARY
+
+LEASE_S = 120.0
+RENEW_FILES = 1000
+TEMPORARY_S = 600.0
+"""A file that is being written for longer is nobody's any more."""
+FULL, FILL = 0.95, 0.9
+"""Of the bytes that the folder may hold, from which room is made, and what is left then: it is not made again at once.
+"""
+_LOCK = "janitor.lock"
+_GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
+_GONE = re.compile(r"gone-.*")
+_BLOCK = re.compile(rf"([0-9a-f]{{64}})-([0-9a-f]{{{PARENT_DIGITS}}})")
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What one sweep found and did."""
+
+    held_bytes: int
+    """That are left, of all generations."""
+    evicted: int
+    abandoned: int
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    path: str
+    size: int
+    used_s: float
+
+
+class LostTurn(Exception):
+    """Another engine has taken over."""
+
+
+class Janitor:
+    """Sweeps a shared folder of `max_bytes`. All calls may take as long as the file system does."""
+
+    def __init__(self, root: Path, max_bytes: int, name: str) -> None:
+        """`name`: what nobody else is called."""
+        self._root, self._max_bytes, self._name = root, max_bytes, name
+        self._lock = root / _LOCK
+        self._files = 0
+
+    def sweep(self) -> Swept | None:
+        """Make room; None where another engine is at it. Raises OSError."""
+        if not self._take_turn():
+            return None
+        try:
+            return self._sweep()
+        except LostTurn:
+            return None
+        finally:
+            self._end_turn()
+
+    def _sweep(self) -> Swept:
+        now_s = self._now_s()
+        abandoned = 0
+        files: dict[tuple[str, str], _File] = {}
+        parents: dict[tuple[str, str], tuple[str, str]] = {}
+        for folder in _folders(self._root):
+            if _GONE.fullmatch(folder.name):
+                _remove_all(Path(folder.path))
+            elif _GENERATION.fullmatch(folder.name):
+                abandoned += self._remove_abandoned(Path(folder.path) / TEMPORARY, now_s)
+                for entry, digest, parent in self._blocks(folder):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        # A parent is known by the start of its digest: enough to tell it from any other.
+                        key = (folder.name, digest[:PARENT_DIGITS])
+                        files[key] = _File(entry.path, status.st_size, status.st_mtime)
+                        parents[key] = (folder.name, parent)
+        held_bytes = sum(file.size for file in files.values())
+        evicted = 0
+        if held_bytes > FULL * self._max_bytes:
+            for file in _by_use(files, parents):
+                if held_bytes <= FILL * self._max_bytes:
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(file.path)
+                    evicted += 1
+                held_bytes -= file.size
+                self._renew()
+        return Swept(held_bytes, evicted, abandoned)
+
+    def _blocks(self, generation: os.DirEntry[str]) -> Iterator[tuple[os.DirEntry[str], str, str]]:
+        for folder in _folders(Path(generation.path)):
+            if folder.name == TEMPORARY:
+                continue
+            with suppress(FileNotFoundError), os.scandir(folder.path) as entries:
+                for entry in entries:
+                    self._renew()
+                    if found := _BLOCK.fullmatch(entry.name):
+                        yield entry, found[1], found[2]
+
+    def _remove_abandoned(self, folder: Path, now_s: float) -> int:
+        removed = 0
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if now_s - entry.stat(follow_symlinks=False).st_mtime > TEMPORARY_S:
+                        os.unlink(entry.path)
+                        removed += 1
+        return removed
+
+    # -- turns ------------------------------------------------------------------------------------------------
+
+    def _take_turn(self) -> bool:
+        if self._make_lock():
+            return True
+        try:
+            taken_s = self._lock.stat().st_mtime
+        except FileNotFoundError:
+            return self._make_lock()
+        if self._now_s() - taken_s <= LEASE_S:
+            return False
+        self._lock.unlink(missing_ok=True)
+        return self._make_lock()
+
+    def _make_lock(self) -> bool:
+        try:
+            descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return False
+        try:
+            os.write(descriptor, self._name.encode())
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _renew(self) -> None:
+        self._files += 1
+        if self._files % RENEW_FILES == 0:
+            if not self._is_mine():
+                raise LostTurn
+            os.utime(self._lock)
+
+    def _is_mine(self) -> bool:
+        try:
+            return self._lock.read_bytes() == self._name.encode()
+        except FileNotFoundError:
+            return False
+
+    def _end_turn(self) -> None:
+        with suppress(OSError):
+            if self._is_mine():
+                self._lock.unlink()
+
+    def _now_s(self) -> float:
+        """By the file server's clock."""
+        probe = self._root / f"clock-{self._name}"
+        probe.touch(mode=0o600)
+        try:
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _by_use(files: dict[tuple[str, str], _File], parents: dict[tuple[str, str], tuple[str, str]]) -> list[_File]:
+    """Least lately used first, but every file before the one that it needs: that counts as used with it."""
+    kept: list[_File] = []
+    seen: set[tuple[str, str]] = set()
+    for key in sorted(files, key=lambda key: files[key].used_s, reverse=True):
+        chain: list[_File] = []
+        while key in files and key not in seen:
+            seen.add(key)
+            chain.append(files[key])
+            key = parents[key]
+        kept += reversed(chain)
+    kept.reverse()
+    return kept
+
+
+def _folders(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _remove_all(folder: Path) -> None:
+    for path, folders, names in os.walk(folder, topdown=False):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(Path(path) / name)
+        for name in folders:
+            with suppress(OSError):
+                os.rmdir(Path(path) / name)
+    with suppress(OSError):
+        os.rmdir(folder)

@@ -1,0 +1,14 @@
+"""The tiers below a pool."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Place(IntEnum):
+    """Fastest first; the numbers are those of `engine.contract.events.Tier`, as far as that goes."""
+
+    HOST = 1
+    DISK = 2
+    SHARED = 3
+    """A folder of several engines. It is in no registry message: all of them reach it."""

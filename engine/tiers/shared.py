@@ -1,0 +1,245 @@
+"""The shared tier: copies between the tier above and a folder that engines share, and what is done beside them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
+from engine.tiers.block_file import Label
+from engine.tiers.janitor import Janitor
+from engine.tiers.lookups import ThreadedLookups
+from engine.tiers.shared_folder import Event, SharedFolder
+from engine.tiers.stats import SharedSize
+
+log = logging.getLogger(__name__)
+
+KNOWN_BLOCKS = 2**18
+"""Blocks of a folder that an engine keeps in mind; of others it looks whether they are there."""
+SWEEP_S = 60.0
+"""About so often each engine looks whether room has to be made."""
+SWEEP_SHARE = 1 / 64
+"""Of the folder's bytes; an engine that has written as much looks at once."""
+
+
+class UpperBlocks(Protocol):
+    """The blocks of the tier above, whose KV is read and written. Raises OSError."""
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        ...
+
+    def read(self, block: int, kv: memoryview) -> memoryview:
+        """A block's KV: in `kv`, or where it lies."""
+        ...
+
+    def write(self, block: int, fill: Callable[[memoryview], None], kv: memoryview) -> None:
+        """Let `fill` write the block's KV, into `kv` or to where it is to lie."""
+        ...
+
+
+class HostBlocks:
+    """Of host memory."""
+
+    def __init__(self, memory: memoryview, block_bytes: int) -> None:
+        self.blocks = len(memory) // block_bytes
+        self._memory, self._block_bytes = memory, block_bytes
+
+    def read(self, block: int, kv: memoryview) -> memoryview:
+        """See `UpperBlocks.read`."""
+        return self._memory[block * self._block_bytes : (block + 1) * self._block_bytes]
+
+    def write(self, block: int, fill: Callable[[memoryview], None], kv: memoryview) -> None:
+        """See `UpperBlocks.write`."""
+        fill(self.read(block, kv))
+
+
+@dataclass(slots=True)
+class _Described:
+    label: Label
+    resets: int
+    """Resets before it was described: what was copied down before a reset is not stored after it."""
+
+
+class SharedCopies:
+    """A `CopyEngine` from blocks of the tier above to files; a run has ended when `start` returns."""
+
+    def __init__(self, folder: SharedFolder, upper: UpperBlocks, slots: int) -> None:
+        """`slots`: files that are kept in mind at a time."""
+        self.block_bytes, self.pool_blocks, self.host_slots = folder.block_bytes, upper.blocks, slots
+        self.written_bytes = 0
+        self.sweep_from_bytes: float = math.inf
+        """With so much written room is to be made: `on_written` is called."""
+        self.on_written: Callable[[], None] = _nothing
+        self.room_bytes: float = folder.file_bytes
+        """That may be written before the next sweep: the folder holds no more than it may."""
+        self.resets = 0
+        self._folder, self._upper = folder, upper
+        self._described: dict[int, _Described] = {}
+        self._scratch = {way: memoryview(bytearray(folder.block_bytes)) for way in Direction}
+
+    def describe(self, block: int, label: Label) -> None:
+        """What the block is, or is going to be: before its copy is asked for."""
+        self._described[block] = _Described(label, self.resets)
+
+    def start(self, run: BlockRun) -> RunningCopy:
+        """See `CopyEngine.start`."""
+        start_s = time.perf_counter()
+        moved = 0
+        try:
+            for pair in run.pairs:
+                if run.direction is Direction.DEMOTE:
+                    moved += self._store(pair.source, pair.target)
+                else:
+                    self._load(pair.source, pair.target)
+                    moved += 1
+        except OSError as error:
+            raise CopyError(f"{type(error).__name__}: {error}") from error
+        # Files that were there already say nothing of how fast files are written.
+        return _Ended((time.perf_counter() - start_s) * run.blocks / moved if moved else 0.0)
+
+    def _store(self, block: int, target: int) -> int:
+        described = self._of(target)
+        if described.resets != self.resets:
+            raise OSError("the cache was reset meanwhile")
+        if self.room_bytes < self._folder.file_bytes:
+            self._folder.events[Event.FULL] += 1
+            self.on_written()
+            raise OSError("the shared folder is full until room is made")
+        kv = self._upper.read(block, self._scratch[Direction.DEMOTE])
+        if not self._folder.store(described.label, kv):
+            return 0
+        self.written_bytes += self._folder.file_bytes
+        self.room_bytes -= self._folder.file_bytes
+        if self.written_bytes >= self.sweep_from_bytes:
+            self.on_written()
+        return 1
+
+    def _load(self, source: int, block: int) -> None:
+        label = self._of(source).label
+        self._upper.write(block, lambda kv: self._folder.load(label, kv), self._scratch[Direction.PROMOTE])
+
+    def _of(self, block: int) -> _Described:
+        described = self._described.get(block)
+        if described is None:
+            raise OSError("nothing is known of the block")
+        return described
+
+
+def _nothing() -> None:
+    """Nobody makes room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    seconds: float
+
+    def elapsed_s(self) -> float | None:
+        """See `RunningCopy.elapsed_s`."""
+        return self.seconds
+
+
+@dataclass(eq=False)
+class OpenShared:
+    """A shared tier's folder, with a thread that makes room in it from time to time."""
+
+    folder: SharedFolder
+    copies: SharedCopies
+    max_bytes: int
+    held_bytes: int = 0
+    """In the folder, as of the last sweep that was seen, and what was written here since."""
+    lookups: ThreadedLookups = field(init=False)
+    clears: int = 0
+    """Resets that have not reached the folder yet: nothing is looked for meanwhile."""
+    _jobs: SimpleQueue[str] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.lookups = ThreadedLookups(self.folder.leading, lambda: not self.clears)
+
+    def describe(self, block: int, label: Label) -> None:
+        """See `SharedCopies.describe`."""
+        self.copies.describe(block, label)
+
+    def size(self) -> SharedSize:
+        """What it holds, as far as is known."""
+        events = {event.value: self.folder.events[event] for event in Event}
+        return SharedSize(self.max_bytes, self.held_bytes + self.copies.written_bytes, events)
+
+    def start(self) -> None:
+        """Begin to make room. Blocks: looks at the folder once."""
+        self._sweep()
+        self.copies.sweep_from_bytes = SWEEP_SHARE * self.max_bytes
+        self.copies.on_written = lambda: self._jobs.put("sweep") if self._jobs.empty() else None
+        threading.Thread(target=self._work, name="shared-tier-janitor", daemon=True).start()
+
+    def reset(self) -> None:
+        """Put what the folder holds of this model out of reach. Does not wait."""
+        self.copies.resets += 1
+        self.clears += 1
+        self._jobs.put("clear")
+
+    def close(self) -> None:
+        """End the threads, without waiting for them."""
+        self.lookups.close()
+        self._jobs.put("end")
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=SWEEP_S * random.uniform(0.5, 1.5))
+            except Empty:
+                job = "sweep"
+            if job == "end":
+                return
+            if job == "clear":
+                self._clear()
+            else:
+                self._sweep()
+
+    def _clear(self) -> None:
+        try:
+            self.folder.forget_all()
+        except OSError as error:
+            # What it holds is as right as it was; but whoever asked for it to go has to know.
+            log.error("shared tier: %s cannot be reset: %s", self.folder.path, error)
+        self.clears -= 1
+
+    def _sweep(self) -> None:
+        before = self.copies.written_bytes
+        try:
+            swept = Janitor(self.folder.root, self.max_bytes, self.folder.writer).sweep()
+        except OSError as error:
+            log.warning("shared tier: no room can be made in %s: %s", self.folder.root, error)
+            return
+        if swept is None:  # another engine is at it, and leaves room for some time
+            self.copies.room_bytes = max(self.copies.room_bytes, SWEEP_SHARE * self.max_bytes)
+            return
+        self.folder.events[Event.EVICTED] += swept.evicted
+        self.folder.events[Event.ABANDONED] += swept.abandoned
+        self.held_bytes = swept.held_bytes
+        self.copies.written_bytes -= before
+        self.copies.room_bytes = self.max_bytes - swept.held_bytes
+
+
+def open_shared(
+    root: Path, max_bytes: int, upper: UpperBlocks, *, fingerprint: bytes, block_size: int, block_bytes: int
+) -> OpenShared:
+    """The tier in this folder, which is made where it is not there. Raises OSError."""
+    writer = f"{uuid.uuid4().hex[:16]}-{os.getpid()}"
+    folder = SharedFolder(root, fingerprint=fingerprint, block_size=block_size, block_bytes=block_bytes, writer=writer)
+    folder.open()
+    slots = min(KNOWN_BLOCKS, max_bytes // folder.file_bytes)
+    shared = OpenShared(folder, SharedCopies(folder, upper, slots), max_bytes)
+    shared.start()
+    return shared

@@ -1,0 +1,232 @@
+"""A folder of KV blocks that several engines share: a file for each block, named by what it holds.
+
+    <root>/<generation>/<two digits of the digest>/<digest>-<start of the parent's digest>   a block
+    <root>/<generation>/tmp/<writer>-<number>                                                one that is being written
+
+    file: magic, format, tokens a block, bytes a block, fingerprint, digest, parent's digest, xxh3_128 of content,
+          xxh3_128 of digest and KV, xxh3_64 of all before, then the block's KV
+
+A generation is a fingerprint and a format. The digest is of all tokens up to the block's end and of their `cache_salt`,
+so equal names mean equal KV, and whoever writes a file that is there already changes nothing. A file is written under
+another name, closed, and renamed. What a kill, a full disk or a crash of the file server leaves of it is told by the
+checksums: so nothing is ever synced, and nothing is locked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+
+from xxhash import xxh3_64_digest, xxh3_128, xxh3_128_digest
+
+from engine.tiers.block_file import Label
+
+FORMAT = 1
+_HEAD = struct.Struct("<8sIIQ32s32s32s16s16s")
+_SUM_BYTES = 8
+HEAD_BYTES = _HEAD.size + _SUM_BYTES
+_MAGIC = b"WARMKVS\0"
+TOUCH_S = 300.0
+"""A file that is used says so, at most this often: by its time of change, as access times are kept nowhere for sure."""
+TEMPORARY = "tmp"
+PARENT_DIGITS = 16
+"""Of a parent's digest in a file's name: whoever makes room knows by them which files are of no use without others."""
+
+
+class Event(StrEnum):
+    """What has happened to files."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """Was to be stored, and was there."""
+    LOADED = "loaded"
+    GONE = "gone"
+    """Was to be loaded, and was not there any more."""
+    DAMAGED = "damaged"
+    """Was torn, flipped, or of another engine: removed."""
+    FAILED = "failed"
+    """The file system refused."""
+    FULL = "full"
+    """Was not stored for want of room."""
+    EVICTED = "evicted"
+    ABANDONED = "abandoned"
+    """A file that a writer had begun and never ended: removed."""
+
+
+class SharedFolder:
+    """One generation's blocks in a folder. Every call may take as long as the file system does, and raises OSError as
+    it does. Calls may be made on several threads; other processes work beside it and know nothing of each other."""
+
+    def __init__(self, root: Path, *, fingerprint: bytes, block_size: int, block_bytes: int, writer: str) -> None:
+        """`writer`: what nobody else is called."""
+        self.root = root
+        self.fingerprint, self.block_size, self.block_bytes = fingerprint, block_size, block_bytes
+        self.path = root / f"{fingerprint[:16].hex()}-{FORMAT}"
+        self.writer = writer
+        self.file_bytes = HEAD_BYTES + block_bytes
+        self.events: Counter[Event] = Counter()
+        self._numbers = count(1)
+        self._made: set[str] = set()
+
+    def open(self) -> None:
+        """Make the folder, where it is not there."""
+        (self.path / TEMPORARY).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def store(self, label: Label, kv: memoryview) -> bool:
+        """Store a block, whole or not at all; False: it was there already."""
+        path = self._path(label.digest, label.parent)
+        try:
+            if self._is_there(path):
+                self.events[Event.PRESENT] += 1
+                return False
+            self._write(path, self._head(label, kv), kv)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self.events[Event.FULL if full else Event.FAILED] += 1
+            raise
+        self.events[Event.STORED] += 1
+        return True
+
+    def load(self, label: Label, kv: memoryview) -> None:
+        """Fill `kv` with a block. Raises OSError where it is not there, or not whole: then it is removed."""
+        path = self._path(label.digest, label.parent)
+        head = bytearray(HEAD_BYTES)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self.events[Event.GONE] += 1
+            raise
+        except OSError:
+            self.events[Event.FAILED] += 1
+            raise
+        try:
+            done = _read(descriptor, [memoryview(head), kv])
+            is_old = abs(time.time() - os.fstat(descriptor).st_mtime) > TOUCH_S
+        except OSError:
+            self.events[Event.FAILED] += 1
+            raise
+        finally:
+            os.close(descriptor)
+        if done != self.file_bytes or bytes(head) != self._head(label, kv):
+            self.events[Event.DAMAGED] += 1
+            with suppress(OSError):
+                path.unlink()
+            raise OSError(errno.EILSEQ, "a file of the shared tier is not the block that it is named for")
+        self.events[Event.LOADED] += 1
+        if is_old:
+            with suppress(OSError):
+                os.utime(path)
+
+    def leading(self, digests: Sequence[bytes], parent: bytes) -> int:
+        """How many of these blocks of one chain are there, from the first on; `parent`: of the first.
+
+        A file goes before the one that it needs, so those that are there come first: a few looks find the last one.
+        """
+        chain = (parent, *digests)
+
+        def is_there(index: int) -> bool:
+            return self._path(chain[index + 1], chain[index]).exists()
+
+        if not digests or not is_there(0):
+            return 0
+        low, high = 1, len(digests)
+        while low < high:  # the first `low` are there
+            middle = high if low == 1 else (low + high + 1) // 2  # mostly all of them are there, or few
+            if is_there(middle - 1):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def forget_all(self) -> None:
+        """Put this generation's blocks out of reach of all engines at once; whoever makes room next removes them."""
+        with suppress(FileNotFoundError):
+            self.path.rename(self.root / f"gone-{self.writer}-{next(self._numbers)}")
+        self._made.clear()
+        self.open()
+
+    def _is_there(self, path: Path) -> bool:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return False
+        if abs(time.time() - status.st_mtime) > TOUCH_S:
+            with suppress(FileNotFoundError):
+                os.utime(path)
+        return status.st_size == self.file_bytes
+
+    def _write(self, path: Path, head: bytes, kv: memoryview) -> None:
+        temporary = self.path / TEMPORARY / f"{self.writer}-{next(self._numbers)}"
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # another engine has put the generation out of reach
+            self._made.clear()
+            self.open()
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                _write(descriptor, [memoryview(head), kv])
+            finally:
+                os.close(descriptor)  # here NFS says what it could not write
+            self._rename(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _rename(self, temporary: Path, path: Path) -> None:
+        if path.parent.name not in self._made:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._made.add(path.parent.name)
+        try:
+            temporary.rename(path)
+        except FileNotFoundError:
+            self._made.clear()
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            temporary.rename(path)
+
+    def _path(self, digest: bytes, parent: bytes) -> Path:
+        name = digest.hex()
+        return self.path / name[:2] / f"{name}-{parent.hex()[:PARENT_DIGITS]}"
+
+    def _head(self, label: Label, kv: memoryview) -> bytes:
+        whole = xxh3_128(label.digest)
+        whole.update(kv)
+        head = _HEAD.pack(
+            _MAGIC,
+            FORMAT,
+            self.block_size,
+            self.block_bytes,
+            self.fingerprint,
+            label.digest,
+            label.parent,
+            xxh3_128_digest(label.content),
+            whole.digest(),
+        )
+        return head + xxh3_64_digest(head)
+
+
+def _read(descriptor: int, buffers: Sequence[memoryview]) -> int:
+    """Fill the buffers from the file's start; the number of bytes that were there, one more where there were more."""
+    done = 0
+    for buffer in buffers:
+        filled = 0
+        while filled < len(buffer) and (part := os.preadv(descriptor, [buffer[filled:]], done)):
+            filled += part
+            done += part
+    return done + len(os.pread(descriptor, 1, done))
+
+
+def _write(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    for buffer in buffers:
+        done = 0
+        while done < len(buffer):
+            done += os.write(descriptor, buffer[done:])
