@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from multidict import istr
 from xxhash import xxh3_64_intdigest
 
 from engine.contract import headers
 
-SESSION_FIELDS = (headers.SESSION, "x-session-affinity", "x-claude-code-session-id", "session_id")
+SESSION_FIELDS = tuple(map(istr, (headers.SESSION, "x-session-affinity", "x-claude-code-session-id", "session_id")))
 """Header fields, the first that is there counts: vLLM's and the gateway's own, those of proxies that pin sessions,
-Claude Code's, Codex's."""
+Claude Code's, Codex's. As `istr` they are looked up without being made lower case each time."""
 BODY_FIELD = "prompt_cache_key"
 MAX_SESSION_CHARS = 512
 """A longer name is none."""

@@ -128,7 +128,8 @@ class Reader:
         if endpoint is None:
             endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)
-        if endpoint is Endpoint.RESPONSES and fields.get("background"):
+        is_response = endpoint is Endpoint.RESPONSES
+        if is_response and fields.get("background"):
             raise BadRequest(
                 "background is not supported: a response could not be asked for later; leave the field out",
                 param="background",
@@ -172,8 +173,8 @@ class Reader:
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
-            continues=kept_by_engine(fields) if endpoint is Endpoint.RESPONSES else None,
-            stores=endpoint is Endpoint.RESPONSES and fields.get("store") is not False,
+            continues=kept_by_engine(fields) if is_response else None,
+            stores=is_response and fields.get("store") is not False,
             is_named=name is not None and name != head.model,
         )
 
