@@ -30,7 +30,8 @@ from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
-from router.gateway.admission import Admission
+from router.gateway.admission import MIB, Admission
+from router.gateway.cache_store import CacheBounds, MemoryCaches, RedisCaches
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
@@ -46,6 +47,7 @@ from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
     DIED,
@@ -134,6 +136,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
             _supervision,
             _usage_log,
             _limiter,
+            _cache_store,
             _keys,
             _clients,
             _fleet,
@@ -191,6 +194,18 @@ async def _limiter(app: web.Application) -> AsyncIterator[None]:
         running.push_async_callback(limiter.close)
         if settings.tenants_file is not None:
             await running.enter_async_context(kept(app, "the account of limits", limiter.run()))
+        yield
+
+
+async def _cache_store(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    bounds = CacheBounds(settings.named_caches, settings.named_cache_mib * MIB)
+    if settings.redis_url is None or not settings.named_caches:
+        app[CACHE_STORE] = MemoryCaches(bounds)
+        yield
+        return
+    async with connect_redis(settings.redis_url) as redis:
+        app[CACHE_STORE] = RedisCaches(redis, bounds)
         yield
 
 

@@ -20,6 +20,7 @@ from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
 from router.gateway.learning import Learning
 from router.gateway.limits import Limits
+from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
 from router.gateway.reach import Reach
 from router.gateway.registry import WithEvents
@@ -34,6 +35,7 @@ from router.overload.line import LineLimits
 from router.parts import (
     ADMIN,
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     DISCOVERY,
     DOOR,
@@ -46,6 +48,7 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMED_CACHES,
     NAMES,
     PLACES,
     REGISTRY,
@@ -137,6 +140,17 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     proxy = Proxy(
         *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions, reach, conversations)
     )
+    app[NAMED_CACHES] = NamedCaches(
+        app[CACHE_STORE],
+        fleet,
+        app[NAMES],
+        estimates,
+        app[ADMISSION],
+        bodies,
+        max_ttl_s=settings.named_cache_max_ttl_s,
+        max_body_bytes=settings.max_body_bytes,
+        is_enabled=settings.named_caches > 0,
+    )
     app[GENERATE] = Generate(
         app[ADMISSION],
         reader,
@@ -150,6 +164,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
         conversations,
+        app[NAMED_CACHES],
         app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )

@@ -16,12 +16,14 @@ from router.fleet.lack import Lacks
 from router.fleet.scrape import Scraper
 from router.gateway.admin import Admin
 from router.gateway.admission import Admission
+from router.gateway.cache_store import CacheStore
 from router.gateway.chooser import Chooser
 from router.gateway.door import Door
 from router.gateway.engine_client import EngineClient
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys
+from router.gateway.named_caches import NamedCaches
 from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import NoSharing, Sharing
@@ -63,6 +65,8 @@ ROOM = web.AppKey("room", WaitingRoom)
 DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
 LACKS = web.AppKey("lacks", Lacks)
 NAMES = web.AppKey("names", Names)
+NAMED_CACHES = web.AppKey("named_caches", NamedCaches)
+CACHE_STORE: web.AppKey[CacheStore] = web.AppKey("cache_store")
 CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
 ISOLATION = web.AppKey("isolation", Isolation)
 LIMITER = web.AppKey("limiter", Limiter)

@@ -50,3 +50,13 @@ def belief_key(pod_id: str) -> str:
 LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
 """Hash model -> what gateways have learnt of it and its pods. The rule for beliefs allows the name, and it is no
 pod's."""
+
+
+def named_caches_key(tenant: str) -> str:
+    """Hash id -> what is said of a tenant's named cache. The rule for beliefs allows the name, and it is no pod's."""
+    return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
+
+
+def named_cache_key(tenant: str, cache_id: str) -> str:
+    """String with the contents of a tenant's named cache. Its TTL is the cache's."""
+    return f"warmroute:{{tenant:{tenant}}}:named:belief:cache:{cache_id}"

@@ -25,11 +25,15 @@ from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import key_id_of, tenant_of
+from router.gateway.named_cache import NamesCache
+from router.gateway.named_caches import NamedCaches
 from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
 from router.gateway.tracing import spans_of
+from router.routing.hindsight import regret_s
+from router.routing.types import Rival
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
@@ -56,6 +60,7 @@ class Generate:
         accounts: Accounts | None,
         sessions: Sessions,
         conversations: Conversations,
+        named_caches: NamedCaches,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
@@ -72,6 +77,7 @@ class Generate:
         self._accounts = accounts
         self._sessions = sessions
         self._conversations = conversations
+        self._named_caches = named_caches
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
@@ -87,14 +93,7 @@ class Generate:
         try:
             with self._admission.request() as admitted:
                 body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
-                path, tenant = request.path, exchange.tenant
-                if path in _KEYED:
-                    inbound = self._reader.read(Endpoint(path), body, request.headers, tenant)
-                else:
-                    inbound = self._reader.read_by_load(request.rel_url.raw_path, body, request.headers, tenant)
-                exchange.inbound = inbound
-                if inbound.continues is not None:
-                    inbound = exchange.inbound = await self._placed(request, exchange, inbound, body)
+                inbound = exchange.inbound = await self._read(request, exchange, admitted, body)
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
@@ -113,6 +112,20 @@ class Generate:
             raise
         finally:
             self._record(request, exchange)
+
+    async def _read(self, request: web.Request, exchange: Exchange, admitted: Admitted, body: bytes) -> Inbound:
+        """The request in `body`, put together and bound to a pod where an engine or a named cache has the beginning of
+        it. Raises ApiError."""
+        path, tenant = request.path, exchange.tenant
+        if path not in _KEYED:
+            return self._reader.read_by_load(request.rel_url.raw_path, body, request.headers, tenant)
+        endpoint = Endpoint(path)
+        try:
+            inbound = self._reader.read(endpoint, body, request.headers, tenant)
+        except NamesCache as named:
+            body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
+            inbound = self._reader.read(endpoint, body, request.headers, tenant)
+        return inbound if inbound.continues is None else await self._placed(request, exchange, inbound, body)
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request whose path the gateway does not know. Raises HTTPNotFound for what never passes."""
@@ -151,6 +164,13 @@ class Generate:
             self._metrics.tenants.refused(exchange.tenant.name, error.reason)
             raise
 
+    def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
+        """How the choice looks now that the answer is known."""
+        tokens = exchange.usage.prompt_tokens
+        self._metrics.looked_back(
+            regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)
+        )
+
     def _record(self, request: web.Request, exchange: Exchange) -> None:
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
         if exchange.keeps:
@@ -167,6 +187,8 @@ class Generate:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+                    if choice.decision.rival is not None and inbound.prompts == 1:
+                        self._look_back(choice.decision.rival, first_byte_s - last.sent_s, inbound, exchange)
         if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
             self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
         if self.observer is not None:

@@ -19,6 +19,7 @@ from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.fields import with_fields
 from router.gateway.hints import session_of
+from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
 from router.routing.types import PodId
 from router.tenants.isolation import Isolation
@@ -122,9 +123,14 @@ class Reader:
         meant: str | None = None,
     ) -> Inbound:
         """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to. `meant`:
-        the model for which a name in it stands, where that is known already."""
+        the model for which a name in it stands, where that is known already.
+
+        Raises NamesCache for one that has to be put together first.
+        """
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
+        if FIELD in fields:
+            raise NamesCache(fields)
         if endpoint is None:
             endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)

@@ -104,6 +104,7 @@ def _decision(attempt: Attempt) -> dict[str, Value | None]:
         "warmroute.cached_tokens.predicted": choice.cached_tokens,
         "warmroute.ttft.predicted_s": choice.decision.predicted_ttft_s,
         "warmroute.ttft.actual_s": actual_s,
+        "warmroute.ttft.next_best_s": None if choice.decision.rival is None else choice.decision.rival.ttft_s,
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from router.routing.types import Decision, PodId, PodScore, PodView, RequestInfo
+from router.routing.types import Decision, PodId, PodScore, PodView, RequestInfo, Rival
 
 Parts = Sequence[Mapping[str, float]]
 
@@ -46,6 +46,7 @@ def decide(
     scores: Sequence[float] = (),
     parts: Parts = (),
     predicted_ttft_s: float | None = None,
+    rival: Rival | None = None,
 ) -> Decision:
     """The decision for `pods[pod]`; give `scores` (and the parts they are made of) only where they were asked for."""
     explained: tuple[PodScore, ...] = ()
@@ -54,4 +55,4 @@ def decide(
             PodScore(view.pod_id, score, dict(parts[i]) if parts else {})
             for i, (view, score) in enumerate(zip(pods, scores, strict=True))
         )
-    return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained)
+    return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained, rival)

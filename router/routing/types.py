@@ -90,6 +90,17 @@ class PodScore:
 
 
 @dataclass(slots=True)
+class Rival:
+    """The best pod that was not chosen: there the first token was predicted soonest."""
+
+    pod: int
+    """Index into the pods given."""
+    ttft_s: float
+    own_s: float
+    """Part of it: the prefill of the request itself."""
+
+
+@dataclass(slots=True)
 class Decision:
     """Where to send a request, and why."""
 
@@ -101,6 +112,8 @@ class Decision:
     """None for a policy that predicts no time."""
     scores: tuple[PodScore, ...] = ()
     """Every pod's, in the order given; filled only when asked for (`explain`)."""
+    rival: Rival | None = None
+    """None for a policy that predicts no time, and where there is one pod."""
 
 
 class Policy(Protocol):

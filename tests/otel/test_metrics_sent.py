@@ -62,7 +62,8 @@ async def test_the_gateway_sends_the_numbers_of_its_metrics(
 ) -> None:
     """Once more at the end, so that nothing is missing of a gateway that has stopped."""
     use(monkeypatch, collector, protocol, METRICS_EXPORTER="otlp", TRACES_EXPORTER="none", SERVICE_NAME=protocol)
-    async with running(ScriptedEngine("a", streams(TOLD)), policy="predicted_ttft") as gateway:
+    engines = [ScriptedEngine(name, streams(TOLD)) for name in "ab"]
+    async with running(*engines, policy="predicted_ttft") as gateway:
         for _ in range(3):
             assert (await gateway.post(STREAM)).status == 200
         status = gateway.app[STATUS]
@@ -78,6 +79,9 @@ async def test_the_gateway_sends_the_numbers_of_its_metrics(
     }
     assert set(mine) == set(theirs)
     assert mine["warmroute_gateway_tokens_total"][("kind", "cached"), ("policy", "predicted_ttft")] == 12
+    looked_back = mine["warmroute_gateway_hindsight_seconds_count"]
+    assert sum(looked_back.values()) == sum(mine["warmroute_gateway_ttft_error_seconds_count"].values()) == 3
+    assert sum(mine["warmroute_gateway_cached_error_tokens_count"].values()) == 3
     for metric in got:
         assert metric["text"] == families[metric["name"]].documentation
         if metric["kind"] != "gauge":
