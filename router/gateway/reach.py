@@ -72,8 +72,9 @@ class Reach:
         lacking = self.lacking(inbound)
         if not lacking:
             return out
-        able = {pod.pod_id for pod in self._fleet.pods(inbound.model)} - lacking
-        if not able:
+        pods = {pod.pod_id for pod in self._fleet.pods(inbound.model)}
+        able = pods - lacking
+        if pods and not able:
             raise NoSuchPath(
                 f"no engine of model {quoted(inbound.model)} answers {quoted(inbound.endpoint)}", code="unknown_path"
             )

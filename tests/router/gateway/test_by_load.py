@@ -121,6 +121,11 @@ async def test_in_a_mixed_fleet_the_pods_that_know_a_path_are_found(missing: Scr
         again = await gateway.post({"model": "m", "input": "x"}, path="/v1/rerank")
         assert (again.status, again.json["error"]["code"]) == (404, "unknown_path")
         assert "'/v1/rerank'" in again.json["error"]["message"]
+        for engine in engines:
+            await engine.stop()
+        await gateway.wait_pods(0)
+        away = await gateway.post({"model": "m", "input": "x"}, path="/v1/rerank")
+        assert (away.status, away.json["error"]["code"]) == (503, "no_engine")
 
 
 async def test_a_model_that_an_engine_does_not_know_is_told_by_the_engine() -> None:
