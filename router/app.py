@@ -62,6 +62,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -73,6 +74,7 @@ from router.parts import (
     USAGE_LOG,
 )
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
@@ -133,6 +135,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
             _clients,
             _fleet,
             _registry,
+            _places,
             _events,
             handlers,
             _background,
@@ -309,6 +312,17 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
         )
         fleet.listen(lambda change: reader.set_pods(change.pods))
     yield
+
+
+async def _places(app: web.Application) -> AsyncIterator[None]:
+    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    url = app[SETTINGS].redis_url
+    async with contextlib.AsyncExitStack() as running:
+        redis = None if url is None else await running.enter_async_context(connect_redis(url))
+        app[PLACES] = places = Places(asyncio.get_running_loop().time, redis)
+        if redis is not None:
+            await running.enter_async_context(kept(app, "telling where conversations are", places.run()))
+        yield
 
 
 async def _events(app: web.Application) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from router.gateway.attempts import Attempts
 from router.gateway.blame import Blame
 from router.gateway.body import BodyLimits
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
@@ -24,6 +25,8 @@ from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
+from router.gateway.reach import Reach
+from router.gateway.reading import Reading
 from router.gateway.recorder import Recorder
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
@@ -54,6 +57,7 @@ from router.parts import (
     NAMED_CACHES,
     NAMES,
     PICKER,
+    PLACES,
     RECORDER,
     REGISTRY,
     ROOM,
@@ -140,8 +144,12 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
+    clock = asyncio.get_running_loop().time
+    reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
     attempts = Attempts(fleet, chooser, sessions)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts)
+    proxy = Proxy(
+        *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts, reach, conversations)
+    )
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
         fleet,
@@ -160,12 +168,13 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[LACKS],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
-        app[NAMED_CACHES],
+        conversations,
         app[TRACER],
     )
+    reading = Reading(reader, app[NAMED_CACHES], conversations)
     app[GENERATE] = Generate(
         app[ADMISSION],
-        reader,
+        reading,
         proxy,
         metrics,
         bodies,
@@ -176,7 +185,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     )
     app[PICKER] = PickerParts(
         admission=app[ADMISSION],
-        reader=reader,
+        reading=reading,
+        reach=reach,
+        conversations=conversations,
         fleet=fleet,
         room=app[ROOM],
         chooser=chooser,
@@ -185,7 +196,6 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         recorder=app[RECORDER],
         limiter=app[LIMITER],
         upstream=app[UPSTREAM],
-        named_caches=app[NAMED_CACHES],
         metrics=metrics,
         tracer=app[TRACER],
         keys=app[CLIENT_KEYS] if settings.has_client_keys else None,

@@ -56,6 +56,7 @@ def make_app(
             web.post(Endpoint.COMPLETIONS, _generate),
             web.post(Endpoint.MESSAGES, _generate),
             web.post(Endpoint.COUNT_TOKENS, _count_tokens),
+            web.post(Endpoint.RESPONSES, _generate),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),

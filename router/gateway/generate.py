@@ -10,48 +10,45 @@ from aiohttp import web
 from engine.contract import headers
 from engine.contract.errors import ApiError
 from engine.contract.otel.tracer import Tracer
-from engine.contract.requests import Endpoint
 from router.gateway.admission import Admission, Admitted
 from router.gateway.body import BodyLimits, read_body
+from router.gateway.by_load import passes
 from router.gateway.door import leave_gate
 from router.gateway.errors import error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
-from router.gateway.inbound import Inbound, Reader
+from router.gateway.inbound import Inbound
 from router.gateway.keys import key_id_of, tenant_of
-from router.gateway.named_cache import NamesCache
-from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
+from router.gateway.reading import Reading
 from router.gateway.recorder import Recorder
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
 
 
 class Generate:
-    """Handles every `Endpoint`."""
+    """Handles every `Endpoint`, and the paths for which pods are chosen by load."""
 
     def __init__(
         self,
         admission: Admission,
-        reader: Reader,
+        reading: Reading,
         proxy: Proxy,
         metrics: Metrics,
         bodies: BodyLimits,
         limiter: Limiter,
         recorder: Recorder,
-        named_caches: NamedCaches,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
     ) -> None:
         self._admission = admission
-        self._reader = reader
+        self._reading = reading
         self._proxy = proxy
         self._metrics = metrics
         self._bodies = bodies
         self._limiter = limiter
         self._recorder = recorder
-        self._named_caches = named_caches
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
@@ -65,14 +62,11 @@ class Generate:
             exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
-                endpoint = Endpoint(request.path)
                 body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
-                try:
-                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
-                except NamesCache as named:
-                    body = await self._named_caches.expand(endpoint, named.fields, body, exchange.tenant, admitted)
-                    inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant)
-                exchange.inbound = inbound
+                inbound = exchange.inbound = await self._reading.read(
+                    *(request.path, request.rel_url.raw_path, request.headers, body),
+                    *(exchange, admitted, partial(leave_gate, request)),
+                )
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
@@ -84,6 +78,12 @@ class Generate:
             raise
         finally:
             self._recorder.ended(exchange, request.path, partial(_who, request))
+
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
+        """The answer to a request whose path the gateway does not know. Raises HTTPNotFound for what never passes."""
+        if not passes(request.rel_url.raw_path):
+            raise web.HTTPNotFound
+        return await self.handle(request)
 
     async def _serve(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted

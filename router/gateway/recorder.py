@@ -11,6 +11,7 @@ from engine.contract.otel.tracer import Tracer
 from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import Inbound
@@ -38,6 +39,7 @@ class Recorder:
         lacks: Lacks,
         accounts: Accounts | None,
         sessions: Sessions,
+        conversations: Conversations,
         tracer: Tracer | None,
     ) -> None:
         self._chooser = chooser
@@ -46,6 +48,7 @@ class Recorder:
         self._lacks = lacks
         self._accounts = accounts
         self._sessions = sessions
+        self._conversations = conversations
         self._tracer = tracer
         self._clock = asyncio.get_running_loop().time
         self.observer: Observer | None = None
@@ -62,16 +65,20 @@ class Recorder:
             self._metrics.tenants.refused(exchange.tenant.name, "model")
 
     def ended(self, exchange: Exchange, path: str, who: Callable[[], tuple[str | None, str]]) -> None:
-        """The request for `path` has ended, whatever came of it. `who`: by which key, as the log has it, and from where;
-        asked where that is logged."""
+        """The request for `path` has ended, whatever came of it.
+
+        `who`: by which key, as the log has it, and from where; asked where that is logged.
+        """
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
+        if exchange.keeps:
+            self._conversations.ended(exchange)
         choice = last.choice if last else None
         policy = choice.policy if choice else ""
         pod = choice.pod.pod_id if choice else ""
         self._metrics.answered(policy, pod, exchange.status or 500)
         if last and choice and inbound and first_byte_s is not None:
             self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
-            if exchange.status == 200:
+            if exchange.status == 200 and not inbound.is_by_load:
                 self._chooser.learn(inbound, choice, exchange.usage)
                 self._sessions.ended(exchange)
                 predicted_s = choice.decision.predicted_ttft_s

@@ -11,6 +11,7 @@ from router.gateway.error_events import engine_error
 from router.gateway.exchange import Exchange
 from router.gateway.last_words import is_aborted, meaning, meaning_of_body
 from router.gateway.outcome import Outcome, of_status
+from router.gateway.reach import is_unknown_path
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.picker.destination import endpoint_of_pod
 from router.picker.parts import PickerParts
@@ -52,6 +53,8 @@ class Answered:
                 self._outcome = meaning(said.message) or (Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN)
                 self._why = said.message
             self.began()
+            if self.attempt is not None and self._outcome is Outcome.ANSWERED:
+                self._parts.conversations.began(self._exchange, chunk, self.attempt.pod.pod_id)
         self._tail.add(chunk)
 
     def began(self) -> None:
@@ -86,6 +89,8 @@ class Answered:
             outcome = _meaning(tail) or outcome
         elif outcome is Outcome.ANSWERED and is_aborted(tail):
             outcome = Outcome.ABORTED
+        elif outcome is Outcome.REFUSED and is_unknown_path(self._status, tail):
+            self._parts.reach.lacks(attempt.pod.pod_id, exchange.inbound)
         attempt.outcome = outcome
         if outcome is Outcome.ANSWERED:
             self._parts.fleet.served(attempt.pod, sent_s=attempt.sent_s)

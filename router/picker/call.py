@@ -15,15 +15,15 @@ from multidict import CIMultiDict
 from engine.contract import headers
 from engine.contract.api_keys import authorization_of
 from engine.contract.errors import ApiError
-from engine.contract.requests import Endpoint
 from router.fleet.pod import Lease, Pod
 from router.gateway.admission import Admitted
+from router.gateway.by_load import BY_LOAD
 from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import CACHE_FACTS, request_id
 from router.gateway.inbound import Inbound
 from router.gateway.keys import key_id_shown
-from router.gateway.named_cache import NamesCache
+from router.gateway.reading import KEYED
 from router.picker.answer import Answered
 from router.picker.bodies import Body
 from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
@@ -46,7 +46,8 @@ from router.tenants.limiter import RateLimited, Taking
 
 Responses = Sequence[wire.ProcessingResponse]
 
-ENDPOINTS = frozenset(Endpoint)
+READ = KEYED.union(BY_LOAD)
+"""Paths whose bodies say where requests go."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
@@ -192,20 +193,15 @@ class Call:
         assert exchange is not None
         self._until(exchange.deadline_s)
         plain, sent = await self._body.plain(), self._body.sent()
-        if self._fields.get(":method") != "POST" or self._path not in ENDPOINTS:
+        if self._fields.get(":method") != "POST" or self._path not in READ:
             return self._go(*self._least_loaded(plain), sent, is_end=is_end)
-        inbound = exchange.inbound = await self._read(exchange, plain)
+        raw_path = self._fields.get(":path", "").partition("?")[0]
+        assert self._admitted is not None
+        inbound = exchange.inbound = await self._parts.reading.read(
+            self._path, raw_path, self._fields, plain, exchange, self._admitted
+        )
         pods = await self._choose(exchange, inbound)
         return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
-
-    async def _read(self, exchange: Exchange, body: bytes) -> Inbound:
-        assert self._admitted is not None
-        endpoint, parts = Endpoint(self._path), self._parts
-        try:
-            return parts.reader.read(endpoint, body, self._fields, exchange.tenant)
-        except NamesCache as named:
-            whole = await parts.named_caches.expand(endpoint, named.fields, body, exchange.tenant, self._admitted)
-            return parts.reader.read(endpoint, whole, self._fields, exchange.tenant)
 
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
         """The pod of a new attempt, which counts from here on, then those for fallbacks."""
@@ -215,7 +211,7 @@ class Call:
             self._taking = await taking.__aenter__()
             exchange.rate_headers = taking.headers()
         outside(parts.fleet.pods(inbound.model), self._allowed)  # nothing is waited for where none is allowed
-        full = await parts.room.place(inbound, exchange)
+        full = await parts.reach.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
         others = outside(pods, self._allowed)
         avoided = others | full

@@ -11,11 +11,12 @@ from router.gateway.admission import Admission
 from router.gateway.attempts import Attempts
 from router.gateway.blame import Blame
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.errors import Unauthorized
 from router.gateway.headers import UpstreamHeaders
-from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys
-from router.gateway.named_caches import NamedCaches
+from router.gateway.reach import Reach
+from router.gateway.reading import Reading
 from router.gateway.recorder import Recorder
 from router.gateway.waiting import WaitingRoom
 from router.telemetry.metrics import Metrics
@@ -48,7 +49,9 @@ class PickerParts:
     """The gateway's own parts: the decisions of the picker are the gateway's."""
 
     admission: Admission
-    reader: Reader
+    reading: Reading
+    reach: Reach
+    conversations: Conversations
     fleet: Fleet
     room: WaitingRoom
     chooser: Chooser
@@ -57,7 +60,6 @@ class PickerParts:
     recorder: Recorder
     limiter: Limiter
     upstream: UpstreamHeaders
-    named_caches: NamedCaches
     metrics: Metrics
     tracer: Tracer | None
     keys: ClientKeys | None

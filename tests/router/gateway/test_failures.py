@@ -13,6 +13,7 @@ from aiohttp import web
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
+from router.gateway.by_load import BY_LOAD
 from router.parts import FLEET, INDEX
 from tests.router.gateway.helpers import (
     Answer,
@@ -322,7 +323,7 @@ async def test_an_unexpected_error_becomes_a_500_and_the_next_request_works(
 
     async with running(ScriptedEngine("a", streams(GOOD))) as gateway:
         with monkeypatch.context() as patch:
-            patch.setattr(gateway.app[GENERATE]._reader, "read", lambda *a: 1 / 0)
+            patch.setattr(gateway.app[GENERATE]._reading, "read", lambda *a: 1 / 0)
             answer = await gateway.post(STREAM)
         assert (answer.status, answer.json["error"]["type"]) == (500, "server_error")
         assert "ZeroDivisionError" in caplog.text
@@ -348,6 +349,6 @@ async def test_openai_shape_for_a_path_and_a_method_that_do_not_exist() -> None:
         assert (missing.status, wrong.status, wrong.headers["Allow"]) == (404, 405, "POST")
         told, _, served = missing.json["error"]["message"].partition("; served here: ")
         assert told == "GET /v1/nothing: 404: Not Found"
-        assert {*Endpoint, "/v1/models", "/v1/models/{model}", "/health", "/ready"} == set(served.split(", "))
+        assert {*Endpoint, *BY_LOAD, "/v1/models", "/v1/models/{model}", "/health", "/ready"} == set(served.split(", "))
         async with aiohttp.ClientSession() as session, session.put(f"{gateway.url}/health") as put:
             assert put.status == 405
