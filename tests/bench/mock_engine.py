@@ -45,11 +45,16 @@ class Answer(asyncio.Protocol):
         self.gap_s = gap_s
         self.buffer = b""
         self.missing = 0
+        self.is_chunked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self.is_chunked:
+            self.buffer = self.buffer[-8:] + data
+            self._look_for_end()
+            return
         if self.missing == 0:
             head, mark, body = (self.buffer + data).partition(b"\r\n\r\n")
             if not mark:
@@ -59,11 +64,20 @@ class Answer(asyncio.Protocol):
             if head.startswith(b"GET"):
                 self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(MODELS), MODELS))
                 return
+            if b"\ntransfer-encoding: chunked" in head.lower():
+                self.buffer, self.is_chunked = body, True
+                self._look_for_end()
+                return
             length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
             self.missing = int(length) - len(body)
         else:
             self.missing -= len(data)
         if self.missing == 0:
+            self.answer(0)
+
+    def _look_for_end(self) -> None:
+        if self.buffer.endswith(b"0\r\n\r\n"):
+            self.buffer, self.is_chunked = b"", False
             self.answer(0)
 
     def answer(self, number: int) -> None:
