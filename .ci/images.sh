@@ -73,7 +73,7 @@ make_redis() {
 download_wheels() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
         die "$PYTHON is not Python 3.11, as the images are; name one with PYTHON=python3.11"
-    "$PYTHON" .ci/requirements.py engine loadgen >"$work/requirements.txt"
+    "$PYTHON" .ci/requirements.py engine loadgen otel-grpc >"$work/requirements.txt"
     # shellcheck disable=SC2086  # PIP_ARGS is a list of options
     "$PYTHON" -m pip --disable-pip-version-check download --quiet ${PIP_ARGS:-} --only-binary=:all: \
         --dest "$work/wheels" -c .ci/constraints.txt -r "$work/requirements.txt" 'setuptools>=77' dumb-init async-timeout \

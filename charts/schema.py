@@ -13,6 +13,7 @@ from engine.model.checkpoint import CheckpointShape
 from engine.model.config import DTYPES
 from loadgen.commands.compare import CompareSettings
 from router.config import GatewaySettings
+from router.settings.names import MAX_WEIGHT
 
 Schema = dict[str, Any]
 
@@ -64,6 +65,9 @@ EXISTING: Schema = {
 }
 """A set of pods in engines.existing."""
 
+NAMED: Schema = {"type": "string", "pattern": "^[^\\s,=]+$"}
+"""A model, or a name that stands for one."""
+
 BY_KEY: dict[str, Schema] = {
     "affinity": {"type": "object"},
     "podSecurityContext": {"type": "object"},
@@ -99,6 +103,18 @@ BY_PATH: dict[str, Schema] = {
     "namespaceOverride": NAMESPACE,
     "longestAnswerSeconds": {"type": "integer", "minimum": 1, "maximum": 3600},
     "strideBytes": {"type": "integer", "minimum": 16, "maximum": 65536, "multipleOf": 4},
+    "gateway.modelAliases": {"type": "object", "propertyNames": NAMED, "additionalProperties": NAMED},
+    "gateway.modelSplits": {
+        "type": "object",
+        "propertyNames": NAMED,
+        "additionalProperties": {
+            "type": "object",
+            "minProperties": 1,
+            "propertyNames": NAMED,
+            "additionalProperties": {**COUNT, "maximum": MAX_WEIGHT},
+        },
+    },
+    "gateway.defaultModel": {"type": "string"},
     "gateway.apiKeys.keys": {"type": "array", "items": {"type": "string", "pattern": "^[^\\s]+$"}},
     "gateway.tenants.list": {"type": "array", "items": {"type": "object", "required": ["name"]}},
     "gateway.autoscaling.metric": {"enum": ["in_flight", "cpu"]},
@@ -147,6 +163,7 @@ OWNED = {
         *("tenants_file", "tenant_secret_file", "usage_log"),
         *("admin_host", "admin_port"),
         *("tls_cert_file", "tls_key_file"),
+        *("model_alias", "model_split", "default_model"),
     },
     "engine": {
         *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id", "stride"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from engine.contract.otel.hidden import import_redis
 from engine.contract.signals import end_on_sigterm
 
 
@@ -18,6 +19,7 @@ def main() -> None:
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(calibrate(sys.argv[2:]))
+    import_redis()
     from engine.app import run
     from engine.config import EngineSettings
     from engine.contract.settings import load_or_exit

@@ -31,6 +31,8 @@ from engine.contract.api_keys import parse_keys
 from engine.contract.audit import configure_audit
 from engine.contract.collector import quiet_collector
 from engine.contract.files import FollowedFile, UnusableFile
+from engine.contract.otel.running import tracing
+from engine.contract.settings import ConfigError
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.model.config import ModelConfig
@@ -87,7 +89,7 @@ def run(settings: EngineSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (ModelError, TokenizerError, StartError, TierError, UnusableFile) as error:
+    except (ModelError, TokenizerError, StartError, TierError, UnusableFile, ConfigError) as error:
         print(f"warmroute-engine: {error}", file=sys.stderr)
         return 2
     if any(thread.name == _LOADING for thread in threading.enumerate()):
@@ -96,15 +98,18 @@ def run(settings: EngineSettings) -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, TierError, UnusableFile where
-    it cannot start.
+    """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, TierError, UnusableFile,
+    ConfigError where it cannot start.
 
     Ends the process where a step never ends.
     """
     stop, force = asyncio.Event(), asyncio.Event()
     _on_signals(lambda: (force if stop.is_set() else stop).set())
     state, metrics = ServerState(), EngineMetrics(settings.model_name)
-    async with listening(settings, state, metrics) as ports:
+    async with (
+        tracing("warmroute-engine", instance=settings.pod_id) as state.tracer,
+        listening(settings, state, metrics) as ports,
+    ):
         loaded = await _unless(stop, _in_daemon_thread(lambda: load(settings)))
         if loaded is None:
             return

@@ -18,8 +18,9 @@ DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. Exit status: 0 after a clean stop, 1 where a step
-    did not end, 2 where it cannot start.
+    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables have traces sent
+    (engine/contract/otel/README.md). Exit status: 0 after a clean stop, 1 where a step did not end, 2 where it cannot
+    start.
     """
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
@@ -78,10 +79,9 @@ class EngineSettings(Settings):
         0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
     prefix_cache: Literal["hash", "radix", "off"] = Field(
-        "hash",
-        description="How equal beginnings of prompts are found, to reuse their KV. hash: whole blocks, by digest; "
-        "radix: to the token, by a radix tree; "
-        "off: not at all",
+        "radix",
+        description="How equal beginnings of prompts are found, to reuse their KV. radix: to the token, by a tree; "
+        "hash: whole blocks, by digest; off: not at all",
     )
     eviction: Literal["lru", "lfu", "cost"] = Field(
         "lfu",
@@ -184,7 +184,7 @@ class EngineSettings(Settings):
     @classmethod
     def _is_index(cls, value: object) -> object:
         """YAML reads `off` as false; earlier versions had true and false here."""
-        return {"false": "off", "true": "hash"}.get(str(value).lower(), value)
+        return {"false": "off", "true": "radix"}.get(str(value).lower(), value)
 
     @field_validator("block_size")
     @classmethod

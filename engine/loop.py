@@ -51,6 +51,8 @@ class TokenStream:
         self._abort = abort
         self._queue: asyncio.Queue[TokenOutput | StepFailed] = asyncio.Queue(bound)
         self._open: set[int] = set()
+        self.taken_up_s: float | None = None
+        """`time.perf_counter` when the first step took one of the requests up; None before."""
 
     def open(self, request_id: int) -> None:
         """Expect outputs of this request."""
@@ -167,7 +169,7 @@ class EngineLoop:
                 except ValueError as error:
                     raise RequestRefused(str(error)) from None
                 self._streams[request.id] = stream
-                self._queued_s[request.id] = time.monotonic()
+                self._queued_s[request.id] = time.perf_counter()
                 stream.open(request.id)
             self._wake.set()
             yield stream
@@ -294,11 +296,14 @@ class EngineLoop:
         """Requests that this step takes up first have waited until now."""
         if not self._queued_s:
             return
-        now_s = time.monotonic()
+        now_s = time.perf_counter()
         for chunk in plan.chunks:
             queued_s = self._queued_s.pop(chunk.request.id, None)
             if queued_s is not None:
                 self._metrics.queue.observe(now_s - queued_s)
+                stream = self._streams.get(chunk.request.id)
+                if stream is not None and stream.taken_up_s is None:
+                    stream.taken_up_s = now_s
 
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)

@@ -1,10 +1,11 @@
-"""`warmroute-gateway` and `python -m router`: read the settings, serve until told to stop."""
+"""`warmroute-gateway` and `python -m router`: read the settings, serve until told to stop; or `keys`, or `top`."""
 
 from __future__ import annotations
 
 import signal
 import sys
 
+from engine.contract.otel.hidden import import_redis
 from engine.contract.signals import end_on_sigterm
 
 PROG = "warmroute-gateway"
@@ -15,18 +16,24 @@ def main() -> None:
     end_on_sigterm(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
     # Imported here: it takes most of a second, in which a SIGTERM must not be lost.
+    import_redis()
     import asyncio
 
     import uvloop
 
     from engine.contract.audit import configure_audit
     from engine.contract.files import UnusableFile
-    from engine.contract.settings import load_or_exit
+    from engine.contract.settings import ConfigError, load_or_exit
     from router.config import GatewaySettings
     from router.make_key import keys_command
     from router.serving import CannotListen, TaskDied, serve
     from router.telemetry.log import configure_logging
 
+    if sys.argv[1:2] == ["top"]:
+        from router.live.top import top_command
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the screen is given back first
+        raise SystemExit(top_command(sys.argv[2:]))
     if sys.argv[1:2] == ["keys"]:
         raise SystemExit(keys_command(sys.argv[2:]))
     settings = load_or_exit(GatewaySettings, sys.argv[1:], PROG)
@@ -35,9 +42,9 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(settings))
-        except (CannotListen, TaskDied, UnusableFile) as error:
+        except (CannotListen, TaskDied, UnusableFile, ConfigError) as error:
             print(f"{PROG}: {error}", file=sys.stderr)
-            raise SystemExit(2 if isinstance(error, UnusableFile) else 1) from None
+            raise SystemExit(2 if isinstance(error, UnusableFile | ConfigError) else 1) from None
 
 
 if __name__ == "__main__":

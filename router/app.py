@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import logging
 import resource
-import socket
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -20,50 +19,61 @@ from aiohttp import web
 from engine.contract.api_keys import parse_keys
 from engine.contract.files import FollowedFile
 from engine.contract.redis_client import connect as connect_redis
-from engine.contract.requests import Endpoint
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
 from router.events.follow import Streams
-from router.fleet.discovery import Discovery, OverTls
+from router.fleet.discovery import OverTls
 from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
-from router.gateway.accounts import Accounts
-from router.gateway.admin import Admin
-from router.gateway.admission import MIB, Admission
-from router.gateway.body import BodyLimits, no_go_ahead
-from router.gateway.chooser import Chooser
+from router.gateway.admission import Admission
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
-from router.gateway.estimates import Estimates
 from router.gateway.event_sources import sources
-from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
-from router.gateway.inbound import Reader
 from router.gateway.keys import ClientKeys, ExpiredKey, require_key
-from router.gateway.limits import Limits
-from router.gateway.proxy import Proxy
-from router.gateway.registry import NoRegistry, WithEvents
-from router.gateway.sessions import Sessions
-from router.gateway.shadow import Shadows
-from router.gateway.sharing import NoSharing, Sharing, new_notebook
-from router.gateway.status import Status
+from router.gateway.names import Names
+from router.gateway.registry import NoRegistry
+from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
-from router.gateway.telling import Telling
 from router.gateway.tls import Certificate, engine_context
-from router.gateway.waiting import RoomLimits, WaitingRoom
-from router.overload.line import LineLimits
+from router.gateway.tracing import run_tracer
+from router.handlers import handlers
+from router.parts import (
+    ADMISSION,
+    CHOOSER,
+    CLIENT_KEYS,
+    DIED,
+    DISCOVERY,
+    DOOR,
+    ENGINES,
+    EVENTS,
+    FLEET,
+    INDEX,
+    ISOLATION,
+    LACKS,
+    LIMITER,
+    METRICS,
+    NAMES,
+    REGISTRY,
+    SCRAPER,
+    SESSION,
+    SETTINGS,
+    SHARING,
+    STATUS,
+    STREAMS,
+    UPSTREAM,
+    USAGE_LOG,
+)
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
-from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
-from router.routing.types import Policy
+from router.routes import add_routes
 from router.sources import make_discovery
-from router.telemetry.log import RequestLog
 from router.telemetry.metrics import Metrics
 from router.tenants.isolation import Isolation, parse_secret
 from router.tenants.limiter import Limiter
@@ -73,45 +83,12 @@ from router.tenants.tenant_file import parse_tenants
 from router.tenants.usage_log import UsageLog
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PROBES_IDLE_S = 3.0
 """Idle connections of probes are given up before the engine does so (uvicorn: 5 s), lest a probe meets the end."""
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
 """Keys of dropped pods looked at in one go: well under a millisecond."""
-ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
-"""Of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it is told
---schedule-low-priority-values-first)."""
-SETTINGS = web.AppKey("settings", GatewaySettings)
-METRICS = web.AppKey("metrics", Metrics)
-INDEX = web.AppKey("index", PrefixIndex)
-ADMISSION = web.AppKey("admission", Admission)
-SESSION = web.AppKey("session", aiohttp.ClientSession)
-"""For probes and administration."""
-ENGINES = web.AppKey("engines", EngineClient)
-DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
-FLEET = web.AppKey("fleet", Fleet)
-SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
-REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
-TELLING = web.AppKey("telling", Telling)
-"""Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
-SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
-EVENTS = web.AppKey("events", EventFeed)
-STREAMS = web.AppKey("streams", Streams)
-STATUS = web.AppKey("status", Status)
-CHOOSER = web.AppKey("chooser", Chooser)
-GENERATE = web.AppKey("generate", Generate)
-ADMIN = web.AppKey("admin", Admin)
-UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
-DOOR = web.AppKey("door", Door)
-ROOM = web.AppKey("room", WaitingRoom)
-DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
-LACKS = web.AppKey("lacks", Lacks)
-CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
-ISOLATION = web.AppKey("isolation", Isolation)
-LIMITER = web.AppKey("limiter", Limiter)
-USAGE_LOG: web.AppKey[UsageLog | None] = web.AppKey("usage_log")
 
 
 def build_app(settings: GatewaySettings) -> web.Application:
@@ -128,6 +105,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[SETTINGS] = settings
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
+    app[NAMES] = Names(settings.names, settings.default_model)
     has_engine_keys = bool(settings.engine_api_key_file or settings.engine_key_files)
     app[UPSTREAM] = UpstreamHeaders(passes_authorization=not (settings.has_client_keys or has_engine_keys))
     app[INDEX] = PrefixIndex()
@@ -147,16 +125,12 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[ADMISSION] = Admission(
         settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
     )
+    app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, _handlers, _background)
+        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
     )
     app.on_response_prepare.append(_leave_when_draining)
-    for endpoint in Endpoint:
-        app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
-    app.router.add_get("/v1/models", _to(STATUS, Status.models))
-    app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
-    app.router.add_get("/health", _to(STATUS, Status.health))
-    app.router.add_get("/ready", _to(STATUS, Status.ready))
+    add_routes(app)
     return app
 
 
@@ -165,17 +139,6 @@ async def _leave_when_draining(request: web.Request, response: web.StreamRespons
     if request.app[ADMISSION].is_draining:
         response.force_close()
         response.headers["Connection"] = "close"
-
-
-def _to(
-    key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.StreamResponse]]
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler that calls a method of an object of the application, which exists once the application has started."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return await method(request.app[key], request)
-
-    return handle
 
 
 # -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
@@ -288,7 +251,7 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         ),
         interval_s=settings.probe_interval_s,
         eject_after=settings.eject_after,
-        expected=settings.models,
+        expected=[*settings.models, *app[NAMES].models],
         ranks=settings.engine_ranks,
     )
     app[SCRAPER] = None
@@ -338,105 +301,9 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
-async def _handlers(app: web.Application) -> AsyncIterator[None]:
-    settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
-    registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
-    estimates = Estimates()
-    options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
-    reader = Reader(
-        fleet,
-        estimates,
-        stride=settings.stride,
-        default_policy=settings.policy,
-        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
-        isolation=app[ISOLATION],
-        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
-        wakes_models=settings.activation_timeout_s > 0,
-    )
-
-    shares = settings.redis_url is not None and settings.share_beliefs
-    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
-    app[TELLING] = telling = Telling(app[REGISTRY].reports, notebook, asyncio.get_running_loop().time)
-    telling.listen(app[EVENTS].on_routed)
-
-    def make_policies() -> dict[str, Policy]:
-        return {name: make_policy(name, options) for name in POLICY_NAMES}
-
-    app[CHOOSER] = chooser = Chooser(
-        fleet,
-        index,
-        registry,
-        make_policies,
-        estimates,
-        metrics,
-        clock=asyncio.get_running_loop().time,
-        stride=settings.stride,
-        speculation_ttl_s=settings.speculation_ttl_s,
-        foreign_ttl_s=settings.foreign_ttl_s,
-        shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
-        telling=telling,
-    )
-    app[SHARING] = NoSharing()
-    if settings.redis_url is not None and notebook is not None:
-        app[SHARING] = Sharing(settings.redis_url, notebook, fleet.pod, chooser, telling, stride=settings.stride)
-    app[ROOM] = WaitingRoom(
-        fleet,
-        chooser,
-        metrics,
-        RoomLimits(
-            settings.queue_timeout_s,
-            settings.activation_timeout_s,
-            LineLimits(settings.queue_requests, settings.queue_mib * MIB, settings.max_pod_requests),
-        ),
-    )
-    limits = Limits(
-        first_byte_s=settings.first_byte_timeout_s,
-        idle_s=settings.idle_timeout_s,
-        retries=settings.retries,
-        tells_cache=settings.cache_headers,
-        resumes=settings.resume_streams,
-        hedge_after_s=settings.hedge_after_s,
-    )
-    bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
-    app[GENERATE] = Generate(
-        app[ADMISSION],
-        reader,
-        chooser,
-        proxy,
-        metrics,
-        RequestLog(),
-        bodies,
-        app[LACKS],
-        app[LIMITER],
-        Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
-        sessions,
-        total_timeout_s=settings.total_timeout_s,
-    )
-    app[STATUS] = Status(
-        app[DISCOVERY],
-        fleet,
-        registry,
-        isinstance(app[REGISTRY], RegistryReader),
-        app[ADMISSION],
-        app[DOOR],
-        app[LACKS],
-        app[ROOM],
-        metrics,
-        app[LIMITER],
-        app[USAGE_LOG],
-        app[SHARING],
-        app[STREAMS],
-        app[SCRAPER],
-    )
-    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, app[EVENTS], bodies)
-    yield
-
-
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
-    index, metrics, registry = app[INDEX], app[METRICS], app[REGISTRY]
-    sharing, streams = app[SHARING], app[STREAMS]
+    index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
@@ -472,8 +339,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(sharing, Sharing):
             running.push_async_callback(sharing.close)
-            await running.enter_async_context(kept(app, "telling the other gateways", sharing.publisher.run()))
-            await running.enter_async_context(kept(app, "hearing the other gateways", sharing.reader.run()))
+            for name, work in await sharing.start():
+                await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (scraper := app[SCRAPER]) is not None:

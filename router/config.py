@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
-import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
-from engine.contract.settings import Settings, check_bind_address, check_redis_url, check_unique, check_url, flag_of
-from router.kube_targets import MAX_RANKS, KubeTarget, check_namespace, check_port, numbered, parse_targets
+from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
+from router.kube_targets import MAX_RANKS
+from router.settings.discovery import DiscoverySettings
+from router.settings.names import NameSettings
+from router.settings.serving import ServingSettings
 
 PolicyName = Literal[
     "round_robin", "least_loaded", "prefix_hash", "bounded_hash", "cache_aware", "affinity_groups", "predicted_ttft"
@@ -22,127 +23,15 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
+
+    Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).
 
     Exit status: 0 after a clean stop, 1 where the port cannot be had or a part of it has died, 2 for bad flags or key
     files.
     """
 
-    config: str | None = Field(None, description="YAML file with any of these settings")
-
-    host: str = Field("127.0.0.1", description="address to listen on; empty: every one, 0.0.0.0: every IPv4 one")
-    port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one")
-    metrics_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="TCP port of /metrics alone, at --host; 0 takes any free one; none: it is on --admin-port alone",
-    )
-    admin_host: str = Field(
-        "127.0.0.1",
-        description="address of --admin-port; empty: every one, 0.0.0.0: every IPv4 one. Whoever reaches it sees what "
-        "lies in the caches, and may empty them",
-    )
-    admin_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="TCP port for operators: /v1/pods, /v1/route/explain, /reset_prefix_cache and /metrics, which "
-        "--port has none of; 0 takes any free one; none: they are not served",
-    )
-    api_keys_file: str | None = Field(
-        None,
-        description="file of API keys, one a line, # for comments, read again while running; "
-        "none: whoever reaches the gateway may use it",
-    )
-    tenants_file: str | None = Field(
-        None,
-        description="YAML file of tenants: their API keys, models and limits, read again while running "
-        "(router/tenants/README.md); none: no tenants. With --api-keys-file too, its keys are the tenant default's",
-    )
-    tenant_secret_file: str | None = Field(
-        None,
-        description="file of the secret, at least 32 bytes and the same on every gateway, from which the salts of "
-        "tenants with isolation: tenant are made, read again while running",
-    )
-    cache_headers: bool = Field(
-        True, description="tell clients of pods and caches in headers; each tenant's file entry may say no as well"
-    )
-    usage_log: str | None = Field(
-        None,
-        description="folder in which a line of JSON is kept for each request that an engine served, in a file a day; "
-        "none: no usage log",
-    )
-    engine_api_key_file: str | None = Field(
-        None,
-        description="file of the one API key that engines want, read again while running; "
-        "none: engines get the client's Authorization header, unless --api-keys-file or --tenants-file is given",
-    )
-    tls_cert_file: str | None = Field(
-        None,
-        description="PEM file of the certificate chain that clients see, read again while running; none: plain HTTP. "
-        "--metrics-port and --admin-port are plain HTTP either way",
-    )
-    tls_key_file: str | None = Field(
-        None, description="PEM file of the key of --tls-cert-file, without a password, read again while running"
-    )
-    engine_tls_ca_file: str | None = Field(
-        None,
-        description="PEM file of the authority that signed the engines' certificates; none: the system's. With this or "
-        "another of the engine_tls settings, engines that discovery finds are spoken to by https",
-    )
-    engine_tls_cert_file: str | None = Field(
-        None, description="PEM file of the certificate chain that engines are shown; none: they are shown none"
-    )
-    engine_tls_key_file: str | None = Field(
-        None, description="PEM file of the key of --engine-tls-cert-file, without a password"
-    )
-    engine_tls_server_name: str | None = Field(
-        None, description="name that every engine's certificate must hold; none: the engine's address"
-    )
-    models: list[str] = Field(
-        [],
-        description="models that exist even while no engine serves them, comma-separated: then 503, not 404; "
-        "those of engines that answered once are known without",
-    )
-    discovery: Literal["static", "kubernetes", "dns"] = Field(
-        "static",
-        description="where engines are found: in --engines, among the pods of a Kubernetes namespace, or in DNS",
-    )
-    engines: list[str] = Field(
-        [],
-        description="static: base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000; required",
-    )
-    kube_selector: str | None = Field(
-        None, description="kubernetes: label selector of the engines' pods, e.g. app=engine,tier!=test; required"
-    )
-    kube_namespace: str | None = Field(
-        None, description="kubernetes: namespace of the engines' pods; none: the gateway's own, or the kubeconfig's"
-    )
-    kube_port: str = Field(
-        "http",
-        coerce_numbers_to_str=True,
-        description="kubernetes: TCP port of the engines, as a number or a containerPort's name; "
-        "a pod's annotation warmroute.io/port goes first",
-    )
-    kube_targets: str | None = Field(
-        None,
-        description="kubernetes: several sets of pods, in place of --kube-selector, --kube-namespace and --kube-port: "
-        "a YAML or JSON list such as [{selector: app=vllm, namespace: llm, port: 8000, model: org/name, api_key_file: "
-        "/keys/vllm, kv_events_port: 5557, kv_events_replay_port: 5657, ranks: 2}]. selector is required; "
-        "what a pod's annotations say (warmroute.io/model and so on) goes first",
-    )
-    kube_config: str | None = Field(
-        None, description="kubernetes: kubeconfig file whose current context is used; none: the pod's service account"
-    )
-    dns_name: str | None = Field(
-        None, description="dns: name whose A or AAAA records are the engines, e.g. a headless Service's; required"
-    )
-    dns_port: int = Field(8000, ge=1, le=65535, description="dns: TCP port of the engines")
-    dns_max_ttl_s: float = Field(
-        5.0, ge=1, description="dns: seconds after which the name is asked for again; sooner where its TTL is shorter"
-    )
     redis_url: str | None = Field(
         None,
         description="redis://, rediss:// or unix:// URL of the registry, or "
@@ -331,43 +220,11 @@ class GatewaySettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level to log")
     log_requests: bool = Field(False, description="log one JSON line per finished request to stderr")
 
-    @field_validator("engines")
-    @classmethod
-    def _check_engines(cls, urls: list[str]) -> list[str]:
-        cleaned = [url.strip().rstrip("/") for url in urls]
-        for url in cleaned:
-            check_url(url, ("http", "https"))
-            if "@" in urlsplit(url).netloc:
-                raise ValueError(
-                    f"{url!r} must not hold a user or a password: answers, metrics and logs show where engines are. "
-                    "--engine-api-key-file gives the key that engines want"
-                )
-        check_unique(cleaned)
-        return cleaned
-
     @field_validator("shadow_policies")
     @classmethod
     def _check_shadow_policies(cls, names: list[PolicyName]) -> list[PolicyName]:
         check_unique(names)
         return names
-
-    @field_validator("kube_port")
-    @classmethod
-    def _check_kube_port(cls, port: str) -> str:
-        return check_port(port)
-
-    @field_validator("kube_targets", mode="before")
-    @classmethod
-    def _check_kube_targets(cls, targets: Any) -> Any:
-        text = orjson.dumps(targets).decode() if isinstance(targets, list) else targets
-        if isinstance(text, str):
-            parse_targets(text)
-        return text
-
-    @field_validator("kube_namespace")
-    @classmethod
-    def _check_kube_namespace(cls, name: str | None) -> str | None:
-        return None if name is None else check_namespace(name)
 
     @property
     def max_in_flight_body_bytes(self) -> int:
@@ -394,52 +251,6 @@ class GatewaySettings(Settings):
                 "--hedge-after-s must be less than --first-byte-timeout-s, when the first engine is given up"
             )
         return self
-
-    @model_validator(mode="after")
-    def _check_discovery(self) -> Self:
-        required = {"static": "engines", "kubernetes": "kube_selector", "dns": "dns_name"}
-        prefixes = {"static": "engines", "kubernetes": "kube_", "dns": "dns_"}
-        for kind, prefix in prefixes.items():
-            given = sorted(name for name in self.model_fields_set if name.startswith(prefix))
-            if kind != self.discovery and given:
-                raise ValueError(f"{flag_of(given[0])} needs --discovery {kind}, which is {self.discovery}")
-        name = required[self.discovery]
-        if self.kube_targets is not None:
-            others = sorted(self.model_fields_set & {"kube_selector", "kube_namespace", "kube_port"})
-            if others:
-                raise ValueError(
-                    f"{flag_of(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
-                    f"{others[0].removeprefix('kube_')}; leave one of them out"
-                )
-            return self
-        if not getattr(self, name):
-            about = type(self).model_fields[name].description
-            raise ValueError(f"{flag_of(name)} is required with --discovery {self.discovery} ({about})")
-        return self
-
-    @property
-    def targets(self) -> tuple[KubeTarget, ...]:
-        """The pods to follow, of --kube-targets or of the three settings in its place; none without Kubernetes."""
-        if self.kube_targets is not None:
-            return parse_targets(self.kube_targets)
-        if self.kube_selector is None:
-            return ()
-        return (KubeTarget(self.kube_selector, self.kube_namespace, numbered(self.kube_port)),)
-
-    @property
-    def engine_key_files(self) -> tuple[str, ...]:
-        """The files of targets that have a key of their own, each once."""
-        return tuple(dict.fromkeys(target.key_file for target in self.targets if target.key_file))
-
-    @property
-    def has_client_keys(self) -> bool:
-        """Whether clients need an API key."""
-        return bool(self.api_keys_file or self.tenants_file)
-
-    @property
-    def has_engine_tls(self) -> bool:
-        """Whether any of the `engine_tls` settings is given."""
-        return any(getattr(self, name) for name in type(self).model_fields if name.startswith("engine_tls_"))
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

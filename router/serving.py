@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from functools import partial
 from aiohttp import web
 
 from engine.contract.collector import quiet_collector
-from router.app import ADMIN, ADMISSION, DIED, DOOR, LACKS, ROOM, SETTINGS, STATUS, build_app, kept
+from router.app import build_app, kept
 from router.config import GatewaySettings
 from router.gateway.audit import audited
 from router.gateway.body import no_go_ahead
@@ -22,6 +23,24 @@ from router.gateway.door import Door, DoorRunner, want_descriptors
 from router.gateway.errors import errors, http_log
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, client_context
+from router.live.feed import Live
+from router.live.pages import Pages
+from router.live.snapshot import Snapshots
+from router.parts import (
+    ADMIN,
+    ADMISSION,
+    CHOOSER,
+    DIED,
+    DOOR,
+    FLEET,
+    GENERATE,
+    INDEX,
+    LACKS,
+    METRICS,
+    ROOM,
+    SETTINGS,
+    STATUS,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +68,19 @@ def build_metrics_app(app: web.Application, door: Door) -> web.Application:
 
 def build_admin_app(app: web.Application, door: Door) -> web.Application:
     """What operators see and do of the started `app`, for a port that no client reaches, behind `door`."""
-    status, admin = app[STATUS], app[ADMIN]
+    status, admin, live = app[STATUS], app[ADMIN], make_live(app)
+    pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", door))
+    admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
         ("/health", status.health),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
         ("/v1/pods", status.pods),
+        ("/ui", pages.page),
+        ("/ui/events", pages.events),
+        ("/ui/state", pages.state),
     ):
         admin_app.router.add_get(path, handler)
     admin_app.router.add_post("/v1/route/explain", admin.explain, expect_handler=no_go_ahead)
@@ -66,6 +90,24 @@ def build_admin_app(app: web.Application, door: Door) -> web.Application:
 
 async def _watched(app: web.Application, name: str, door: Door, _: web.Application) -> AsyncIterator[None]:
     async with kept(app, name, door.watch()):
+        yield
+
+
+def make_live(app: web.Application) -> Live:
+    """What operators see of the started `app` as it happens. It is told of every request from here on."""
+    settings = app[SETTINGS]
+    live = Live(
+        Snapshots(app[FLEET], app[INDEX], app[ROOM]),
+        app[METRICS],
+        app[ADMISSION],
+        about={"name": socket.gethostname(), "policy": settings.policy},
+    )
+    app[CHOOSER].observer = app[GENERATE].observer = live
+    return live
+
+
+async def _shown(app: web.Application, live: Live, _: web.Application) -> AsyncIterator[None]:
+    async with kept(app, "the live page", live.run()):
         yield
 
 

@@ -173,24 +173,29 @@ class GreedyDual:
 
     def pop(self) -> int:
         """Take out the next one. Raises IndexError where there is none."""
-        heap, worths = self._heap, self._worth
+        # Once for each block that a request takes from a full pool: calls of `_is_current` and `_entry` would show.
+        heap, worths, turns = self._heap, self._worth, self._turns
+        candidate, self._candidate = self._candidate, None
         while True:
-            if self._candidate is not None:
-                entry, self._candidate = heappushpop(heap, self._candidate), None
+            if candidate is not None:
+                entry, candidate = heappushpop(heap, candidate), None
             elif heap:
                 entry = heappop(heap)
             else:
                 raise IndexError("no block is idle")
             block = entry & _BLOCK_MASK
-            if self._is_current(entry, block):
+            worth = worths[block]
+            if worth != _NOT_IDLE and entry >> _BLOCK_BITS & _TURN_MASK == turns[block]:
                 break
-        self._floor = max(self._floor, worths[block])
+        if worth > self._floor:
+            self._floor = worth
         worths[block] = _NOT_IDLE
         self._count -= 1
         if (parent := self._parents[block]) >= 0:
-            self._children[parent] -= 1
-            if not self._children[parent] and worths[parent] != _NOT_IDLE:
-                self._candidate = self._entry(parent)
+            children = self._children
+            left = children[parent] = children[parent] - 1
+            if not left and (worth := worths[parent]) != _NOT_IDLE:
+                self._candidate = (worth << _TURN_BITS | turns[parent]) << _BLOCK_BITS | parent
         return block
 
     def clear(self) -> None:

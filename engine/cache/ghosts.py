@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _SLOTS_PER_BLOCK = 4
 _MOST_SLOTS = 2**20
@@ -25,10 +25,12 @@ class EvictedLately:
         self._mask = slots - 1
         self._slots = array("Q", bytes(8 * slots))
 
-    def note(self, digest: bytes) -> None:
-        """The block of this digest was evicted."""
-        short = int.from_bytes(digest[:_DIGEST_BYTES], "little")
-        self._slots[short & self._mask] = short
+    def note(self, digests: Iterable[bytes]) -> None:
+        """The blocks of these digests were evicted."""
+        slots, mask, read = self._slots, self._mask, int.from_bytes
+        for digest in digests:
+            short = read(digest[:_DIGEST_BYTES], "little")
+            slots[short & mask] = short
 
     def take(self, digests: Sequence[bytes], start: int) -> int:
         """How many of digests[start:] were evicted lately, up to a few others in a row. They are forgotten."""

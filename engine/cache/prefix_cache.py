@@ -343,9 +343,8 @@ class PrefixCache:
         """These blocks are to hold something else: the one place where what is cached is lost, but for `reset`."""
         self.evictions += len(blocks)
         digests = self._indexed.digests
-        for block in blocks:
-            if digest := digests[block]:  # the rows of one that was not full have none
-                self._evicted.note(digest)
+        # The rows of a block that was not full have no digest.
+        self._evicted.note([digest for block in blocks if (digest := digests[block])])
         self._index.remove(blocks)
         for key in self._indexed.remove(blocks):
             self._keys.drop(key)

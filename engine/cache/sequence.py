@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,8 +37,6 @@ class CachedSequence:
     """In the tree, where `RadixIndex` last found the sequence to leave it: where the next search starts."""
     source: int | None = None
     """A block of another sequence, kept until the step that copies its first rows has ended."""
-    _tail: array[int] = field(default_factory=lambda: array("i"))
-    """Known tokens behind the last full block, and for a moment those just added."""
 
     def fork(self) -> CachedSequence:
         """Another sequence of the same tokens, without blocks: they are not hashed again."""
@@ -50,23 +47,22 @@ class CachedSequence:
             list(self.digests),
             list(self.contents),
             packed=self.packed[:],
-            _tail=self._tail[:],
         )
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More known tokens follow: digest the blocks they fill."""
-        self._tail.extend(tokens)
         self.packed += token_bytes(tokens)
-        if len(self._tail) < self.block_size:
+        digests, stride = self.digests, 4 * self.block_size
+        start = len(digests) * stride
+        stop = len(self.packed) // stride * stride
+        if start == stop:
             return
-        full = len(self._tail) // self.block_size * self.block_size
-        data = token_bytes(self._tail[:full])
-        del self._tail[:full]
-        stride = 4 * self.block_size
-        digests, contents = self.digests, self.contents
+        contents, data = self.contents, bytes(self.packed[start:stop])
         parent = digests[-1] if digests else root_digest(self.salt)
-        for start in range(0, len(data), stride):
-            block = data[start : start + stride]
+        for at in range(0, len(data), stride):
+            block = data[at : at + stride]
             parent = chain_digest(parent, block)
-            contents.append(block if digests else self.salt + block)
+            contents.append(block)
             digests.append(parent)
+        if start == 0:
+            contents[0] = self.salt + contents[0]

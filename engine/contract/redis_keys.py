@@ -40,3 +40,8 @@ BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
 def belief_key(pod_id: str) -> str:
     """String with all that gateways believe of such a pod."""
     return f"warmroute:{{gateways}}:belief:{pod_id}"
+
+
+LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
+"""Hash model -> what gateways have learnt of it and its pods. The rule for beliefs allows the name, and it is no
+pod's."""

@@ -21,6 +21,7 @@ from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, prepare
 from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
+from engine.server.tracing import Timeline, traced
 from engine.server.wire import ending, read_body, send_json, write
 
 
@@ -35,6 +36,7 @@ class _Generation:
     arrived_s: float
     """`time.perf_counter` when the request came in: uvloop's own clock counts whole milliseconds."""
     last_token_s: dict[int, float] = field(default_factory=dict)
+    first_token_s: float | None = None
 
     async def next(self) -> tuple[Choice, Delta] | None:
         """The next delta, None after the last. Raises StepFailed."""
@@ -77,6 +79,15 @@ class _Generation:
             return {headers.POD: self.service.pod_id}
         return self.response_headers(cached_tokens)
 
+    def tell(self, seen: Timeline) -> None:
+        """What came of the request, for its trace."""
+        usage = self.usage()
+        seen.pod, seen.model, seen.stream = self.service.pod_id, self.service.model.name, self.job.stream
+        seen.taken_up_s, seen.first_token_s = self.stream.taken_up_s, self.first_token_s
+        seen.prompt_tokens, seen.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        seen.cached_tokens = None if self.first_token_s is None else usage.cached_tokens
+        seen.finish_reasons = [choice.finish for choice in self.choices.values() if choice.finish is not None]
+
     def _observe(self, choice: Choice, output: TokenOutput) -> None:
         now = time.perf_counter()
         metrics = self.service.metrics
@@ -85,6 +96,8 @@ class _Generation:
         if last is not None:
             metrics.inter_token.observe(now - last)
         else:
+            if self.first_token_s is None:
+                self.first_token_s = now
             metrics.observe_first_token(
                 elapsed_s=now - self.arrived_s,
                 prompt_tokens=len(self.job.prompts[choice.prompt].tokens),
@@ -101,17 +114,21 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
     """
     arrived_s = time.perf_counter()
     service = state.serving()
-    with state.answering():
+    with state.answering(), traced(state.tracer, request, arrived_s) as seen:
         endpoint = Endpoint(request.path)
         body = await read_body(request)
         job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
-        service.metrics.prepare.observe(time.perf_counter() - arrived_s)
+        seen.prepared_s = time.perf_counter()
+        service.metrics.prepare.observe(seen.prepared_s - arrived_s)
         try:
             async with service.loop.submit(requests) as stream:
                 generation = _Generation(service, job, choices, stream, arrived_s)
                 answer = _answer(endpoint, service, job, choices)
                 respond = _stream if job.stream else _whole
-                return await respond(request, generation, answer)
+                try:
+                    return await respond(request, generation, answer)
+                finally:
+                    generation.tell(seen)
         except QueueFull as error:
             raise TooManyRequests(str(error), retry_after_s=RETRY_AFTER_S) from None
         except RequestRefused as error:

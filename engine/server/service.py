@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from engine.contract.errors import TooManyRequests, Unavailable
+from engine.contract.otel.tracer import Tracer
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.sched.request import Request
@@ -114,6 +115,8 @@ class ServerState:
 
     def __init__(self) -> None:
         self.service: EngineService | None = None
+        self.tracer: Tracer | None = None
+        """None where nobody asks for traces."""
         self.is_draining = False
         self._active = 0
         self._idle = asyncio.Event()

@@ -161,5 +161,7 @@ def labels(sequence: CachedSequence, start: int = 0) -> Iterator[Label]:
 
 def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:
     """How many of the first pairs asked for have arrived without a gap."""
+    if not end.dropped:
+        return len(pairs)
     done = set(end.done)
     return next((i for i, pair in enumerate(pairs) if pair not in done), len(pairs))

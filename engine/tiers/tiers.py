@@ -118,7 +118,8 @@ class Tiers:
                     self.stats.promoted[link.tier] += len(end.done)
                 else:
                     self.stats.demoted[link.tier] += len(end.done)
-                    link.spoilt.difference_update(pair.target for pair in end.done)
+                    if link.spoilt:
+                        link.spoilt.difference_update(pair.target for pair in end.done)
         for request_id, fetch in tuple(self._fetches.items()):
             if fetch.is_over:
                 self._end(request_id, fetch)

@@ -50,6 +50,6 @@ def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Ro
         stride=stride,
         publishes=spec.publishes,
         capacity=simulation.told_capacity,
-        life=0 if spec.publishes or spec.share_s is None else seed + 1,
+        life=seed + 1 if spec.shares and not spec.publishes else 0,
         number=seed,
     )

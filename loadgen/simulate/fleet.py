@@ -46,12 +46,12 @@ class FleetSpec:
     """Whether the pods publish what they hold and their load; foreign engines do not."""
     tells_capacity: bool = True
     """Whether a pod that publishes nothing says how many tokens its cache holds."""
-    share_s: float | None = None
-    """Period in which gateways tell each other of pods that publish nothing; None: they do not."""
-    share_delay_s: float = 0.05
-    """From a gateway's telling to another's knowing."""
     shared_tokens: int = 0
     """Tokens whose KV the folder holds that pods with a shared tier share."""
+    shares: bool = False
+    """Whether gateways tell each other of pods that publish nothing, when and as often as real ones do."""
+    share_delay_s: float = 0.003
+    """From a gateway's telling to another's knowing: Redis, the network, and what gathers between two reads."""
     scrape_delay_s: float = 0.01
     """From a pod's answering a scrape to its use."""
 
@@ -405,12 +405,15 @@ class Simulation:
 
     def _tell_soon(self, by: Gateway) -> None:
         """What `router.registry.beliefs_publisher` does through Redis."""
-        assert self.spec.share_s is not None
-        self.timeline.after(self.spec.share_s, partial(self._tell, by))
+        due_s = by.told_at_s(len(self._gateways()))
+        if due_s <= self.timeline.now_s:
+            self._tell(by)
+        elif due_s < math.inf:
+            self.timeline.at(due_s, partial(self._tell_soon, by))
 
     def _tell(self, by: Gateway) -> None:
         sent_at_s = self.timeline.now_s
-        for message in by.told(sent_at_s):
+        for message in by.told(sent_at_s, len(self._gateways())):
             for gateway in self._gateways():
                 if gateway is not by:
                     self.timeline.after(self.spec.share_delay_s, partial(gateway.heard, message, sent_at_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from router.gateway.usage import Usage
 from router.registry.beliefs import BeliefMessage, Life
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
+from router.registry.beliefs_pace import Pace
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
@@ -96,6 +98,7 @@ class Gateway:
         self.name = policy
         self.takes_reports = publishes
         self._notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
+        self._pace = Pace()
         self._clock = timeline.clock
         self._capacity = capacity
         self._stride = stride
@@ -206,13 +209,20 @@ class Gateway:
             known.report(report.load, now_s=now_s)
 
     def tell_with(self, on_first: Callable[[], None]) -> None:
-        """Have `on_first` called when there is something to tell after there was nothing, if it tells anything."""
+        """Have `on_first` called when `told_at_s` may come sooner than it was, if it tells anything."""
         if self._notebook is not None:
             self._notebook.on_first = on_first
 
-    def told(self, now_s: float) -> Iterator[BeliefMessage]:
+    def told_at_s(self, gateways: int) -> float:
+        """When it tells the others next, there being so many gateways; infinite while there is nothing to tell."""
+        if self._notebook is None:
+            return math.inf
+        return self._pace.due_s(self._notebook.oldest_s, self._notebook.oldest_routed_s, gateways)
+
+    def told(self, now_s: float, gateways: int) -> Iterator[BeliefMessage]:
         """What it has to tell."""
         while self._notebook is not None and len(self._notebook):
+            self._pace.sent(now_s, gateways, tells_ways=self._notebook.oldest_routed_s is not None)
             yield self._notebook.take(now_s)
 
     def heard(self, message: BeliefMessage, sent_at_s: float) -> None:

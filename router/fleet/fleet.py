@@ -72,7 +72,7 @@ class Fleet:
         self._named: dict[str, Member] = {}
         """By the name that discovery has for it."""
         self._roster = Roster()
-        self._speeds = Speeds()
+        self.speeds = Speeds()
         self._clock: Clock | None = None
         self._ended: set[PodId] = set()
         self._is_telling = False
@@ -292,7 +292,7 @@ class Fleet:
             if member.task is not None:
                 member.task.cancel()
         for url in wanted.keys() - self._members.keys():
-            member = self._members[url] = Member(wanted[url], self._speeds)
+            member = self._members[url] = Member(wanted[url], self.speeds)
             self._unprobed.add(member)
             member.task = group.create_task(self._watch(member))
         self._named = {member.address.name: member for member in self._members.values() if member.address.name}

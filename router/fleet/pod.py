@@ -75,6 +75,8 @@ class Pod:
         self.facts = facts_of(identity)
         self.adapters = Adapters()
         self.state = PodState(None if speeds is None else speeds.of(self.model, self.facts.engine))
+        if speeds is not None and (factor := speeds.factor_of(self.pod_id)) is not None:
+            self.state.speed.begin_with(factor)
         self.faults = Faults() if faults is None else faults
         self.cap = Cap()
         self.in_flight = 0

@@ -35,6 +35,12 @@ class Attempt:
     has_run: bool = False
     """Whether the pod began to do what was asked; else it holds nothing of the prompt for it."""
 
+    span_id: int = 0
+    """Of its span; 0 without tracing."""
+    first_byte_s: float | None = None
+    ended_s: float | None = None
+    """None while it is under way."""
+
     is_on_budget: bool = False
     """Whether it counts as a further attempt under way, which there is a budget for."""
 

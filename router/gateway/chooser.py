@@ -15,11 +15,13 @@ from router.fleet.pod import Clock, Pod
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
+from router.gateway.observer import Observer
 from router.gateway.registry import RegistryView
 from router.gateway.shadow import Shadows
 from router.gateway.tables import WIDE_FROM, Tables
 from router.gateway.telling import Telling, Told
 from router.gateway.usage import Usage
+from router.registry.beliefs import Routed
 from router.registry.index import Match, PrefixIndex
 from router.registry.room import Taken
 from router.registry.speculation import Run
@@ -29,7 +31,7 @@ from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
-from router.routing.types import Decision, PodId, PodView, Policy, RequestInfo
+from router.routing.types import Decision, PodId, PodScore, PodView, Policy, RequestInfo
 from router.routing.wide import WidePods, WidePolicy
 from router.telemetry.metrics import Metrics
 
@@ -95,6 +97,7 @@ class Chooser:
         `name`: of this gateway, under which the others know its `shares`; a random one if it is not given.
         """
         self.name = name or uuid.uuid4().hex
+        self.observer: Observer | None = None
         self._clock = clock
         self._fleet = fleet
         self._index = index
@@ -118,9 +121,11 @@ class Chooser:
 
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
+        scores = self._scores(inbound) if self.observer is not None and not excluded else ()
         started_s = time.perf_counter()
         now_s = self._clock()
         choice, _, views = self._decide(inbound, excluded, now_s)
+        choice.decision.scores = scores
         if choice.policy != inbound.policy:
             self._metrics.fell_back()
         pod = choice.pod
@@ -139,6 +144,15 @@ class Chooser:
         if self._shadows is not None and not excluded:  # a retry is no further request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
+
+    def _scores(self, inbound: Inbound) -> tuple[PodScore, ...]:
+        """Every pod's, where somebody looks on who wants them."""
+        if self.observer is None or not self.observer.wants_scores():
+            return ()
+        started_s = time.perf_counter()
+        scores = self.explain(inbound)[0].decision.scores
+        self.observer.scored(time.perf_counter() - started_s)
+        return scores
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
         """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
@@ -294,18 +308,32 @@ class Chooser:
         pod that publishes nothing, where that was not counted before."""
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
 
-    def heard(self, pod: Pod, request: str, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
+    def heard(
+        self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
+    ) -> None:
         """Another gateway sent a request. `request` is its name: what is before the last dot is the gateway's."""
         now_s = self._clock()
+        predictor = self._policies_of(pod.model).get("predicted_ttft")
+        if isinstance(predictor, PredictedTtft):
+            predictor.sent_elsewhere(pod.pod_id, max(1, uncached_tokens) + output_tokens, now_s)
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
-    def taken(self, pod: Pod, prompt_tokens: int) -> Taken:
-        """What a request of another gateway takes there, whose answer is as long as the model's usually are."""
-        estimate, facts = self._estimates.of(pod.model), pod.facts
-        key_tokens = estimate.tokens_per_byte * self._stride
-        tokens = prompt_tokens + round(estimate.output_tokens)
-        return Taken(tokens, key_tokens, facts.kv_capacity_tokens, facts.block_tokens)
+    def taken(self, pod: Pod, routed: Routed) -> Taken:
+        """What a request of another gateway takes there, by what that gateway tells of it.
+
+        A prompt of k keys is between k and k + 1 strides long: that bounds what a key stands for, whatever this gateway
+        has learnt of the model. One that has just started has learnt nothing, and takes up the requests of the last
+        minute: 64 tokens a key, where they are 107, would leave 43 for each that only this request has, each time that
+        the prefix is used, and half of what the pod holds would be forgotten for lack of room.
+        """
+        facts, strides = pod.facts, len(routed.keys)
+        key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
+        key_tokens = max(key_tokens, routed.prompt_tokens / (strides + 1))
+        if strides:
+            key_tokens = min(key_tokens, routed.prompt_tokens / strides)
+        tokens = routed.prompt_tokens + routed.output_tokens
+        return Taken(tokens, max(1.0, key_tokens), facts.kv_capacity_tokens, facts.block_tokens)
 
     def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""

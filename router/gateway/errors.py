@@ -16,7 +16,7 @@ from engine.contract.message_errors import error_body as message_error_body
 
 log = logging.getLogger(__name__)
 
-OPERATORS_PATHS = frozenset(("/metrics", "/v1/pods", "/v1/route/explain", "/reset_prefix_cache"))
+OPERATORS_PATHS = frozenset(("/metrics", "/v1/pods", "/v1/route/explain", "/reset_prefix_cache", "/ui"))
 """What --admin-port serves and --port does not."""
 
 

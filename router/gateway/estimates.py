@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.registry.learnt import LearntTokens
+
 PRIOR_TOKENS_PER_BYTE = 0.25
 """About four bytes of English a token, for common byte-level BPE vocabularies."""
 PRIOR_WEIGHT_BYTES = 512.0
@@ -25,6 +27,13 @@ class ModelEstimate:
     def tokens_per_byte(self) -> float:
         """Prompt tokens per canonical byte of text."""
         return self.prompt_tokens / self.prompt_bytes
+
+    @property
+    def learnt(self) -> LearntTokens | None:
+        """What answers taught; None while none did."""
+        if self.prompt_bytes == PRIOR_WEIGHT_BYTES:
+            return None
+        return LearntTokens(self.prompt_bytes, self.prompt_tokens, self.output_tokens)
 
     def saw_prompt(self, canonical_bytes: int, tokens: int) -> None:
         """An answer told the tokens of a text prompt."""
@@ -49,3 +58,7 @@ class Estimates:
         if estimate is None:
             estimate = self._models[model] = ModelEstimate()
         return estimate
+
+    def begin_with(self, model: str, learnt: LearntTokens) -> None:
+        """Know what another gateway has learnt of a model of which no answer was seen yet."""
+        self._models[model] = ModelEstimate(learnt.prompt_bytes, learnt.prompt_tokens, learnt.output_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from engine.contract.otel.tracer import Trace
 from router.gateway.attempt import Attempt
 from router.gateway.begun import Begun
 from router.gateway.inbound import Inbound
@@ -34,6 +35,10 @@ class Exchange:
     """The last one that a pod gave to its end: an error is passed on where no other pod does better."""
     status: int = 0
     first_byte_s: float | None = None
+    queued_s: float = 0.0
+    """Seconds that it waited for an engine with room, in vain or not."""
+    trace: Trace | None = None
+    """None where nobody asks for traces."""
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
     rate_headers: Mapping[str, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.errors import ApiError
+from engine.contract.otel.tracer import Tracer
 from engine.contract.requests import Endpoint
 from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
@@ -19,10 +20,13 @@ from router.gateway.door import leave_gate
 from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
-from router.gateway.inbound import NOT_ALLOWED, Inbound, Reader
+from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import tenant_of
+from router.gateway.names import NOT_ALLOWED
+from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
 from router.gateway.sessions import Sessions
+from router.gateway.tracing import spans_of
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
@@ -44,6 +48,7 @@ class Generate:
         limiter: Limiter,
         accounts: Accounts | None,
         sessions: Sessions,
+        tracer: Tracer | None,
         *,
         total_timeout_s: float,
     ) -> None:
@@ -58,14 +63,18 @@ class Generate:
         self._limiter = limiter
         self._accounts = accounts
         self._sessions = sessions
+        self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
+        self.observer: Observer | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to a request."""
         now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
         exchange.client_session = request.headers.get(headers.SESSION)
+        if self._tracer is not None:
+            exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
                 inbound = exchange.inbound = self._reader.read(
@@ -126,6 +135,10 @@ class Generate:
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
                     self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+        if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
+            self._tracer.end(spans_of(exchange.trace, exchange, request.path, self._clock()))
+        if self.observer is not None:
+            self.observer.ended(exchange)
         if self._accounts is None and not self._request_log.enabled:
             return
         now_s = self._clock()

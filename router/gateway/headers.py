@@ -13,6 +13,7 @@ from multidict import CIMultiDict, MultiMapping
 
 from engine.contract import headers
 from engine.contract.api_keys import KeyFileError
+from engine.contract.otel.w3c import TRACEPARENT, TRACESTATE
 from router.fleet.pod import Pod
 
 RawFields = Sequence[tuple[bytes, bytes]]
@@ -63,6 +64,10 @@ class UpstreamHeaders:
         own = set() if passes_authorization else {"authorization", headers.API_KEY}
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
         self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
+        self._traced = {
+            dropped: dropped | {TRACEPARENT.encode(), TRACESTATE.encode()}
+            for dropped in (self._dropped, self._dropped_with_session)
+        }
         self._shown: dict[str, bytes] = {}
         """By the name of the key; the one for all engines has none."""
         self._credentials: dict[str, dict[str, str]] = {}
@@ -82,12 +87,22 @@ class UpstreamHeaders:
         """What engines that want the key of that name are shown of the gateway itself."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
-    def of(self, incoming: RawFields, request_id: str, pod: Pod | None = None, session_id: str | None = None) -> bytes:
+    def of(
+        self,
+        incoming: RawFields,
+        request_id: str,
+        pod: Pod | None = None,
+        session_id: str | None = None,
+        trace: bytes | None = None,
+    ) -> bytes:
         """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank.
 
-        `session_id`: in place of the client's.
+        `session_id`: in place of the client's. `trace`: whole fields of the trace that it belongs to, in place of the
+        client's; None: the client's pass.
         """
         dropped = self._dropped if session_id is None else self._dropped_with_session
+        if trace is not None:
+            dropped = self._traced[dropped]
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
             said = [
@@ -100,6 +115,8 @@ class UpstreamHeaders:
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
         if session_id is not None:
             lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())
+        if trace is not None:
+            lines.append(trace)
         if pod is not None:
             lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
             lines.append(pod.rank_field)

@@ -8,6 +8,7 @@ from engine.contract.events import Keys
 from router.fleet.pod import Clock, Pod
 from router.gateway.chooser import Chooser
 from router.gateway.telling import Telling
+from router.registry.beliefs import Routed
 from router.registry.speculation import Run
 from router.routing.types import PodId
 
@@ -27,19 +28,25 @@ class Hearsay:
         """See BeliefSink; of pods that publish, nothing is told either."""
         return self._pod_of(pod) is not None and self._telling.is_told(pod)
 
-    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
+    def routed(self, event: Routed, at_s: float) -> None:
         """See BeliefSink."""
-        found = self._pod_of(pod)
-        taken = None if found is None else self._chooser.taken(found, prompt_tokens)
-        self._chooser.remember(pod, keys, at_s, taken)
-        self._telling.heard(pod, session_id, keys, prompt_tokens, at_s)
+        if (found := self._pod_of(event.pod)) is not None:
+            self._chooser.remember(event.pod, event.keys, at_s, self._chooser.taken(found, event))
+        self._telling.heard(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
         """See BeliefSink."""
         if (found := self._pod_of(pod)) is not None:
-            self._chooser.heard(found, request, prompt_tokens, uncached_tokens, at_s)
+            self._chooser.heard(
+                found,
+                request,
+                prompt_tokens=prompt_tokens,
+                uncached_tokens=uncached_tokens,
+                output_tokens=output_tokens,
+                at_s=at_s,
+            )
             found.state.sent_elsewhere(
                 request,
                 prompt_tokens=prompt_tokens,

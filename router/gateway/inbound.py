@@ -13,9 +13,10 @@ from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
 from router.fleet.fleet import Fleet
 from router.fleet.probe import ServedModel
-from router.gateway.errors import Forbidden, NoEngine
+from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.fields import with_fields
+from router.gateway.names import Names, first_words, not_allowed
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 
@@ -23,8 +24,6 @@ MEDIA_TOKENS = 1024
 """Prompt tokens of an image, a sound or a file, whose bytes say nothing of them. Engines make 576 of an image for LLaVA
 1.5, 256 to 1,280 for Qwen2-VL with the bounds its authors advise, 4,096 of a megapixel for Pixtral."""
 _CHATS = (Endpoint.CHAT, Endpoint.MESSAGES)
-NOT_ALLOWED = "model_not_allowed"
-"""Code of the error for a model that the tenant may not use."""
 LOWEST_PRIORITY = -9
 """Of a request: below 0 it is the first to be given up when there is too much."""
 _NUMBER = re.compile(r"-?[0-9]{1,6}")
@@ -55,7 +54,8 @@ class Inbound:
     teaches_tokens: bool
     """Whether the answer's token count tells how many tokens this model makes of a byte of text."""
     body: bytes
-    """As it came, but for `cache_salt` where the gateway makes salts, and `priority` where engines are told."""
+    """As it came, but for `model` where the one asked for is a name for it, `cache_salt` where the gateway makes salts,
+    and `priority` where engines are told."""
     prompts: int = 1
     """`keys` and `prompt_bytes` are the first one's."""
     priority: int = 0
@@ -78,11 +78,14 @@ class Reader:
         isolation: Isolation | None = None,
         engine_priority: Literal[-1, 1] | None = None,
         wakes_models: bool = False,
+        names: Names | None = None,
     ) -> None:
         """`policies`: names a request may choose from by header; None: it may not. `isolation`: tenants' salts.
         `engine_priority`: sign of the field `priority` that engines get, 1 where higher is sooner for them; None:
         they get none but the client's. `wakes_models`: requests for known models that no engine serves are read too.
+        `names`: that stand for models.
         """
+        self._names = names or Names()
         self._engine_priority = engine_priority
         self._wakes_models = wakes_models
         self._fleet = fleet
@@ -101,10 +104,13 @@ class Reader:
         if endpoint is None:
             endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)
-        model, adapter = self._model(head.model, tenant)
+        name = self._meant(head.model, tenant, endpoint, fields)
+        model, adapter = self._model(name, tenant)
         salt = head.salt
         priority = _priority(incoming.get(headers.PRIORITY), tenant)
         new: dict[str, str | int] = {}
+        if name is not None and name != head.model:
+            new["model"] = name
         if self._isolation is not None and (tenant.is_isolated or (salt and self._isolation.has_secret)):
             salt = self._isolation.salt(tenant, salt)
             new["cache_salt"] = salt
@@ -152,6 +158,18 @@ class Reader:
             )
         return asked
 
+    def _meant(self, asked: str | None, tenant: Tenant, endpoint: Endpoint, fields: Mapping[str, Any]) -> str | None:
+        """The name that engines are asked for. Raises Forbidden: the tenant has to be allowed the name that it asks
+        for and the one that this stands for."""
+        name = self._names.default if asked is None else asked
+        if name is None or name not in self._names:
+            return name
+        check_allowed(tenant, name)
+        return self._names.model(name, tenant, self._is_served, first_words(endpoint, fields))
+
+    def _is_served(self, name: str) -> bool:
+        return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
+
     def _model(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
         """The names of the model and of the adapter on it, empty without one.
 
@@ -184,7 +202,7 @@ class Reader:
 def check_allowed(tenant: Tenant, name: str) -> None:
     """Raises Forbidden if the tenant may not ask for that name; whether there is such a model is not told."""
     if not tenant.may_use(name):
-        raise Forbidden(f"this API key may not use model {quoted(name)}", param="model", code=NOT_ALLOWED)
+        raise not_allowed(name)
 
 
 def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:

@@ -160,6 +160,8 @@ class Proxy:
         session_id = self._sessions.begin(choice.pod, inbound, now_s)
         told = self._chooser.told(inbound, choice, session_id or exchange.request_id)
         attempt = Attempt(choice, lease, now_s, told, session_id)
+        if exchange.trace is not None:
+            attempt.span_id = exchange.trace.child_id()
         exchange.attempts.append(attempt)
         return attempt
 
@@ -203,7 +205,13 @@ class Proxy:
                     self._client,
                     attempt.pod.targets[inbound.endpoint],
                     inbound.body,
-                    self._upstream.of(request.raw_headers, exchange.request_id, attempt.pod, attempt.session_id),
+                    self._upstream.of(
+                        request.raw_headers,
+                        exchange.request_id,
+                        attempt.pod,
+                        attempt.session_id,
+                        None if exchange.trace is None else exchange.trace.fields(attempt.span_id),
+                    ),
                     deadline_s,
                     admitted.keep,
                     partial(leave_gate, request),
@@ -221,6 +229,7 @@ class Proxy:
                 if outcome is not Outcome.REFUSED:
                     body = await self._body(exchange, opened, deadline_s)
                 now_s = self._clock()
+                attempt.first_byte_s = now_s
                 if exchange.begun is None:
                     exchange.first_byte_s = now_s
                 attempt.outcome = outcome
@@ -246,6 +255,7 @@ class Proxy:
             attempt.failed(failed.outcome, self._clock())
             return None
         finally:
+            attempt.ended_s = self._clock()
             if opened is not None:
                 opened.close()
             self._end_retry(attempt)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from router.fleet.fleet import FleetChange
 from router.fleet.pod import Pod
@@ -17,10 +17,11 @@ from router.gateway.telling import Telling
 from router.registry.beliefs import Life
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_publisher import BeliefPublisher
 from router.registry.beliefs_reader import BeliefReader, BeliefStatus
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_wire import RedisWire
+from router.registry.learnt_sync import LearntSource, LearntSync
 from router.routing.types import PodId
 
 
@@ -52,7 +53,7 @@ def new_notebook(name: str, stride: int) -> Notebook:
 
 
 class Sharing:
-    """Needs a running loop. The tasks `publisher.run` and `reader.run` are for the caller to keep."""
+    """Needs a running loop. The work that `start` returns is for the caller to keep."""
 
     def __init__(
         self,
@@ -61,14 +62,28 @@ class Sharing:
         pod_of: Callable[[PodId], Pod | None],
         chooser: Chooser,
         telling: Telling,
+        learning: LearntSource,
         *,
         stride: int,
     ) -> None:
         sink = Hearsay(pod_of, chooser, telling, clock=asyncio.get_running_loop().time)
-        self._others, plan = Others(sink, notebook.life), WritePlan()
+        self._others = Others(sink, notebook.life)
+        shared = SharedBeliefs(notebook, sink, stride, self._others)
         self._reader_wire = RedisWire(redis_url)
-        self.publisher = BeliefPublisher(RedisWire(redis_url), notebook, self._others, plan, sink, stride=stride)
-        self.reader = BeliefReader(self._reader_wire, notebook, self._others, plan, sink, stride=stride)
+        self.publisher = BeliefPublisher(RedisWire(redis_url), shared)
+        self.reader = BeliefReader(self._reader_wire, shared)
+
+        self._learnt = LearntSync(redis_url, learning)
+
+    async def start(self) -> Sequence[tuple[str, Coroutine[Any, Any, None]]]:
+        """Load what others have learnt, before any pod is known: what they tell of pods is reckoned with it. Then what
+        there is to do until the end, and its name."""
+        await self._learnt.load()
+        return (
+            ("telling the other gateways", self.publisher.run()),
+            ("hearing the other gateways", self.reader.run()),
+            ("keeping what was learnt", self._learnt.run()),
+        )
 
     def fleet_changed(self, change: FleetChange) -> None:
         """Which pods there are. Call it after what was believed of ended lives has been dropped."""
@@ -91,5 +106,20 @@ class Sharing:
 
     async def close(self) -> None:
         """The tasks have ended: say goodbye to the others."""
-        await self.publisher.close()
+        await asyncio.gather(self.publisher.close(), self._learnt.close())
         await self._reader_wire.close()
+
+
+def make_sharing(
+    redis_url: str | None,
+    notebook: Notebook | None,
+    pod_of: Callable[[PodId], Pod | None],
+    chooser: Chooser,
+    telling: Telling,
+    learning: LearntSource,
+    stride: int,
+) -> Sharing | NoSharing:
+    """`redis_url`, `notebook`: None where nothing is shared."""
+    if redis_url is None or notebook is None:
+        return NoSharing()
+    return Sharing(redis_url, notebook, pod_of, chooser, telling, learning, stride=stride)

@@ -23,6 +23,7 @@ from router.gateway.admission import Admission
 from router.gateway.door import Door
 from router.gateway.inbound import check_allowed, find_model
 from router.gateway.keys import tenant_of
+from router.gateway.names import Names
 from router.gateway.registry import RegistryView
 from router.gateway.sharing import SharingView
 from router.gateway.waiting import WaitingRoom
@@ -55,7 +56,9 @@ class Status:
         sharing: SharingView,
         events: Streams,
         scraper: Scraper | None = None,
+        names: Names | None = None,
     ) -> None:
+        self._names = names or Names()
         self._scraper = scraper
         self._discovery = discovery
         self._fleet = fleet
@@ -184,15 +187,23 @@ class Status:
         )
 
     async def models(self, request: web.Request) -> web.Response:
-        """The union of the pods' model lists, as far as the tenant may use them, each as its first pod describes it."""
-        cards, tenant = self._fleet.models(), tenant_of(request)
-        names = sorted(filter(tenant.may_use, cards))
-        return json_response({"object": "list", "data": [orjson.Fragment(cards[name].card) for name in names]})
+        """The union of the pods' model lists and the operator's names, as far as the tenant may use them, each model
+        as its first pod describes it."""
+        models, tenant = self._fleet.models(), tenant_of(request)
+        cards = {name: models[name].card for name in models if tenant.may_use(name)}
+        cards |= self._names.cards(models, tenant)
+        return json_response({"object": "list", "data": [orjson.Fragment(cards[name]) for name in sorted(cards)]})
 
     async def model(self, request: web.Request) -> web.Response:
         """One model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
         name, tenant = request.match_info["model"], tenant_of(request)
         check_allowed(tenant, name)
+        if name in self._names:
+            card = self._names.cards(self._fleet.models(), tenant).get(name)
+            if card is None:
+                name = self._names.model(name, tenant, lambda model: False, b"")  # says why: it is not served
+            else:
+                return json_response(orjson.Fragment(card))
         return json_response(orjson.Fragment(find_model(self._fleet, name, tenant).card))
 
     async def pods(self, request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,10 @@ class WaitingRoom:
         return {
             model: len(self._lines[model]) if model in self._lines else 0 for model in self._fleet.engines_by_model()
         }
+
+    def waiting_tenants(self) -> Counter[str]:
+        """Requests that wait, by tenant. Takes time in all of them."""
+        return Counter(held.tenant for held in self._held.values())
 
     def full(self, model: str) -> frozenset[PodId] | None:
         """Pods that take no more; None: a request for the model would have to wait."""
@@ -164,6 +169,7 @@ class WaitingRoom:
             now_s = self._loop.time()
             if self._held.pop(waiting, None) is not None:  # the client has left
                 line.leave(waiting, now_s)
+            exchange.queued_s += now_s - began_s
             self._metrics.queued(now_s - began_s)
             self._metrics.tenants.queued(exchange.tenant.name, now_s - began_s)
 

@@ -141,8 +141,8 @@ class BeliefSink(Protocol):
     def knows(self, pod: PodId) -> bool:
         """Whether the pod is in the fleet; nothing is told of others."""
 
-    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        """It counts as holding the keys."""
+    def routed(self, event: Routed, at_s: float) -> None:
+        """The pod counts as holding the keys."""
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float

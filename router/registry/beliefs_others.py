@@ -189,7 +189,7 @@ class Others:
         match event:
             case Routed():
                 if sink.knows(event.pod):
-                    sink.routed(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
+                    sink.routed(event, at_s)
                     self._send(other, event, at_s)
                     heard.changed.add(event.pod)
             case Ended():

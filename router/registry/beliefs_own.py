@@ -81,8 +81,10 @@ class Notebook:
         """When a pod was last forgotten; for the reader to prune."""
         self._emptied_s: dict[PodId, float] = {}
         """When a pod was last emptied for sure: what was lost may have told of it."""
+        self._oldest_routed_s: float | None = None
         self.on_first: Callable[[], None] = _nothing
-        """Called when there is something to tell after there was nothing."""
+        """Called when there is something to tell after there was nothing, and where a request went after there was no
+        such thing."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -96,6 +98,11 @@ class Notebook:
     def oldest_s(self) -> float | None:
         """When the first event that is not taken came, or before."""
         return self._events[0][0] if self._events else None
+
+    @property
+    def oldest_routed_s(self) -> float | None:
+        """When the first request went to its pod of which that is not taken, or before; None: there is none."""
+        return self._oldest_routed_s
 
     def routed(
         self,
@@ -118,6 +125,9 @@ class Notebook:
             now_s,
             ROUTED_BYTES + KEY_BYTES * len(keys),
         )
+        if self._oldest_routed_s is None and self._events:
+            self._oldest_routed_s = now_s
+            self.on_first()
         return number
 
     def began(self, number: int, now_s: float, cached_tokens: int | None) -> None:
@@ -206,6 +216,7 @@ class Notebook:
                 request.is_told = True
             events.append(event._replace(age_s=max(0.0, now_s - at_s)))
         self._size -= size
+        self._oldest_routed_s = self.oldest_s  # where some are left, they are told as soon as the way of a request
         return BeliefMessage(
             self.life, self.name, self._seq, self._stride, tuple(events), lists_aboard=lists_aboard, is_last=is_last
         )
@@ -224,6 +235,7 @@ class Notebook:
         """An event for which there is no room makes those before it of no use: what is believed is written whole."""
         self.lost += 1 + len(self._events)
         self._events.clear()
+        self._oldest_routed_s = None
         self._size = 0
         self.has_lost = True
         for request in self._open.values():

@@ -8,23 +8,16 @@ import math
 from contextlib import suppress
 
 from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
-from router.registry.beliefs import BeliefMessage, BeliefSink
+from router.registry.beliefs import BeliefMessage, Routed
 from router.registry.beliefs_codec import encode
-from router.registry.beliefs_others import Others
-from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_plan import WritePlan
+from router.registry.beliefs_pace import Pace
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_snapshot import encode_snapshot
-from router.registry.beliefs_wire import BeliefWire, RedisClock
+from router.registry.beliefs_wire import BeliefWire
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
 
-BATCH_S = 0.05
-"""Between two messages, among few gateways."""
-FEW_GATEWAYS = 10
-"""Beyond, the time between two messages widens with the square root of their number, as engines' does with theirs."""
-LINGER_S = 0.005
-"""What comes first after a quiet time waits for so long for what comes with it."""
 HEARTBEAT_S = 2.0
 """Something is sent at least this often: who hears nothing of a gateway forgets what it has in flight."""
 LIST_S = 10.0
@@ -33,26 +26,23 @@ TICK_S = 0.1
 """How often what else there is to do is looked for."""
 EARLY_S = 0.001
 """What is due so soon is due: timers and sums of times are rounded."""
-CLOCK_S = 30.0
-"""Redis's clock is looked at this often."""
 LONGEST_BACKOFF_S = 0.5
 LAST_WORD_S = 2.0
 """To tell the rest, and write what has changed, when the gateway stops."""
 
 
 class BeliefPublisher:
-    """Sends `notebook`'s events, and writes the pods of `plan`. Every failure of Redis is survived."""
+    """Sends the notebook's events, and writes the pods of the plan. Every failure of Redis is survived."""
 
-    def __init__(
-        self, wire: BeliefWire, notebook: Notebook, others: Others, plan: WritePlan, sink: BeliefSink, *, stride: int
-    ) -> None:
+    def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
         self._wire = wire
-        self._notebook = notebook
-        self._others = others
-        self._plan = plan
-        self._sink = sink
-        self._stride = stride
-        self._clock = RedisClock()
+        self._notebook = shared.notebook
+        self._others = shared.others
+        self._plan = shared.plan
+        self._sink = shared.sink
+        self._stride = shared.stride
+        self._clock = shared.clock
+        self._pace = Pace()
         self._wake = asyncio.Event()
         self._unsent: tuple[BeliefMessage, float] | None = None
         """A message that Redis has not confirmed, and when it was taken."""
@@ -66,7 +56,7 @@ class BeliefPublisher:
         self.written = 0
         """Pods' beliefs."""
         self.last_error: str | None = None
-        notebook.on_first = self._wake.set
+        shared.notebook.on_first = self._wake.set
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -81,7 +71,7 @@ class BeliefPublisher:
                 if self._outage.is_news(error):
                     log.warning("gateways: %s; the others hear nothing of this one", self.last_error)
                 await self._wire.reset()
-                self._clock.synced_at_s = -math.inf
+                self._clock.lost()
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
             else:
@@ -105,19 +95,19 @@ class BeliefPublisher:
     # -- when -------------------------------------------------------------------------------------------------
 
     def _due_s(self) -> float:
-        oldest_s = self._notebook.oldest_s
-        due_s = min(self._sent_at_s + HEARTBEAT_S, self._tick_s + TICK_S)
+        return min(self._told_due_s(), self._tick_s + TICK_S)
+
+    def _told_due_s(self) -> float:
         if self._unsent is not None:
             return -math.inf
-        if oldest_s is not None:
-            width = math.sqrt(max(1.0, (1 + len(self._others)) / FEW_GATEWAYS))
-            due_s = min(due_s, max(oldest_s + LINGER_S, self._sent_at_s + BATCH_S * width))
-        return due_s
+        notebook = self._notebook
+        due_s = self._pace.due_s(notebook.oldest_s, notebook.oldest_routed_s, 1 + len(self._others))
+        return min(due_s, self._sent_at_s + HEARTBEAT_S)
 
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
-        while (due_s := self._due_s()) > loop.time() + EARLY_S:
-            timer = loop.call_at(due_s, self._wake.set)
+        while (next_s := self._due_s()) > loop.time() + EARLY_S:
+            timer = loop.call_at(next_s, self._wake.set)
             try:
                 await self._wake.wait()
             finally:
@@ -128,14 +118,12 @@ class BeliefPublisher:
 
     async def _step(self) -> None:
         now_s = asyncio.get_running_loop().time() + EARLY_S
-        if now_s - self._clock.synced_at_s > CLOCK_S:
-            await self._clock.sync(self._wire)
+        await self._clock.sync(self._wire)
         if now_s >= self._tick_s + TICK_S:
             self._tick_s = now_s
             for pod in list(self._plan.due(now_s)):
                 await self._write(pod)
-        is_due = len(self._notebook) or now_s >= self._sent_at_s + HEARTBEAT_S
-        if is_due or self._notebook.has_lost or self._unsent is not None:
+        if self._notebook.has_lost or now_s >= self._told_due_s():
             await self._send()
 
     async def _send(self) -> None:
@@ -152,6 +140,8 @@ class BeliefPublisher:
         await self._wire.append(data, self._clock.there(clock()))
         self._unsent = None
         self._sent_at_s = clock()
+        tells_ways = any(isinstance(event, Routed) for event in message.events)
+        self._pace.sent(self._sent_at_s, 1 + len(self._others), tells_ways=tells_ways)
         self.sent += 1
         self.sent_bytes += len(data)
 
@@ -187,8 +177,7 @@ class BeliefPublisher:
             self._plan.drop((pod,))
             return False
         clock = asyncio.get_running_loop().time
-        if self._clock.synced_at_s == -math.inf:
-            await self._clock.sync(self._wire)
+        await self._clock.sync(self._wire)
         there = self._clock.there
         data = encode_snapshot(self._stride, there(clock()), [(there(at_s), keys) for at_s, keys in runs])
         await self._wire.put(pod, data)

@@ -15,24 +15,23 @@ from dataclasses import dataclass
 
 from engine.contract.events import DecodeError, UnknownVersion
 from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
-from router.registry.beliefs import ANY_LIFE, BeliefSink, Life
+from router.registry.beliefs import ANY_LIFE, Life
 from router.registry.beliefs_codec import decode
-from router.registry.beliefs_others import SAME_S, Heard, Others
-from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_plan import WritePlan
+from router.registry.beliefs_others import SAME_S, Heard
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_snapshot import decode_snapshot
-from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, BeliefWire, Entry, RedisClock, sent_at
+from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, BeliefWire, Entry, sent_at
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
-PAUSE_S = 0.01
-"""After a read, so that messages gather: a read costs as much as taking up several."""
+PAUSE_S = 0.0025
+"""After a read, so that messages gather: a read costs as much as taking up several. No longer, as what is heard later
+is worth less (`beliefs_pace.py`)."""
 SNAPSHOTS_AT_A_TIME = 8
 SILENCE_S = 10.0
 """Not even this gateway's own messages came: the address may lead to another server by now."""
-CLOCK_S = 30.0
 WISH_S = 1.0
 """Between two wishes, and from a load that found nothing to the wish for it."""
 MAX_BACKOFF_S = 0.5
@@ -84,16 +83,14 @@ class BeliefStatus:
 class BeliefReader:
     """Takes up the messages in `wire` into `others`. Every failure of Redis is survived."""
 
-    def __init__(
-        self, wire: BeliefWire, notebook: Notebook, others: Others, plan: WritePlan, sink: BeliefSink, *, stride: int
-    ) -> None:
+    def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
         self._wire = wire
-        self._notebook = notebook
-        self._others = others
-        self._plan = plan
-        self._sink = sink
-        self._stride = stride
-        self._clock = RedisClock()
+        self._notebook = shared.notebook
+        self._others = shared.others
+        self._plan = shared.plan
+        self._sink = shared.sink
+        self._stride = shared.stride
+        self._clock = shared.clock
         self._pods: set[PodId] = set()
         self._fresh: set[PodId] = set()
         """Pods that nothing was looked up for yet."""
@@ -183,6 +180,7 @@ class BeliefReader:
             backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
             self._connected = False
             self._others.expire(asyncio.get_running_loop().time())
+            self._clock.lost()
             await self._wire.reset()
             await asyncio.sleep(backoff_s)
 
@@ -211,8 +209,7 @@ class BeliefReader:
                 self._outage.end()
             self._others.expire(clock())
             self._make_wishes()
-            if clock() - self._clock.synced_at_s > CLOCK_S:
-                await self._clock.sync(self._wire)
+            await self._clock.sync(self._wire)
             if len(entries) < READ_ENTRIES:
                 await asyncio.sleep(PAUSE_S)
 

@@ -16,6 +16,10 @@ RETAIN_S = 45.0
 """Messages are kept for so long, a little more where that is cheaper: longer than a pod's beliefs go unwritten."""
 KEPT_S = 600.0
 """What is believed of a pod is kept for so long after it was written, with no gateway left to write it again."""
+CLOCK_S = 30.0
+"""Redis's clock is looked at this often."""
+EXPIRY_S = 10.0
+"""That the stream goes when nobody writes is set this often, not with each message: a command more for each."""
 READ_ENTRIES = 256
 PAGE_ENTRIES = 512
 
@@ -55,19 +59,25 @@ class BeliefWire(Protocol):
 
 
 class RedisClock:
-    """Redis's clock in terms of this process's: `offset_s` is what the latter is ahead."""
+    """Redis's clock in terms of this process's: `offset_s` is what the latter is ahead. Who needs it syncs it."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
-        self.synced_at_s = -math.inf
+        self._synced_at_s = -math.inf
 
     async def sync(self, wire: BeliefWire) -> None:
-        """Ask Redis. Raises REDIS_ERRORS."""
+        """Ask Redis, if that was not done in the last CLOCK_S. Raises REDIS_ERRORS."""
         clock = asyncio.get_running_loop().time
         asked_s = clock()
+        if asked_s - self._synced_at_s <= CLOCK_S:
+            return
         redis_s = await wire.time()
-        self.synced_at_s = clock()
-        self.offset_s = (asked_s + self.synced_at_s) / 2 - redis_s
+        self._synced_at_s = clock()
+        self.offset_s = (asked_s + self._synced_at_s) / 2 - redis_s
+
+    def lost(self) -> None:
+        """The next connection may lead to another server: what is known of its clock is void."""
+        self._synced_at_s = -math.inf
 
     def here(self, redis_s: float) -> float:
         """A time of Redis's, by this process's clock."""
@@ -87,6 +97,7 @@ class RedisWire:
     """One client. Connects at its first call."""
 
     def __init__(self, url: str) -> None:
+        self._expiry_set_s = -math.inf
         self.redis: Redis = connect(url)
         for command in ("XREAD", "XRANGE"):
             self.redis.set_response_callback(command, _as_it_is)
@@ -100,10 +111,10 @@ class RedisWire:
         """See BeliefWire. The stream itself goes when nobody has written for long."""
         oldest = f"{max(0, int((now_s - RETAIN_S) * 1000))}-0"
         fields: Any = {STREAM_DATA_FIELD: data}
-        async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.xadd(BELIEFS_STREAM, fields, minid=oldest, approximate=True)
-            pipe.expire(BELIEFS_STREAM, int(KEPT_S))
-            await pipe.execute()
+        await self.redis.xadd(BELIEFS_STREAM, fields, minid=oldest, approximate=True)
+        if now_s - self._expiry_set_s > EXPIRY_S:
+            await self.redis.expire(BELIEFS_STREAM, int(KEPT_S))
+            self._expiry_set_s = now_s
 
     async def newest(self) -> bytes:
         """See BeliefWire."""
@@ -138,6 +149,7 @@ class RedisWire:
 
     async def reset(self) -> None:
         """See BeliefWire."""
+        self._expiry_set_s = -math.inf
         await drop_connections(self.redis)
 
     async def close(self) -> None:

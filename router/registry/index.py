@@ -85,6 +85,7 @@ class PrefixIndex:
         self._speculative_limit = speculative_limit
         self._request_limit = max(_REQUEST_KEYS, speculative_limit // _REQUEST_SHARE)
         self._speculations: dict[PodId, Speculation] = {}
+        self._expected_rooms: dict[PodId, tuple[float, int | None]] = {}
         self.rooms = Rooms()
         """What the pods that tell nothing can take before they evict something."""
         self._regret = Regret()
@@ -201,6 +202,11 @@ class PrefixIndex:
             parts = (matches[pod].strides, in_host[pod], on_disk[pod])
             matches[pod] = shared.get(parts) or shared.setdefault(parts, Match(*parts))
 
+    def holders(self, key: PrefixKey) -> tuple[PodId, ...]:
+        """The pods that are believed to hold the key, in any tier."""
+        mask = self._shards[key >> _SHARD_SHIFT].get(key, 0)
+        return self._pods_in((mask | mask >> _SPECULATIVE_SHIFT) & self._live)
+
     def _pods_in(self, slots: int) -> tuple[PodId, ...]:
         """The pods of the live slots in a mask; remembered, because few sets of pods recur often."""
         pods = self._sets.get(slots)
@@ -257,7 +263,7 @@ class PrefixIndex:
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
         if speculation is None:
-            speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+            speculation = self._new_speculation(pod)
         keys = keys[: self._request_limit]
         if pod in self._reporters:
             shards, reported, believed = self._shards, 1 << slot, speculation.believed
@@ -275,6 +281,22 @@ class PrefixIndex:
                     self._regret.lost(gone)
             self._show_room(pod, speculation)
             self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+
+    def _new_speculation(self, pod: PodId) -> Speculation:
+        speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+        if (room := self._expected_rooms.pop(pod, None)) is not None:
+            speculation.expect_room(*room)
+        return speculation
+
+    def expect_rooms(self, rooms: Mapping[PodId, tuple[float, int | None]]) -> None:
+        """What another gateway has learnt of the caches of pods that report nothing: tokens that each is thought to
+        hold, and those that it told. It counts for pods of which nothing has been speculated yet."""
+        self._expected_rooms |= rooms
+
+    def learnt_room(self, pod: PodId) -> tuple[float, int | None] | None:
+        """The same of a pod here; None while nothing is known of its cache."""
+        speculation = self._speculations.get(pod)
+        return None if speculation is None else speculation.learnt_room
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
         """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay. Those that
@@ -316,7 +338,7 @@ class PrefixIndex:
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
         if speculation is None:
-            speculation = self._speculations[pod] = Speculation(self._speculative_limit)
+            speculation = self._new_speculation(pod)
         if pod in self._reporters:
             shards, reported = self._shards, 1 << slot
             runs = [
@@ -339,7 +361,9 @@ class PrefixIndex:
     def capacity_is_told(self, pod: PodId) -> bool:
         """Whether the pod has told what its cache holds, so that what is speculated of it ends without a time."""
         speculation = self._speculations.get(pod)
-        return speculation is not None and speculation.capacity_is_told
+        if speculation is None:
+            return self._expected_rooms.get(pod, (0.0, None))[1] is not None
+        return speculation.capacity_is_told
 
     @property
     def regret(self) -> float:

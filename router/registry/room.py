@@ -18,8 +18,8 @@ ENOUGH_SIGNS = 3
 """Refutations from which a pod that tells no capacity has one: the first may be of a cache that was emptied."""
 DEFAULT_BLOCK_TOKENS = 16
 """Of vLLM on GPUs; where blocks are larger and the pod does not tell, its capacity comes out a little too large."""
-_FOLLOW = 0.02
-"""Weight of a request in what a key stands for: prompts with images differ from text."""
+_MEAN_OF = 50
+"""So many requests count in what a key stands for: prompts with images differ from text."""
 _REGRET_FOLLOW = 0.05
 _LOST_KEYS = 32_768
 _MERGED_SHARE = 4.0
@@ -58,6 +58,7 @@ class Room:
         "_limit",
         "_loose",
         "_signs",
+        "_taken",
         "_told",
         "key_tokens",
         "loose_tokens",
@@ -75,6 +76,8 @@ class Room:
         self._ghosts: dict[PrefixKey, float] = {}
         """Keys given up for lack of room -> tokens given up until then; oldest first."""
         self._evicted_tokens = 0.0
+        self._taken = 0
+        """Requests, up to `_MEAN_OF`."""
         self.loose_tokens = 0.0
         self.key_tokens = 0.0
 
@@ -88,6 +91,16 @@ class Room:
         """Whether the pod has told what its cache holds."""
         return self._told is not None
 
+    @property
+    def told_tokens(self) -> int | None:
+        """What the pod told."""
+        return self._told
+
+    def begin_with(self, capacity_tokens: float, told_tokens: int | None) -> None:
+        """Know what another gateway has learnt. For a room that nothing was taken of yet. `told_tokens`: by the pod."""
+        self._told = told_tokens
+        self._capacity = capacity_tokens if told_tokens is None else self._bounded(capacity_tokens, told_tokens)
+
     def take(self, taken: Taken, keys: int, now_s: float) -> None:
         """A request of so many keys goes to the pod."""
         told = taken.capacity_tokens
@@ -96,7 +109,8 @@ class Room:
             # Another life of another size: what was learnt is a share of it.
             self._capacity = float(told) if was is None else self._bounded(self._capacity * told / was, told)
             self._told = told
-        self.key_tokens += _FOLLOW * (taken.key_tokens - self.key_tokens) if self.key_tokens else taken.key_tokens
+        self._taken = min(self._taken + 1, _MEAN_OF)  # the first ones, when the model's tokens are not known, fade soon
+        self.key_tokens += (taken.key_tokens - self.key_tokens) / self._taken
         block = taken.block_tokens or DEFAULT_BLOCK_TOKENS
         loose = -(-taken.tokens // block) * block - keys * taken.key_tokens
         if loose > 0:

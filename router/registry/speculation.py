@@ -113,7 +113,7 @@ class Speculation:
         room any more. Its own stay, however small the cache is thought to be."""
         room = self._room
         if room is None:
-            room = self._room = Room(max(_LEAST_GHOSTS, self._limit // 4))
+            room = self._room = self._new_room()
         room.take(taken, keys, now_s)
         excess = self._tokens(room) - room.capacity_tokens
         if excess <= 0:
@@ -133,6 +133,21 @@ class Speculation:
             left -= room.key_tokens
         room.given_up(self.discard(gone), excess - left)
         return gone
+
+    def _new_room(self) -> Room:
+        return Room(max(_LEAST_GHOSTS, self._limit // 4))
+
+    def expect_room(self, capacity_tokens: float, told_tokens: int | None) -> None:
+        """The pod's cache is thought to hold so much, by what another gateway has learnt. `told_tokens`: by the pod."""
+        if self._room is None:
+            self._room = self._new_room()
+            self._room.begin_with(capacity_tokens, told_tokens)
+
+    @property
+    def learnt_room(self) -> tuple[float, int | None] | None:
+        """What the pod's cache is thought to hold, and what the pod told; None while nothing is known of it."""
+        room = self._room
+        return None if room is None or room.capacity_tokens == math.inf else (room.capacity_tokens, room.told_tokens)
 
     def room_tokens(self) -> float:
         """Tokens that the pod can take before it evicts something; infinite while nothing is known of its capacity."""

@@ -11,6 +11,10 @@ _MOST_DELAY_S = 1.0
 _SILENT_SHARE = 0.01
 """A gateway that does less than this share of the work counts as none."""
 _COPY_SHARE = 0.5
+_FOLLOW = 0.05
+"""Weight of a request in the mean prefill of those of others."""
+_LEAST_S = 0.5
+"""Seconds of traffic that a rate is taken from at least."""
 LEAST_PART = 0.02
 """Of a pod: it is nobody's own by less."""
 _GATEWAYS = 256
@@ -24,7 +28,7 @@ class Parting(NamedTuple):
     high: float
     """From `low` to `high` of all pods, 0 to 1."""
     unseen_s: float
-    """Seconds of prefill that other gateways have sent and not told yet, on the pod that looks best to them."""
+    """Seconds of prefill that another gateway may have sent to a pod of its own and not told yet."""
 
     def part(self, row: int, pods: int) -> float:
         """How much of the pod in this place of so many is its own, 0 to 1."""
@@ -51,11 +55,14 @@ def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> f
 class Gateways:
     """What each gateway sends of late, this one included: each counts the pods as its own by its share of that.
 
-    A gateway hears of the others' requests some 0.05 to 0.1 s late. Meanwhile a pod looks idle that was just sent a
-    long prompt, and it looks so to all alike: equal rules send all their next requests there. So what others send
-    in that time is reckoned on any pod but a gateway's own:
+    A gateway hears of the others' requests some milliseconds late, more where it or Redis is busy. Meanwhile a pod
+    looks idle that was just sent a long prompt, and it looks so to all alike: equal rules send all their next requests
+    there. So what others send in that time is reckoned on any pod but a gateway's own:
 
-        unseen = others' prefill, s per s * seconds until it is told
+        unseen = min(others' prefill, s per s * seconds until it is told, a usual prefill of theirs)
+
+    One unseen request is what mostly lies there: with more in the sum, gateways far apart would each keep to its own
+    pods and let the others' stand idle.
 
     All gateways line up in the order of their names and the pods in the order of theirs, so that each pod is some
     gateway's own. Nothing is reserved: a pod of others that is better by more is chosen.
@@ -68,6 +75,10 @@ class Gateways:
         """Seconds of prefill by gateway, in units that grow as they decay."""
         self._origin_s = 0.0
         self._delay_s = 0.0
+        self._began_s = math.inf
+        """When the first request was counted."""
+        self._usual_s: float | None = None
+        """Mean prefill of a request of another gateway."""
 
     def sent(self, work_s: float, now_s: float) -> None:
         """This gateway sends so much prefill."""
@@ -77,6 +88,8 @@ class Gateways:
         """Another gateway sent so much prefill, `delay_s` ago."""
         if gateway not in self._work_s and len(self._work_s) >= _GATEWAYS:
             del self._work_s[min(self._work_s, key=self._work_s.__getitem__)]
+        usual_s = work_s if self._usual_s is None else self._usual_s
+        self._usual_s = usual_s + _FOLLOW * (work_s - usual_s)
         self._delay_s += _DELAY_FOLLOW * (min(max(0.0, delay_s), _MOST_DELAY_S) - self._delay_s)
         self._add(gateway, work_s, now_s)
 
@@ -91,10 +104,14 @@ class Gateways:
         if not own_s or own_s == total_s:
             return None
         before_s = math.fsum(work_s for name, work_s in works_s.items() if name < self._own)
-        rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / _HALF_LIFE_S
-        return Parting(before_s / total_s, (before_s + own_s) / total_s, rate * self._delay_s)
+        # Part of the decayed sum that there would be if it had always come at this rate.
+        counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
+        rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
+        unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)
+        return Parting(before_s / total_s, (before_s + own_s) / total_s, unseen_s)
 
     def _add(self, gateway: str, work_s: float, now_s: float) -> None:
+        self._began_s = min(self._began_s, now_s)
         unit = self._unit(now_s)
         if unit > 2.0**30:
             self._work_s = {name: work / unit for name, work in self._work_s.items()}

@@ -31,21 +31,8 @@ class PodState:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_context_tokens",
-        "_decoding",
-        "_free_at_s",
-        "_joins_until_s",
-        "_pending",
-        "_pending_tokens",
-        "_prefilled",
-        "_reported",
-        "_sent",
-        "_speed",
-        "_stepped_s",
-        "_usual_tokens",
-        "_watchers",
-        "_weight",
+        *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
+        *("_prefilled", "_reported", "_sent", "_speed", "_stepped_s", "_usual_tokens", "_watchers", "_weight"),
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
@@ -74,6 +61,11 @@ class PodState:
 
     def __repr__(self) -> str:
         return f"PodState(pending={len(self._pending)}, decoding={len(self._decoding)}, cost={self.cost})"
+
+    @property
+    def speed(self) -> PodSpeed:
+        """What is known of the pod's speed."""
+        return self._speed
 
     @property
     def cost(self) -> StepCost:

@@ -130,6 +130,11 @@ class PredictedTtft(WidePolicy):
         self._turns.take(pod_id)
         self._recent.add(pod_id, max(1, request.prompt_tokens - matched) + request.output_tokens, request.now_s)
 
+    def sent_elsewhere(self, pod_id: PodId, tokens: int, now_s: float) -> None:
+        """Another gateway sent a request to the pod, with so many tokens to compute: the pod had its turn."""
+        self._turns.take(pod_id)
+        self._recent.add(pod_id, tokens, now_s)
+
     def ttfts_s(self, request: RequestInfo, pods: Sequence[PodView]) -> list[float]:
         """Seconds to the first token on each pod, as `choose` predicts them. The requests seen before play no part in
         them, and this one leaves no trace."""

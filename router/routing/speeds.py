@@ -11,11 +11,14 @@ have told something else for long enough: the noisier the answers, the longer (e
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from engine.contract.load import StepCost
 from router.routing.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
+from router.routing.types import PodId
 
 _FASTEST_TOKEN_S = 1e-7
 _SIZE_ANSWERS = 50
@@ -43,6 +46,27 @@ _SAME_FACTOR = math.log(1.05)
 _MOST_SPREAD = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class LearntSpeed:
+    """What a pool knows, for one that knows nothing yet. Logarithms are natural."""
+
+    level: float
+    noise: float
+    noises: float
+    observations: int
+    sizes: Mapping[int, tuple[float, float, float]]
+    """See `SpeedPool`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearntFactor:
+    """What is known of one pod of a pool."""
+
+    factor: float
+    evidence_s: float
+    mean: float
+
+
 class Member(Protocol):
     """A pod of a pool."""
 
@@ -54,7 +78,9 @@ class Member(Protocol):
 class SpeedPool:
     """What is known of the speed of pods that are alike: same model, same kind of engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str = "unknown") -> None:
+        """`engine`: which kind of engine they are."""
+        self.engine = engine
         self.cost = PRIOR
         """Without `base_s`: from outside a fixed time of each step and one of each request look alike, and a queue is
         no longer for the second."""
@@ -75,6 +101,25 @@ class SpeedPool:
     def join(self, member: Member) -> None:
         """Tell it when the constants change."""
         self._members.add(member)
+
+    @property
+    def learnt(self) -> LearntSpeed | None:
+        """What answers taught, of which there were enough; else None."""
+        if self.observations < ENOUGH_OBSERVATIONS:
+            return None
+        sizes = {digits: (n, tokens, seconds) for digits, (n, tokens, seconds) in self._sizes.items()}
+        return LearntSpeed(self._level, self._noise, self._noises, self.observations, sizes)
+
+    def begin_with(self, learnt: LearntSpeed) -> None:
+        """Know what another gateway has learnt. For a pool that has no member yet."""
+        self._level, self._noise = learnt.level, max(_LEAST_NOISE, learnt.noise)
+        self._noises = min(learnt.noises, _NOISE_ANSWERS)
+        self.observations = learnt.observations
+        self._sizes = {
+            digits: [min(n, _SIZE_ANSWERS), tokens, seconds] for digits, (n, tokens, seconds) in learnt.sizes.items()
+        }
+        self._solve()
+        self._tell(0.0)
 
     @property
     def noise(self) -> float:
@@ -191,6 +236,18 @@ class PodSpeed:
         """When `is_known` ends to be so if nothing more is heard, once it is."""
         return math.inf if self._reported is not None or self._observed_s is None else self._observed_s + OBSERVATION_S
 
+    @property
+    def learnt(self) -> LearntFactor | None:
+        """What answers taught of this pod beside its pool; None without any."""
+        if self._reported is not None or not self._evidence:
+            return None
+        return LearntFactor(self.factor, self._evidence, self._mean)
+
+    def begin_with(self, learnt: LearntFactor) -> None:
+        """Know what another gateway has learnt of the pod. For one of which no answer was seen yet."""
+        self.factor, self._evidence, self._mean = learnt.factor, learnt.evidence_s, learnt.mean
+        self.use_pool()
+
     def report(self, cost: StepCost) -> None:
         """The pod's own constants; ignored while it knows none."""
         if cost.token_s > 0:
@@ -237,10 +294,24 @@ class Speeds:
     def __init__(self) -> None:
         self._pools: WeakValueDictionary[tuple[str, str], SpeedPool] = WeakValueDictionary()
         """A pool lives as long as its pods."""
+        self._learnt: dict[tuple[str, str], LearntSpeed] = {}
+        self._factors: dict[PodId, LearntFactor] = {}
+        """Of pools and pods that do not exist yet."""
 
     def of(self, model: str, engine: str) -> SpeedPool:
         """The pool of such pods."""
         pool = self._pools.get((model, engine))
         if pool is None:
-            pool = self._pools[model, engine] = SpeedPool()
+            pool = self._pools[model, engine] = SpeedPool(engine)
+            if (learnt := self._learnt.pop((model, engine), None)) is not None:
+                pool.begin_with(learnt)
         return pool
+
+    def factor_of(self, pod: PodId) -> LearntFactor | None:
+        """What another gateway had learnt of a pod that is new here; told once."""
+        return self._factors.pop(pod, None)
+
+    def expect(self, model: str, speeds: Mapping[str, LearntSpeed], factors: Mapping[PodId, LearntFactor]) -> None:
+        """Pools and pods that come to exist begin with these. `speeds`: by the kind of engine."""
+        self._learnt |= {(model, engine): speed for engine, speed in speeds.items()}
+        self._factors |= factors

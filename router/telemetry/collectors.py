@@ -55,6 +55,10 @@ class Distribution(Collector):
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
 
+    def counted(self) -> list[int]:
+        """Observations in each bucket, the one without an upper bound last, of all labels together."""
+        return [sum(counts) for counts in zip(*self._counts.values(), strict=True)] or [0] * (len(self._bounds) + 1)
+
     def keep(self, is_kept: Callable[[Labels], bool]) -> None:
         """Forget the series whose labels are not kept."""
         for labels in [labels for labels in self._counts if not is_kept(labels)]:

@@ -5,6 +5,8 @@ An engine is called `engine` and not `pod`: that label is the gateway's own wher
 
 from __future__ import annotations
 
+from collections import Counter as Count
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
 from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
+from router.telemetry.totals import Totals
 
 TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 TTFT_ERROR_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -402,6 +405,23 @@ class Metrics:
     def fell_back(self) -> None:
         """Count a request routed without the registry because it had expired."""
         self._fallbacks.inc()
+
+    def totals(self) -> Totals:
+        """What was counted since the start, summed up."""
+        answers = errors = 0
+        by_engine: Count[str] = Count()
+        for (_, engine, status), count in self._requests.counts.items():
+            answers += count
+            errors += count if int(status) >= 500 else 0
+            by_engine[str(engine)] += count
+        tokens: Count[str] = Count()
+        for (_, kind), count in self._tokens.counts.items():
+            tokens[str(kind)] += count
+        shadows: defaultdict[str, Count[str]] = defaultdict(Count)
+        for tally in (self._shadow_decisions, self._shadow_tokens):
+            for (_, shadow, kind), count in tally.counts.items():
+                shadows[str(shadow)][str(kind)] += count
+        return Totals(answers, errors, by_engine, tokens, TTFB_BUCKETS_S, self._first_byte.counted(), {**shadows})
 
     def keep_pods(self, pods: Iterable[str]) -> None:
         """Forget the counters of pods not among `pods`, so that labels stay bounded."""

@@ -1,26 +1,35 @@
 """What it costs to tell other gateways of a request, and to hear of theirs: `python -m tests.bench.bench_beliefs`.
 
 CPU time, in us a request of 24 prefix keys of which 8 are a system prompt; batches of 17 requests, as one of three
-gateways has them at 1,000 requests/s in all. *Path*: what the request itself waits for.
+gateways has them at 1,000 requests/s in all. *Path*: what the request itself waits for. Then, over a real Redis: how
+late gateways hear of each other's requests, their own work included as all are in this process, and what telling and
+hearing take of a core, Redis aside.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
 from router.registry.beliefs import Life
 from router.registry.beliefs_codec import decode, encode
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
+from router.registry.beliefs_wire import BeliefWire, RedisWire
 from router.routing.types import PodId
-from tests.registry.belief_ends import Beliefs
+from tests.redis_server import RedisServer, running_redis
+from tests.registry.belief_ends import Beliefs, End
 
 KEYS, SHARED, BATCH, ROUNDS = 24, 8, 17, 400
+LOADS = ((2, 125.0), (4, 125.0), (3, 1000.0), (10, 1000.0))
+"""Gateways and requests a second in all, of which lateness is measured."""
+LATENESS_S = 10.0
 PODS = [PodId(f"10.0.0.{i}:8000") for i in range(64)]
 
 
@@ -53,6 +62,59 @@ def main() -> None:
     for name, seconds in (("path", path_s), ("encode", encode_s), ("decode", decode_s), ("index, load", apply_s)):
         print(f"{name:12} {statistics.median(seconds) / BATCH * 1e6:6.1f} us a request")
     print(f"{'wire':12} {statistics.median(sizes) / BATCH:6.0f} bytes a request")
+    for gateways, rate in LOADS:
+        with running_redis() as server:
+            asyncio.run(lateness(server, gateways, rate))
+
+
+async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
+    """Print how late requests are heard of that come at `rate` a second to so many gateways in turn."""
+    rng = random.Random(1)
+    wires = [(RedisWire(server.url), RedisWire(server.url)) for _ in range(gateways)]
+    ends = [Listening(number + 1, PODS, pair) for number, pair in enumerate(wires)]
+    for end in ends:
+        await end.start()
+    await asyncio.sleep(1.0)
+    clock = asyncio.get_running_loop().time
+    began_s, began_cpu_s = clock(), time.process_time()
+    chain = tuple(PrefixKey(rng.getrandbits(64)) for _ in range(KEYS))
+    next_s = clock()
+    for number in range(round(rate * LATENESS_S)):
+        next_s += rng.expovariate(rate)
+        await asyncio.sleep(max(0.0, next_s - clock()))
+        end = ends[number % gateways]
+        now_s = clock()
+        place = end.notebook.routed(
+            PODS[number % 64], f"{int(now_s * 1e9):032x}", chain,
+            now_s, prompt_tokens=1500, uncached_tokens=1000, output_tokens=128,
+        )  # fmt: skip
+        asyncio.get_running_loop().call_later(0.1, end.notebook.began, place, now_s + 0.1, None)
+        asyncio.get_running_loop().call_later(0.3, end.notebook.ended, place, now_s + 0.3)
+    cores = (time.process_time() - began_cpu_s) / (clock() - began_s) / gateways
+    late_s = sorted(late_s for end in ends for late_s in end.late_s)
+    sent = sum(end.publisher.sent for end in ends)
+    print(
+        f"{gateways} gateways, {rate:4.0f} requests/s: heard {1e3 * statistics.mean(late_s):5.1f} ms late on average,"
+        f" median {1e3 * late_s[len(late_s) // 2]:5.1f}, p90 {1e3 * late_s[len(late_s) * 9 // 10]:5.1f};"
+        f" {sent / LATENESS_S:4.0f} messages/s, {100 * cores:4.1f} % of a core for each gateway"
+    )
+    for end in ends:
+        await end.stop()
+
+
+class Listening(End):
+    """A gateway that looks how late it hears of others' requests."""
+
+    def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[BeliefWire, BeliefWire]) -> None:
+        super().__init__(number, pods, wires)
+        self.late_s: list[float] = []
+        routed = self.sink.routed
+
+        def heard(pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
+            self.late_s.append(asyncio.get_running_loop().time() - int(session_id, 16) / 1e9)
+            routed(pod, session_id, keys, prompt_tokens, at_s)
+
+        self.sink.routed = heard  # type: ignore[method-assign]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

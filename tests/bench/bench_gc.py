@@ -40,8 +40,9 @@ from engine.metrics import EngineMetrics
 from engine.sched.request import KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from router.app import ADMISSION, INDEX, build_app
+from router.app import build_app
 from router.config import GatewaySettings
+from router.parts import ADMISSION, INDEX
 from router.routing.types import PodId
 from router.serving import make_runner
 from tests.bench.bench_gateway import MODULE as GATEWAY_MODULE

@@ -23,8 +23,9 @@ from aiohttp import web
 
 from engine.contract.collector import quiet_collector
 from engine.contract.settings import load_or_exit
-from router.app import ADMISSION, FLEET, INDEX, build_app
+from router.app import build_app
 from router.config import GatewaySettings
+from router.parts import ADMISSION, FLEET, INDEX
 from router.serving import make_runner
 from tests.bench.bench_gateway import Client, Engine, Load, chat
 

@@ -252,3 +252,14 @@ def test_of_a_repository_one_copy_of_the_weights_is_fetched(any_helm: Helm):
         ignore_patterns=[pattern for flag, pattern in patterns if flag == "--exclude"],
     )
     assert list(fetched) == wanted
+
+
+def test_names_of_models_reach_the_gateway(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
+    settings = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
+    assert settings.names == {
+        "gpt-4o": (("sim", 1),),
+        "openai/gpt-4.1": (("sim", 1),),
+        "chat": (("org/sim-new", 10), ("sim", 90)),
+    }
+    assert settings.default_model == "chat"

@@ -20,7 +20,7 @@ from tests.charts.chart import CI_VALUES, PROFILES, Helm, containers, pod_templa
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = ("router/Dockerfile", "engine/Dockerfile.cpu", "engine/Dockerfile.cuda", "loadgen/Dockerfile")
 SCRIPTS = (".ci/run", ".ci/images.sh", ".ci/kind-up.sh", "tests/cluster/run.sh")
-EXTRAS = {"router/Dockerfile": [], "loadgen/Dockerfile": ["loadgen"]}
+EXTRAS = {"router/Dockerfile": ["otel-grpc"], "loadgen/Dockerfile": ["loadgen"]}
 NAMES = {"gateway": "router/Dockerfile", "engine-cpu": "engine/Dockerfile.cpu", "loadgen": "loadgen/Dockerfile"}
 
 
@@ -157,7 +157,7 @@ def test_images_install_the_extras_of_their_program(path: str):
     build, _ = stages(path)
     (command,) = re.findall(r"python requirements.py ([^>]*)>", "\n".join(of(build, "RUN")))
     extras = command.split()
-    assert extras == EXTRAS.get(path, ["engine"])
+    assert extras == EXTRAS.get(path, ["engine", "otel-grpc"])
     listed = subprocess.run(
         [sys.executable, ".ci/requirements.py", *extras], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

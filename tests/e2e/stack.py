@@ -12,8 +12,9 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.sse import SseDecoder
-from router.app import INDEX, build_app
+from router.app import build_app
 from router.config import GatewaySettings
+from router.parts import INDEX
 from router.routing.types import PodId
 from router.serving import make_runner
 from tests.e2e.programs import Program

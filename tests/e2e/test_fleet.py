@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import CHOOSER, INDEX
+from router.parts import CHOOSER, INDEX
 from router.routing.types import PodId
 from tests.conftest import wait_until
 from tests.e2e.programs import Program, running

@@ -14,7 +14,7 @@ from engine.contract import headers
 from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
 from engine.text.tokenizer import Tokenizer
-from router.app import FLEET
+from router.parts import FLEET
 from tests.e2e.programs import Program, running
 from tests.e2e.stack import Stack, gateway_before
 from tests.redis_server import running_redis

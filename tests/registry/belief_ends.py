@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
-from router.registry.beliefs import Life
+from router.registry.beliefs import Life, Routed
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import BACKLOG_BYTES, Notebook
 from router.registry.beliefs_plan import WritePlan
 from router.registry.beliefs_publisher import BeliefPublisher
 from router.registry.beliefs_reader import BeliefReader
+from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_wire import RETAIN_S, BeliefWire, Entry
 from router.registry.index import PrefixIndex
 from router.registry.speculation import Run
@@ -133,9 +134,9 @@ class Beliefs:
     def knows(self, pod: PodId) -> bool:
         return pod in self.pods
 
-    def routed(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        self.index.speculate(pod, keys, at_s, TTL_S)
-        self.heard.append((pod, session_id, keys, prompt_tokens, at_s))
+    def routed(self, event: Routed, at_s: float) -> None:
+        self.index.speculate(event.pod, event.keys, at_s, TTL_S)
+        self.heard.append((event.pod, event.session_id, event.keys, event.prompt_tokens, at_s))
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
@@ -184,9 +185,9 @@ class End:
     ) -> None:
         self.sink = Beliefs(pods)
         self.notebook = Notebook(Life(number), f"gateway-{number}", stride, backlog_bytes)
-        self.others, plan = Others(self.sink, Life(number)), WritePlan(random.Random(number))
-        self.publisher = BeliefPublisher(wires[0], self.notebook, self.others, plan, self.sink, stride=stride)
-        self.reader = BeliefReader(wires[1], self.notebook, self.others, plan, self.sink, stride=stride)
+        self.others = Others(self.sink, Life(number))
+        shared = SharedBeliefs(self.notebook, self.sink, stride, self.others, WritePlan(random.Random(number)))
+        self.publisher, self.reader = BeliefPublisher(wires[0], shared), BeliefReader(wires[1], shared)
         self._wires = wires
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []

@@ -133,7 +133,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -
         finally:
             await play.end()
 
-    loop = looptime.new_event_loop()
+    loop = looptime.new_event_loop(noop_cycles=1)  # no sockets here: nothing comes from outside between two timers
     try:
         return loop.run_until_complete(run())
     finally:

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import orjson
 from aiohttp import web
 
-from router.app import FLEET, INDEX, SHARING, STATUS, TELLING
 from router.gateway.sharing import Sharing
+from router.parts import FLEET, INDEX, SHARING, STATUS, TELLING
 from router.routing.types import PodId
 from tests.redis_server import RedisServer
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, eventually, running, stalls_after
@@ -157,6 +157,7 @@ async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server
         listed = (await second.get("/v1/pods")).json
         assert listed["pods"][0]["in_flight_of_others"] == 1
         assert len(listed["sharing"]["gateways"]) == 1
+        await eventually(lambda: bool(engine.received))  # the other gateway may hear of it before the engine does
         assert heard == [(pod.pod_id, engine.received[0].headers["x-request-id"])]
         request.cancel()
         await asyncio.wait((request,))

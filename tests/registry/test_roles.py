@@ -12,16 +12,28 @@ from redis.exceptions import NoPermissionError
 from engine.contract.events import Tier
 from engine.contract.prefix_key import PrefixKey
 from engine.contract.redis_client import connect
-from engine.contract.redis_keys import BELIEFS_STREAM, belief_key, resync_key, shares_key, snapshot_key, stream_key
+from engine.contract.redis_keys import (
+    BELIEFS_STREAM,
+    LEARNT_KEY,
+    belief_key,
+    resync_key,
+    shares_key,
+    snapshot_key,
+    stream_key,
+)
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 from router.registry.beliefs_wire import RedisWire
+from router.registry.learnt import Learnt, LearntRoom
+from router.registry.learnt_sync import LearntSync
 from router.registry.share_sync import ShareSync
 from router.routing.shares import TrafficShares
+from router.routing.types import PodId
 from router.tenants.ledger import Report
 from router.tenants.redis_ledger import RedisLedger
 from router.tenants.tenant import TenantLimits
 from tests.redis_server import RedisServer
 from tests.registry.ends import MODEL, FakeEngine, Gateway
+from tests.registry.test_learnt import Source
 
 RULES = {"engine": ENGINE_RULES, "gateway": GATEWAY_RULES}
 
@@ -80,6 +92,14 @@ async def test_gateways_tell_each_other_as_their_user(users: RedisServer):
         await wire.close()
 
 
+async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisServer):
+    record, source = Learnt(rooms={PodId("a"): LearntRoom(9.0, None)}), Source()
+    await LearntSync(As(users, "gateway").url, Source(m=record)).close()
+    await (sync := LearntSync(As(users, "gateway").url, source)).load()
+    await sync.close()
+    assert source.expected == {"m": record}
+
+
 async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer):
     report = Report("t", TenantLimits(5), 3, 0, 9, 0, 0, 0)
     async with connect(As(users, "gateway").url) as client:
@@ -98,6 +118,7 @@ async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer)
         ("engine", ("SET", "other", "x")),
         ("engine", ("XADD", BELIEFS_STREAM, "*", "d", "a")),
         ("engine", ("SET", belief_key("a"), "x")),
+        ("engine", ("HSET", LEARNT_KEY, "m", "x")),
         ("gateway", ("XADD", "other", "*", "p", "a")),
         ("gateway", ("DEL", snapshot_key(MODEL, "a"))),
         ("gateway", ("GETDEL", resync_key(MODEL, "a"))),

@@ -14,8 +14,9 @@ import pytest
 from aiohttp import web
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import EVENTS, FLEET, INDEX, STREAMS, build_app
+from router.app import build_app
 from router.config import GatewaySettings
+from router.parts import EVENTS, FLEET, INDEX, STREAMS
 from router.serving import make_runner
 from tests.router.gateway.helpers import eventually
 from tests.vllm.conftest import StartServers

@@ -50,7 +50,7 @@ class _Copy:
     after_step: int
     unstarted: deque[BlockRun]
     running: int = 0
-    done: set[BlockPair] = field(default_factory=set)
+    done: list[BlockRun] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -236,7 +236,7 @@ class BlockCopier:
                     still.append(flying)
                     continue
                 lane.rate.observe(flying.run.blocks * self._engine.block_bytes, elapsed_s)
-                flying.copy.done.update(flying.run.pairs)
+                flying.copy.done.append(flying.run)
             flying.copy.running -= 1
             lane.in_flight_blocks -= flying.run.blocks
             lane.open_blocks -= flying.run.blocks
@@ -246,6 +246,10 @@ class BlockCopier:
 
 
 def _outcome(copy: _Copy) -> FinishedCopy:
-    done = tuple(pair for pair in copy.pairs if pair in copy.done)
-    dropped = tuple(pair for pair in copy.pairs if pair not in copy.done)
+    done: Sequence[BlockPair] = copy.pairs
+    dropped: Sequence[BlockPair] = ()
+    if sum(run.blocks for run in copy.done) < len(copy.pairs):
+        moved = {pair for run in copy.done for pair in run.pairs}
+        done = tuple(pair for pair in copy.pairs if pair in moved)
+        dropped = tuple(pair for pair in copy.pairs if pair not in moved)
     return FinishedCopy(copy.copy_id, copy.direction, done, dropped, copy.error)

@@ -26,8 +26,6 @@ PROFILE = "h100-8b"
 BLOCK_TOKENS = 64
 LOW, HIGH = 0.6, 0.9
 """Shares of the knee."""
-SHARE_S = 0.05
-"""Period in which gateways tell each other; they hear of it as long after, so 0.05 to 0.1 s after the fact."""
 FOREIGN_KV_TOKENS = 70_000
 """Of a pod that publishes nothing, where all that is asked does not fit: it evicts from a third of the run on."""
 FAULT_AT = 0.4
@@ -88,7 +86,7 @@ class Case:
         at_s = FAULT_AT * self.requests / (self.load * knee) if self.dying_pod else 0.0
         faults = (Fault(at_s, FaultKind.DIE, f"pod-{PODS // 2}"),) if self.dying_pod else ()
         if self.kv_tokens:
-            return FleetSpec(pods, faults, publishes=False, share_s=SHARE_S)
+            return FleetSpec(pods, faults, publishes=False, shares=True)
         return FleetSpec(pods, faults)
 
 

@@ -122,7 +122,7 @@ def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[in
     for i, number in enumerate(numbers):
         digest = root_digest(str(number).encode())
         if i % 3:
-            ghosts.note(digest)
+            ghosts.note([digest])
             noted.add(number)
         elif ghosts.take([digest], 0):
             assert number in noted

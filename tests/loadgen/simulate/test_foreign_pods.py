@@ -37,7 +37,7 @@ def attained(
         tuple(PodSpec(f"pod-{i}", CPU, block_size=BLOCK, noise=noise) for i in range(2)),
         publishes=False,
         tells_capacity=tells_capacity,
-        share_s=0.05 if shares else None,
+        shares=shares,
     )
     arrivals = ArrivalSpec(ArrivalKind.CLOSED, concurrency=3)
     simulation = Simulation(fleet, workload, arrivals, sessions=requests, seed=seed, on_record=records.append)

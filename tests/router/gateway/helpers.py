@@ -15,9 +15,10 @@ import orjson
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import ADMISSION, FLEET, build_app
+from router.app import build_app
 from router.config import GatewaySettings
 from router.gateway.errors import OPERATORS_PATHS
+from router.parts import ADMISSION, FLEET
 from router.serving import build_admin_app, make_runner, operators_door
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import FLEET
+from router.parts import FLEET
 from tests.router.fleet.pages import Load, vllm_page
 from tests.router.gateway.helpers import Gateway, event, eventually, running, stalls_after
 from tests.router.gateway.test_engine_metrics import MeteredEngine, pods

@@ -12,15 +12,21 @@ import pytest
 from blockbuster import BlockBuster
 
 from engine.contract.audit import AUDIT
-from router.app import DOOR
 from router.gateway import door
 from router.gateway.errors import OPERATORS_PATHS
+from router.parts import DOOR
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventually, running, stalls_after, streams
 from tests.router.gateway.raw_client import connected
 
 STREAM = {"model": "m", "prompt": "x" * 300, "stream": True}
 GOOD = streams([event("a"), b"data: [DONE]\n\n"])
-METHODS = {"/metrics": "GET", "/v1/pods": "GET", "/v1/route/explain": "POST", "/reset_prefix_cache": "POST"}
+METHODS = {
+    "/metrics": "GET",
+    "/ui": "GET",
+    "/v1/pods": "GET",
+    "/v1/route/explain": "POST",
+    "/reset_prefix_cache": "POST",
+}
 
 
 async def ask(gateway: Gateway, url: str, path: str, method: str | None = None) -> tuple[int, bytes]:

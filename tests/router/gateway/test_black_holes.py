@@ -13,10 +13,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.app import FLEET
 from router.fleet import faults
 from router.fleet.pod import Pod
 from router.gateway.error_events import engine_error
+from router.parts import FLEET
 from tests.router.gateway.helpers import (
     Answer,
     Gateway,

@@ -15,8 +15,8 @@ import orjson
 import pytest
 
 from engine.contract.settings import ConfigError
-from router.app import ADMISSION, FLEET, INDEX
 from router.config import GatewaySettings
+from router.parts import ADMISSION, FLEET, INDEX
 from tests.router.gateway.helpers import (
     Answer,
     Gateway,

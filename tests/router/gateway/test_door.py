@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import DOOR, FLEET, LACKS
 from router.gateway import door
+from router.parts import DOOR, FLEET, LACKS
 from tests.router.gateway.helpers import ScriptedEngine, event, eventually, running, stalls_after, streams
 from tests.router.gateway.raw_client import GET_HEALTH, GET_MODELS, RawClient, connected, head
 
@@ -194,7 +194,7 @@ def test_the_last_descriptors_are_not_given_to_clients() -> None:
     """In a process of its own, whose bound is real: the gateway says 503 where the event loop would say nothing."""
     script = """
 import asyncio, contextlib, os, resource, uvloop
-from router.app import FLEET
+from router.parts import FLEET
 from tests.router.gateway.helpers import ScriptedEngine, event, running, streams
 from tests.router.gateway.raw_client import GET_MODELS, connected
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import FLEET, SCRAPER
 from router.config import GatewaySettings
 from router.fleet.scrape import MAX_PAGE_BYTES
+from router.parts import FLEET, SCRAPER
 from tests.router.fleet.pages import Load, sglang_page, vllm_page
 from tests.router.gateway.helpers import (
     Answer,

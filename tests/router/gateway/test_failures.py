@@ -13,7 +13,7 @@ from aiohttp import web
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
-from router.app import FLEET, INDEX
+from router.parts import FLEET, INDEX
 from tests.router.gateway.helpers import (
     Answer,
     Gateway,
@@ -318,7 +318,7 @@ async def test_many_at_once_with_a_pod_dying_lose_nothing() -> None:
 async def test_an_unexpected_error_becomes_a_500_and_the_next_request_works(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from router.app import GENERATE
+    from router.parts import GENERATE
 
     async with running(ScriptedEngine("a", streams(GOOD))) as gateway:
         with monkeypatch.context() as patch:

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 import orjson
 import pytest
 
-from router.app import CHOOSER, DOOR
 from router.gateway import gate as gates
 from router.gateway.chooser import Choice
 from router.gateway.gate import PLACES, Gate
 from router.gateway.inbound import Inbound
+from router.parts import CHOOSER, DOOR
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventually, running, streams
 from tests.router.gateway.raw_client import GET_HEALTH, RawClient, connected, head
 

@@ -14,9 +14,10 @@ import trustme
 import uvloop
 from aiohttp import web
 
-from router.app import DOOR, build_app
+from router.app import build_app
 from router.config import GatewaySettings
 from router.gateway.tls import Certificate, client_context
+from router.parts import DOOR
 from router.serving import make_runner
 from tests.router.gateway.helpers import DEADLINE_S, eventually
 from tests.router.gateway.raw_client import GET_HEALTH, GET_MODELS

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
-from router.app import CHOOSER, FLEET, INDEX
 from router.config import GatewaySettings
 from router.fleet.pod import Pod
 from router.gateway.attempt import Attempt
 from router.gateway.hedge import Hedges, Race, Steps
 from router.gateway.inbound import Inbound
+from router.parts import CHOOSER, FLEET, INDEX
 from tests.router.gateway.helpers import (
     DEADLINE_S,
     Gateway,

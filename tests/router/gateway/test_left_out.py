@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import FLEET, INDEX
 from router.gateway.usage import Tail, Usage, whole_usage
+from router.parts import FLEET, INDEX
 from router.registry import speculation
 from tests.router.gateway.helpers import (
     Gateway,

@@ -12,7 +12,7 @@ from blockbuster import BlockBuster
 from yarl import URL
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import INDEX
+from router.parts import INDEX
 from tests.router.gateway.helpers import ScriptedEngine, event, running, streams
 
 GOOD = streams([event("a"), b"data: [DONE]\n\n"])

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from router.app import ENGINES
 from router.gateway.upstream import WHOLE_BYTES
+from router.parts import ENGINES
 from tests.router.gateway.helpers import DEADLINE_S, Gateway, ScriptedEngine, event, running, streams
 from tests.router.gateway.raw_client import RawClient, connected, head
 

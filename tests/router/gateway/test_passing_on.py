@@ -10,12 +10,12 @@ import orjson
 import pytest
 from multidict import CIMultiDict
 
-from router.app import CHOOSER, FLEET, INDEX
 from router.gateway.estimates import Estimates
 from router.gateway.headers import UpstreamHeaders, answer_headers
 from router.gateway.inbound import Reader
 from router.gateway.relay import Relay
 from router.gateway.usage import Tail, Usage
+from router.parts import CHOOSER, FLEET, INDEX
 from router.routing.types import PodId
 from tests.router.gateway.helpers import (
     ScriptedEngine,

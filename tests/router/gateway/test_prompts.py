@@ -10,7 +10,7 @@ import pytest
 from engine.contract import headers
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint, request_head
-from router.app import FLEET, INDEX
+from router.parts import FLEET, INDEX
 from tests.router.gateway.helpers import ScriptedEngine, answers, event, running, streams, usage_event
 
 PROMPT = "x" * 6000

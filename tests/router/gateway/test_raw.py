@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from router.app import ENGINES
+from router.parts import ENGINES
 from tests.router.gateway.helpers import ScriptedEngine, answers, drops, event, eventually, running, streams
 
 STREAM = {"model": "m", "prompt": "x" * 600, "stream": True}

@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from router import app as app_module
-from router.app import FLEET, build_app
+from router.app import build_app
 from router.config import GatewaySettings
 from router.fleet.discovery import DiscoveryStatus, EngineAddress
+from router.parts import FLEET
 from router.serving import build_metrics_app, make_runner, operators_door
 from tests.router.gateway.helpers import (
     Gateway,

@@ -16,9 +16,9 @@ from yarl import URL
 
 from engine.contract import headers, resets
 from engine.contract.settings import ConfigError
-from router.app import CHOOSER, FLEET, INDEX
 from router.config import GatewaySettings, PolicyName
 from router.gateway.registry import NoRegistry
+from router.parts import CHOOSER, FLEET, INDEX
 from router.registry.reader import RegistryStatus
 from router.routing.policies import POLICY_NAMES
 from router.telemetry.log import REQUESTS, RequestLog

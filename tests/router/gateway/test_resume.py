@@ -12,7 +12,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from engine.contract.requests import Endpoint
-from router.app import ADMISSION, FLEET
+from router.parts import ADMISSION, FLEET
 from tests.router.gateway.helpers import (
     Answer,
     Gateway,

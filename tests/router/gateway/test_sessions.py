@@ -6,7 +6,7 @@ import asyncio
 
 import orjson
 
-from router.app import CHOOSER, EVENTS, INDEX
+from router.parts import CHOOSER, EVENTS, INDEX
 from tests.router.events.model_engine import ModelEngine, uniform_tokens
 from tests.router.gateway.helpers import ScriptedEngine, answers, running
 

@@ -16,7 +16,7 @@ from engine.contract import headers
 from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
 from engine.contract.settings import ConfigError
-from router import app as gateway_app
+from router import handlers as gateway_app
 from router.config import GatewaySettings
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.app import ADMISSION, DOOR
 from router.gateway import body, door
 from router.gateway.inflate import MAX_MEMBERS, OUTPUT_SLICE_BYTES, Inflater, NotCompressed
+from router.parts import ADMISSION, DOOR
 from tests.router.gateway.helpers import DEADLINE_S, ScriptedEngine, event, eventually, running, streams
 from tests.router.gateway.raw_client import connected, head
 

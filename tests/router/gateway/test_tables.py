@@ -21,6 +21,7 @@ from router.gateway.inbound import Inbound
 from router.gateway.registry import NoRegistry
 from router.gateway.tables import Tables
 from router.registry.index import PrefixIndex
+from router.registry.room import Taken
 from router.registry.rooms import Rooms
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.types import PodId
@@ -131,7 +132,8 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
             elif deed == 2:
                 world.chooser.unbelieve(pod_id, inbound.keys, world.now_s)
             elif deed == 3:
-                taken = world.chooser.taken(world.listed[place], 500)
+                facts = world.listed[place].facts
+                taken = Taken(628, 64.0, facts.kv_capacity_tokens, facts.block_tokens)
                 world.chooser.remember(pod_id, inbound.keys, world.now_s, taken)
             elif deed == 4:
                 world.chooser.believe(pod_id, [(world.now_s, world.inbound(number).keys)], world.now_s)

@@ -15,11 +15,12 @@ import trustme
 from aiohttp import web
 
 from engine.contract.settings import ConfigError
-from router.app import FLEET, build_app
+from router.app import build_app
 from router.config import GatewaySettings
 from router.fleet.discovery import EngineAddress, OverTls, StaticDiscovery
 from router.gateway import tls
 from router.gateway.tls import Certificate, TlsFileError, client_context, engine_context
+from router.parts import FLEET
 from router.serving import make_runner
 from tests.router.gateway.helpers import eventually
 

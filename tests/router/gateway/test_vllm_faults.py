@@ -10,9 +10,9 @@ import pytest
 
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.sse import SseDecoder
-from router.app import CHOOSER, FLEET, INDEX
 from router.fleet import faults
 from router.gateway.estimates import PRIOR_OUTPUT_TOKENS
+from router.parts import CHOOSER, FLEET, INDEX
 from tests.router.gateway.helpers import Answer, Gateway, eventually, running
 from tests.router.gateway.vllm_pod import DEAD, VllmPod
 

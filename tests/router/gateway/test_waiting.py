@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
-from router.app import ROOM
+from router.parts import ROOM
 from tests.router.gateway.helpers import (
     Answer,
     Gateway,

@@ -12,8 +12,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from router.app import ADMISSION, FLEET
 from router.gateway.relay import PIECE_BYTES
+from router.parts import ADMISSION, FLEET
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running
 
 BODY = os.urandom(16 * 2**20)

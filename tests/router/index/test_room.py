@@ -200,3 +200,27 @@ def test_what_was_used_before_a_forgotten_key_counts_only_where_the_capacity_is_
     told.dropped(3.0)
     assert unknown.loose_tokens == 6 * BLOCK
     assert told.loose_tokens == 10 * BLOCK
+
+
+def test_what_a_key_stands_for_is_the_mean_of_the_first_requests_and_then_follows() -> None:
+    """The first is judged before any answer told what the model makes of a byte: it must not count for a hundred."""
+    room = Room(64)
+    for number, key_tokens in enumerate((64.0, *[107.0] * 9)):
+        room.take(Taken(1000, key_tokens, 20_480, BLOCK), 9, float(number))
+    assert room.key_tokens == pytest.approx((64 + 9 * 107) / 10)
+    for number in range(200):
+        room.take(Taken(1000, 50.0, 20_480, BLOCK), 9, 10.0 + number)
+    assert room.key_tokens == pytest.approx(50, rel=0.03)
+
+
+def test_a_room_begins_with_what_another_gateway_has_learnt_of_the_pod() -> None:
+    index, other = PrefixIndex(), PodId("other")
+    index.expect_rooms({POD: (3000.0, 2000), other: (9e9, 2000)})
+    assert index.capacity_is_told(POD)
+    for pod in (POD, other):
+        index.speculate(pod, prompt(1, 4), 0.0, math.inf, taken(4, 0, 2000))
+    assert index.learnt_room(POD) == (3000.0, 2000)
+    assert index.learnt_room(other) == (4000.0, 2000)  # never more than twice of what was told
+    index.speculate(POD, prompt(1, 4), 1.0, math.inf, taken(4, 0, 4000))  # a larger cache of the same kind
+    assert index.learnt_room(POD) == (6000.0, 4000)
+    assert index.learnt_room(PodId("new")) is None

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine.contract.load import StepCost
 from router.routing.parting import LEAST_PART, Gateways, Parting
 from router.routing.policies import make_policy
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodView, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6)
@@ -60,18 +61,32 @@ def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
     assert gateways.parting(1000.0) is None  # what it heard is long ago
 
 
-def test_unseen_work_grows_with_what_others_send_and_with_delay() -> None:
-    def unseen_s(rate: float, delay_s: float) -> float:
-        gateways = Gateways("a")
-        for i in range(2000):
-            gateways.sent(0.1, 0.1 * i)
-            gateways.heard("b", 0.1 * rate, delay_s, 0.1 * i)
-        found = gateways.parting(200.0)
-        assert found is not None
-        return found.unseen_s
+def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
+    """With requests of 0.1 s of prefill, `rate` times as much of another gateway's as of this one's."""
+    gateways, now_s, sent = Gateways("a"), 0.0, 0.0
+    while now_s < seconds:
+        gateways.sent(0.1, now_s)
+        while sent < now_s * rate:
+            gateways.heard("b", 0.1, delay_s, now_s)
+            sent += 0.1
+        now_s += 0.1
+    found = gateways.parting(seconds)
+    assert found is not None
+    return found.unseen_s
 
-    assert unseen_s(1.0, 0.1) == pytest.approx(0.1, rel=0.05)  # a second of prefill a second, a tenth of it unseen
-    assert unseen_s(2.0, 0.1) > unseen_s(1.0, 0.1) > unseen_s(1.0, 0.05) > 0
+
+def test_unseen_work_grows_with_what_others_send_and_with_delay() -> None:
+    assert unseen_s(1.0, 0.01) == pytest.approx(0.01, rel=0.05)  # a second of prefill a second, so much of it unseen
+    assert unseen_s(2.0, 0.01) > unseen_s(1.0, 0.01) > unseen_s(1.0, 0.005) > 0
+
+
+def test_unseen_work_is_known_from_the_first_seconds_on() -> None:
+    assert unseen_s(1.0, 0.01, seconds=5.0) == pytest.approx(0.01, rel=0.2)
+
+
+def test_no_more_than_one_request_of_others_is_reckoned_on_a_pod() -> None:
+    """However late gateways hear of each other: else each would keep to its own pods and leave the others' idle."""
+    assert unseen_s(4.0, 1.0) == pytest.approx(0.1, rel=1e-6)
 
 
 def test_two_gateways_that_see_the_same_do_not_choose_the_same_pod() -> None:
@@ -82,6 +97,20 @@ def test_two_gateways_that_see_the_same_do_not_choose_the_same_pod() -> None:
         chosen.append(policy.choose(RequestInfo((), 2000, 0.0, parting=place), pods).pod)
     assert chosen[0] in (0, 1)
     assert chosen[1] in (2, 3)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_pod_that_another_gateway_used_had_its_turn(is_warm: bool) -> None:
+    """Among equal pods, whoever sent it."""
+    pods = [PodView(PodId(f"pod-{i}"), matched_tokens=1900 * is_warm, cost=COST) for i in range(4)]
+    policy = make_policy("predicted_ttft")
+    assert isinstance(policy, PredictedTtft)
+    for pod in (0, 1, 3):
+        policy.sent_elsewhere(PodId(f"pod-{pod}"), 2000, 0.1)
+    assert policy.choose(RequestInfo((), 2000, 0.2), pods).pod == 2
+    policy.sent_elsewhere(PodId("pod-2"), 9000, 0.3)
+    policy.sent_elsewhere(PodId("pod-0"), 9000, 0.3)
+    assert policy.choose(RequestInfo((), 2000, 0.4), pods).pod in (1, 3)
 
 
 def test_fear_of_others_makes_no_copy() -> None:

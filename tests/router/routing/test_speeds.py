@@ -208,3 +208,37 @@ def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(compute
     expected_s = 0.01 + TOKEN_S * computed
     learnt_s = state.view(PodId("pod"), now_s=now_s).overhead_s + state.cost.token_s * computed
     assert learnt_s == pytest.approx(expected_s, rel=0.1)
+
+
+def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> None:
+    """A gateway that has just started predicts as the one that it takes over from, also of an unlike pod."""
+    old = Pods(noise=0.3, slower=4.0, seed=2)
+    old.answer(190)
+    speeds, names = Speeds(), [PodId("a"), PodId("b")]
+    learnt, factors = old.pool.learnt, [speed.learnt for speed in old.speeds]
+    assert learnt is not None
+    speeds.expect("m", {"vllm": learnt}, {name: of for name, of in zip(names, factors, strict=True) if of is not None})
+    pool = speeds.of("m", "vllm")
+    assert (pool.learnt, pool.observations) == (learnt, old.pool.observations)
+    pods = [PodSpeed(pool) for _ in names]
+    for name, pod in zip(names, pods, strict=True):
+        factor = speeds.factor_of(name)
+        assert factor is not None
+        pod.begin_with(factor)
+    # Pods hear of the pool when it has moved by a twentieth.
+    assert [pod.cost.token_s for pod in pods] == pytest.approx([each.cost.token_s for each in old.speeds], rel=0.06)
+    assert [pod.overhead_s for pod in pods] == pytest.approx([each.overhead_s for each in old.speeds], rel=0.06)
+    assert not pods[0].is_known(190.0)  # it has to be seen here first: the machine may be busy with other things by now
+    pods[0].observe(1500, BASE_S + 1500 * TOKEN_S, 190.0)
+    assert pods[0].is_known(190.0)
+    again = speeds.of("m", "vllm")
+    assert again is pool
+    assert speeds.of("m", "sglang").learnt is None
+    assert speeds.factor_of(names[0]) is None
+
+
+def test_too_few_answers_are_not_told() -> None:
+    pods = Pods()
+    pods.answer(100 + (ENOUGH_OBSERVATIONS - 1) / 10 - 0.05)
+    assert 0 < pods.pool.observations < ENOUGH_OBSERVATIONS
+    assert pods.pool.learnt is None

@@ -20,6 +20,7 @@ from router.registry.index import Match, PrefixIndex
 from router.routing.parting import Parting
 from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodView, RequestInfo
 from router.routing.wide import PodTable, WidePolicy
 
@@ -154,6 +155,12 @@ class Fleet(RuleBasedStateMachine):
         load = LoadReport(others + 2, 1, waiting, others, 900 * others, free, 100, cost=cost, fetch=fetch)
         for number in pods:
             self.pod(number)[1].report(load, now_s=self.now_s)
+
+    @rule(number=PODS, tokens=st.sampled_from([1, 500, 5000]))
+    def another_gateway_sends(self, number: int, tokens: int) -> None:
+        for policy in (self.one_by_one, self.at_once):
+            if isinstance(policy, PredictedTtft):
+                policy.sent_elsewhere(self.pod(number)[0], tokens, self.now_s)
 
     @rule(number=PODS, weight=st.sampled_from([0.5, 1.0, 3.0]))
     def weigh(self, number: int, weight: float) -> None:

@@ -1,0 +1,97 @@
+"""What the standard variables ask for (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
+
+Only what decides whether and whereto is read here. The rest (headers, certificates, compression, timeouts, sizes of
+batches and queues, limits of spans) the SDK reads by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+from engine.contract.otel.sampling import Sampling, sampling_of
+from engine.contract.settings import ConfigError, check_url
+
+HTTP = "http/protobuf"
+GRPC = "grpc"
+METRICS_EVERY_MS = 60_000
+"""The standard's."""
+LEAST_METRICS_EVERY_MS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class OtelSettings:
+    """`traces` and `metrics`: by which protocol they are sent; None: not at all."""
+
+    traces: str | None = None
+    metrics: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    metrics_every_s: float = METRICS_EVERY_MS / 1000
+    service_name: str | None = None
+    """None: the program's."""
+
+
+def from_environment(environ: Mapping[str, str]) -> OtelSettings:
+    """What `environ` asks for. Raises ConfigError.
+
+    Traces are sent where `OTEL_TRACES_EXPORTER` is `otlp`, or where it is not set and an endpoint for them is. Metrics
+    are sent where `OTEL_METRICS_EXPORTER` is `otlp`: an endpoint alone does not ask for them.
+    """
+    given = {name: value.strip() for name, value in environ.items() if name.startswith("OTEL_") and value.strip()}
+    if given.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return OtelSettings()
+    has_endpoint = any(f"OTEL_EXPORTER_OTLP_{what}ENDPOINT" in given for what in ("", "TRACES_"))
+    try:
+        return OtelSettings(
+            traces=_protocol("TRACES", given, default="otlp" if has_endpoint else "none"),
+            metrics=_protocol("METRICS", given, default="none"),
+            sampling=sampling_of(
+                given.get("OTEL_TRACES_SAMPLER", "parentbased_always_on").lower(),
+                given.get("OTEL_TRACES_SAMPLER_ARG", ""),
+            ),
+            metrics_every_s=_interval_s(given.get("OTEL_METRIC_EXPORT_INTERVAL", str(METRICS_EVERY_MS))),
+            service_name=given.get("OTEL_SERVICE_NAME") or _service_name(given.get("OTEL_RESOURCE_ATTRIBUTES", "")),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _protocol(signal: str, given: Mapping[str, str], default: str) -> str | None:
+    name = f"OTEL_{signal}_EXPORTER"
+    exporter = given.get(name, default).lower()
+    if exporter == "none":
+        return None
+    if exporter != "otlp":
+        raise ValueError(f"{name}: {exporter!r} is not known here; allowed: otlp, none")
+    variable = next(
+        (name for what in (f"{signal}_", "") if (name := f"OTEL_EXPORTER_OTLP_{what}PROTOCOL") in given), None
+    )
+    protocol = given[variable].lower() if variable else HTTP
+    if protocol not in (HTTP, GRPC):
+        raise ValueError(f"{variable}: {protocol!r} is not known here; allowed: {HTTP}, {GRPC}")
+    for what in (f"{signal}_", ""):
+        variable = f"OTEL_EXPORTER_OTLP_{what}ENDPOINT"
+        url = given.get(variable)
+        if url is not None and (protocol == HTTP or "://" in url):
+            try:
+                check_url(url, ("http", "https"))
+            except ValueError as error:
+                raise ValueError(f"{variable}: {error}") from None
+    return protocol
+
+
+def _interval_s(text: str) -> float:
+    if not (text.isascii() and text.isdecimal() and int(text[:10]) >= LEAST_METRICS_EVERY_MS and len(text) <= 10):
+        raise ValueError(
+            f"OTEL_METRIC_EXPORT_INTERVAL: {text!r} is no whole number of milliseconds from {LEAST_METRICS_EVERY_MS} on"
+        )
+    return int(text) / 1000
+
+
+def _service_name(attributes: str) -> str | None:
+    for pair in attributes.split(","):
+        key, _, value = pair.partition("=")
+        if key.strip() == "service.name" and value.strip():
+            return unquote(value.strip())
+    return None

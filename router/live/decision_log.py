@@ -1,0 +1,117 @@
+"""Decisions as they happen, some of each second, with the scores that led to them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from router.gateway.exchange import Exchange
+from router.routing.types import PodScore
+
+KEPT = 40
+PER_S = 10
+"""Requests of a second that are kept: what a person can read, at most."""
+SCORES_S_PER_S = 0.005
+"""Seconds of each second that scores may take. One decision may take more; those after it then go without."""
+SHOWN_SCORES = 6
+"""The best of each decision's, beside the chosen pod's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A request that has ended, and how its pod was chosen. None: not known, or there was none."""
+
+    number: int
+    ended_s: float
+    """Of the gateway's monotonic clock."""
+    request_id: str
+    tenant: str
+    model: str
+    policy: str
+    pod: str
+    status: int
+    attempts: int
+    prompt_tokens: int
+    """Estimated where the engine did not say."""
+    expected_cached_tokens: int
+    cached_tokens: int | None
+    expected_ttft_s: float | None
+    first_byte_s: float | None
+    """From when the request was sent to the pod."""
+    waited_s: float | None
+    """From its arrival to when it was sent."""
+    scores: tuple[PodScore, ...]
+    """The best ones and the chosen pod's, best first; empty where they were not asked for."""
+
+
+class DecisionLog:
+    """The last `KEPT` of them. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.kept: deque[Decided] = deque(maxlen=KEPT)
+        self.seen = 0
+        """Requests that were offered, kept or not."""
+        self._second_s = -math.inf
+        self._taken = self._scored = 0
+        """Of this second: requests kept, decisions with scores."""
+        self._spent_s = self._spent_at_s = 0.0
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.kept.clear()
+
+    def wants_scores(self, now_s: float) -> bool:
+        """Whether the second has had fewer scores than are shown, and the time for them is not used up."""
+        self._begin(now_s)
+        self._spent_s = max(0.0, self._spent_s - SCORES_S_PER_S * (now_s - self._spent_at_s))
+        self._spent_at_s = now_s
+        return self._scored < PER_S and self._spent_s < SCORES_S_PER_S
+
+    def scored(self, seconds: float) -> None:
+        """A decision's scores took so long."""
+        self._scored += 1
+        self._spent_s += seconds
+
+    def _begin(self, now_s: float) -> None:
+        if now_s - self._second_s >= 1.0:
+            self._second_s, self._taken, self._scored = now_s, 0, 0
+
+    def add(self, exchange: Exchange, now_s: float) -> None:
+        """A request has ended. It is kept if the second has had few, or if it tells more: scores, an error."""
+        self.seen += 1
+        last, inbound = exchange.last, exchange.inbound
+        if last is None or inbound is None:
+            return
+        self._begin(now_s)
+        choice = last.choice
+        tells_more = bool(choice.decision.scores) or (exchange.status or 500) >= 500
+        if self._taken >= (PER_S if tells_more else PER_S // 2):
+            return
+        self._taken += 1
+        first_byte_s = exchange.first_byte_s
+        self.kept.append(
+            Decided(
+                number=self.seen,
+                ended_s=now_s,
+                request_id=exchange.request_id,
+                tenant=exchange.tenant.name,
+                model=inbound.model,
+                policy=choice.policy,
+                pod=choice.pod.pod_id,
+                status=exchange.status or 500,
+                attempts=len(exchange.attempts),
+                prompt_tokens=exchange.usage.prompt_tokens or inbound.prompt_tokens,
+                expected_cached_tokens=choice.cached_tokens,
+                cached_tokens=exchange.usage.cached_tokens,
+                expected_ttft_s=choice.decision.predicted_ttft_s,
+                first_byte_s=None if first_byte_s is None else first_byte_s - last.sent_s,
+                waited_s=last.sent_s - exchange.arrived_s,
+                scores=_best(choice.decision.scores, choice.pod.pod_id),
+            )
+        )
+
+
+def _best(scores: tuple[PodScore, ...], chosen: str) -> tuple[PodScore, ...]:
+    ranked = sorted(scores, key=lambda score: score.score)
+    return tuple(score for i, score in enumerate(ranked) if i < SHOWN_SCORES or score.pod_id == chosen)

@@ -1,0 +1,154 @@
+"""What happens in the gateway, for those who look: one frame a second, made once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from engine.contract.errors import Unavailable
+from router.gateway.admission import Admission
+from router.gateway.exchange import Exchange
+from router.live.decision_log import DecisionLog
+from router.live.history import History
+from router.live.hot_prefixes import HotPrefixes
+from router.live.snapshot import Snapshots, shadow_rows
+from router.telemetry.metrics import Metrics
+
+EVERY_S = 1.0
+MOST_VIEWERS = 16
+SHOWN_PREFIXES = 12
+PREFIXES_EVERY = 3
+"""Frames: to find the hottest takes time in all keys that are counted."""
+
+
+class TooManyViewers(Unavailable):
+    """There is a bound on them."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{MOST_VIEWERS} others look on already: close one of them", code="viewers", retry_after_s=5.0)
+
+
+class Live:
+    """An Observer of the gateway that makes the frames. Without viewers it costs a point of the history a second."""
+
+    def __init__(
+        self, snapshots: Snapshots, metrics: Metrics, admission: Admission, *, about: Mapping[str, Any]
+    ) -> None:
+        """`about`: what is said of the gateway in every first frame."""
+        self._snapshots = snapshots
+        self._metrics = metrics
+        self._admission = admission
+        self._about = about
+        self._clock = asyncio.get_running_loop().time
+        self._started_s = self._clock()
+        self._history = History()
+        self._history.add(metrics.totals(), self._started_s, in_flight=0, waiting=0)
+        self._prefixes = HotPrefixes()
+        self._hottest: list[dict[str, Any]] = []
+        self._decisions = DecisionLog()
+        self._shown = 0
+        """Number of the last decision that was in a frame."""
+        self._viewers = 0
+        self._frames = 0
+        self._frame = b""
+        self._is_made = asyncio.Event()
+        """Set once the next frame is made, and replaced then."""
+
+    # -- what the gateway tells -------------------------------------------------------------------------------
+
+    def wants_scores(self) -> bool:
+        """See Observer."""
+        return self._viewers > 0 and self._decisions.wants_scores(self._clock())
+
+    def scored(self, seconds: float) -> None:
+        """See Observer."""
+        self._decisions.scored(seconds)
+
+    def ended(self, exchange: Exchange) -> None:
+        """See Observer."""
+        if not self._viewers:
+            return
+        now_s = self._clock()
+        self._decisions.add(exchange, now_s)
+        if (inbound := exchange.inbound) is not None:
+            self._prefixes.add(inbound.model, inbound.keys, inbound.tokens_per_stride, now_s)
+
+    # -- what viewers get -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[None]:
+        """Somebody looks while the block lasts. Raises TooManyViewers."""
+        if self._viewers >= MOST_VIEWERS:
+            raise TooManyViewers
+        self._viewers += 1
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+            if not self._viewers:
+                self._prefixes.clear()
+                self._decisions.clear()
+                self._hottest = []
+
+    def first_frame(self) -> bytes:
+        """JSON of the whole: the curves and decisions so far too."""
+        state = self._state() | {
+            "about": self._about,
+            "history": self._history.columns(),
+            "decisions": list(self._decisions.kept),
+        }
+        return orjson.dumps(state)
+
+    @property
+    def number(self) -> int:
+        """Of the last frame that was made."""
+        return self._frames
+
+    async def next_frame(self, after: int) -> tuple[int, bytes, bool]:
+        """The number of the frame after `after`, and JSON of what changed, once it is made: within about `EVERY_S`.
+
+        A viewer who has missed some gets the whole; the last value says so.
+        """
+        while self._frames <= after:
+            await self._is_made.wait()
+        if self._frames > after + 1:
+            return self._frames, self.first_frame(), True
+        return self._frames, self._frame, False
+
+    async def run(self) -> None:
+        """Make frames until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self._tick()
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        waiting = sum(self._snapshots.waiting_by_model().values())
+        totals = self._metrics.totals()
+        self._history.add(totals, now_s, in_flight=self._admission.in_flight, waiting=waiting)
+        if not self._viewers:
+            return
+        if self._frames % PREFIXES_EVERY == 0:
+            self._hottest = self._snapshots.prefixes(self._prefixes.hottest(SHOWN_PREFIXES, now_s))
+        self._frames += 1
+        new = [decided for decided in self._decisions.kept if decided.number > self._shown]
+        self._shown = self._decisions.seen
+        self._frame = orjson.dumps(self._state() | {"point": self._history.points[-1], "decisions": new})
+        self._is_made.set()
+        self._is_made = asyncio.Event()
+
+    def _state(self) -> dict[str, Any]:
+        now_s = self._clock()
+        return {
+            "at_s": now_s,
+            "uptime_s": now_s - self._started_s,
+            "is_draining": self._admission.is_draining,
+            "pods": self._snapshots.pods(self._history.engine_rates(), now_s),
+            "waiting": self._snapshots.waiting(),
+            "prefixes": self._hottest,
+            "shadows": shadow_rows(self._metrics.totals()),
+        }

@@ -1,0 +1,134 @@
+"""A gateway at one moment, as the page and `top` show it: pods, load, hits, prefixes, decisions, tenants. JSON values.
+
+Bounded whatever the fleet and its traffic: of many pods those with trouble and the busiest are in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.fleet.fleet import Fleet
+from router.fleet.member import Member
+from router.fleet.pod import Pod
+from router.gateway.waiting import WaitingRoom
+from router.live.hot_prefixes import HotPrefix
+from router.registry.index import PrefixIndex
+from router.telemetry.totals import Totals
+
+MOST_PODS = 64
+MOST_NAMES = 32
+"""Of models and of tenants."""
+MOST_HOLDERS = 8
+"""Pods that are named for a prefix; the others are counted."""
+
+
+class Snapshots:
+    """Makes them of what the gateway has."""
+
+    def __init__(self, fleet: Fleet, index: PrefixIndex, room: WaitingRoom) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._room = room
+
+    def pods(self, rates: Mapping[str, float], now_s: float) -> dict[str, Any]:
+        """Every pod, or the `MOST_PODS` that are most worth a look, in order of their names; and how many there are.
+
+        `rates`: answers a second, by pod id.
+        """
+        members = self._fleet.members()
+        each = [(member, pod) for member in members for pod in member.pods or (None,)]
+        counts: dict[str, int] = {}
+        for member, pod in each:
+            state = _state(member, pod)
+            counts[state] = counts.get(state, 0) + 1
+        if len(each) > MOST_PODS:
+            each = heapq.nlargest(MOST_PODS, each, key=_worth)
+        rows = [self._pod(member, pod, rates, now_s) for member, pod in each]
+        return {"states": counts, "rows": sorted(rows, key=lambda row: (row["pod"] is None, row["pod"] or row["url"]))}
+
+    def _pod(self, member: Member, pod: Pod | None, rates: Mapping[str, float], now_s: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"pod": None, "url": member.url, "state": _state(member, pod)}
+        if row["state"] == "down":
+            row["why"] = member.last_error
+        if pod is None:
+            return row
+        view = pod.state.view(pod.pod_id, now_s=now_s)
+        known = not view.cost_is_prior and view.cost.token_s > 0
+        return row | {
+            "pod": pod.pod_id,
+            "model": pod.model,
+            "engine": pod.facts.engine,
+            "per_s": round(rates.get(pod.pod_id, 0.0), 2),
+            "own": pod.in_flight,
+            "in_flight": view.in_flight,
+            "queue_tokens": view.in_flight_uncached_tokens,
+            "queue_s": round(max(0.0, view.prefill_free_at_s - now_s), 4),
+            "decoding": view.decoding,
+            "kv_used": round(view.kv_used, 4),
+            "tokens_per_s": round(1 / view.cost.token_s) if known else None,
+        }
+
+    def prefixes(self, hottest: Sequence[HotPrefix]) -> list[dict[str, Any]]:
+        """Hot prefixes, and the pods that hold them to their end."""
+        rows = []
+        for prefix in hottest:
+            holders = self._index.holders(prefix.key)
+            rows.append(
+                {
+                    "key": f"{prefix.key:016x}",
+                    "model": prefix.model,
+                    "tokens": prefix.tokens,
+                    "share": round(prefix.share, 4),
+                    "holders": sorted(holders)[:MOST_HOLDERS],
+                    "held_by": len(holders),
+                }
+            )
+        return rows
+
+    def waiting_by_model(self) -> Mapping[str, int]:
+        """Requests that wait."""
+        return self._room.waiting()
+
+    def waiting(self) -> dict[str, Any]:
+        """Requests that wait, by model and by tenant; the longest queues."""
+        tenants = self._room.waiting_tenants()
+        models = {model: count for model, count in self._room.waiting().items() if count}
+        longest = heapq.nlargest(MOST_NAMES, models.items(), key=lambda item: item[1])
+        return {"models": dict(longest), "tenants": dict(tenants.most_common(MOST_NAMES))}
+
+
+def shadow_rows(totals: Totals) -> list[dict[str, Any]]:
+    """What shadow policies would have done, since the start."""
+    rows = []
+    for name, counts in sorted(totals.shadows.items()):
+        asked = counts.get("same", 0) + counts.get("other", 0)
+        prompt = counts.get("prompt", 0)
+        rows.append(
+            {
+                "policy": name,
+                "asked": asked,
+                "same": counts.get("same", 0) / asked if asked else None,
+                "failed": counts.get("failed", 0),
+                "hit_rate": counts.get("shadow", 0) / prompt if prompt else None,
+                "acting_hit_rate": counts.get("acting", 0) / prompt if prompt else None,
+            }
+        )
+    return rows
+
+
+def _state(member: Member, pod: Pod | None) -> str:
+    """In a word: whether it gets requests, else the first reason why not."""
+    if pod is not None and pod.faults.is_leaving:
+        return "leaving"
+    if not member.address.is_ready:
+        return "not ready"
+    if pod is None or not member.admitted:
+        return "down"
+    return "ejected" if pod.faults.is_ejected else "serving"
+
+
+def _worth(each: tuple[Member, Pod | None]) -> tuple[bool, int]:
+    member, pod = each
+    return _state(member, pod) != "serving", 0 if pod is None else pod.in_flight

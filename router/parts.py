@@ -1,0 +1,67 @@
+"""What the gateway is made of, by key of the application: what makes a part and what uses it need not meet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+from aiohttp import web
+
+from router.config import GatewaySettings
+from router.events.feed import EventFeed
+from router.events.follow import Streams
+from router.fleet.discovery import Discovery
+from router.fleet.fleet import Fleet
+from router.fleet.lack import Lacks
+from router.fleet.scrape import Scraper
+from router.gateway.admin import Admin
+from router.gateway.admission import Admission
+from router.gateway.chooser import Chooser
+from router.gateway.door import Door
+from router.gateway.engine_client import EngineClient
+from router.gateway.generate import Generate
+from router.gateway.headers import UpstreamHeaders
+from router.gateway.keys import ClientKeys
+from router.gateway.names import Names
+from router.gateway.registry import NoRegistry
+from router.gateway.sharing import NoSharing, Sharing
+from router.gateway.status import Status
+from router.gateway.telling import Telling
+from router.gateway.waiting import WaitingRoom
+from router.registry.index import PrefixIndex
+from router.registry.reader import RegistryReader
+from router.telemetry.metrics import Metrics
+from router.tenants.isolation import Isolation
+from router.tenants.limiter import Limiter
+from router.tenants.usage_log import UsageLog
+
+SETTINGS = web.AppKey("settings", GatewaySettings)
+METRICS = web.AppKey("metrics", Metrics)
+INDEX = web.AppKey("index", PrefixIndex)
+ADMISSION = web.AppKey("admission", Admission)
+SESSION = web.AppKey("session", aiohttp.ClientSession)
+"""For probes and administration."""
+ENGINES = web.AppKey("engines", EngineClient)
+DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
+FLEET = web.AppKey("fleet", Fleet)
+SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
+REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+TELLING = web.AppKey("telling", Telling)
+"""Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
+SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
+EVENTS = web.AppKey("events", EventFeed)
+STREAMS = web.AppKey("streams", Streams)
+STATUS = web.AppKey("status", Status)
+CHOOSER = web.AppKey("chooser", Chooser)
+GENERATE = web.AppKey("generate", Generate)
+ADMIN = web.AppKey("admin", Admin)
+UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
+DOOR = web.AppKey("door", Door)
+ROOM = web.AppKey("room", WaitingRoom)
+DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
+LACKS = web.AppKey("lacks", Lacks)
+NAMES = web.AppKey("names", Names)
+CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
+ISOLATION = web.AppKey("isolation", Isolation)
+LIMITER = web.AppKey("limiter", Limiter)
+USAGE_LOG: web.AppKey[UsageLog | None] = web.AppKey("usage_log")

@@ -1,0 +1,143 @@
+"""What answers have taught a gateway: tokens of a byte, speeds of pods, what their caches hold. Pure.
+
+Gateways before one registry keep it there, so that one that has just started predicts as one that has run for an hour.
+It is an estimate: whoever loads it goes on learning from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+
+from engine.contract.events import DecodeError
+from router.routing.speeds import LearntFactor, LearntSpeed
+from router.routing.types import PodId
+
+T = TypeVar("T")
+VERSION = 1
+MAX_PODS = 4096
+"""Of a model: of more the first are kept."""
+MAX_BYTES = 2**20
+_MAX_ENGINES = 16
+_MAX_SIZES = 64
+_LARGEST = 1e12
+_MOST_LOG = 50.0
+"""Logarithms of ratios and seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearntTokens:
+    """Of a model's text. Sums that decay: see `router.gateway.estimates`."""
+
+    prompt_bytes: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearntRoom:
+    """Of the cache of a pod that publishes nothing, in tokens."""
+
+    capacity_tokens: float
+    """As its answers corrected it."""
+    told_tokens: int | None
+    """As the pod told it; None: it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """Of one model and its pods."""
+
+    tokens: LearntTokens | None = None
+    speeds: Mapping[str, LearntSpeed] = field(default_factory=dict)
+    """By the kind of engine."""
+    factors: Mapping[PodId, LearntFactor] = field(default_factory=dict)
+    rooms: Mapping[PodId, LearntRoom] = field(default_factory=dict)
+
+
+def encode_learnt(learnt: Learnt, written_s: float) -> bytes:
+    """As JSON. `written_s`: seconds since 1970, by Redis's clock."""
+    tokens = learnt.tokens
+    speeds = {
+        kind: [s.level, s.noise, s.noises, s.observations, [[digits, *size] for digits, size in s.sizes.items()]]
+        for kind, s in learnt.speeds.items()
+    }
+    return orjson.dumps(
+        {
+            "version": VERSION,
+            "written_s": written_s,
+            "tokens": None if tokens is None else [tokens.prompt_bytes, tokens.prompt_tokens, tokens.output_tokens],
+            "speeds": speeds,
+            "factors": {pod: [f.factor, f.evidence_s, f.mean] for pod, f in _first(learnt.factors)},
+            "rooms": {pod: [room.capacity_tokens, room.told_tokens] for pod, room in _first(learnt.rooms)},
+        }
+    )
+
+
+def decode_learnt(data: bytes) -> tuple[Learnt, float]:
+    """The record, and when it was written. Raises DecodeError on another version, and on absurd numbers."""
+    if len(data) > MAX_BYTES:
+        raise DecodeError(f"a record of {len(data)} bytes, more than {MAX_BYTES}")
+    try:
+        record = orjson.loads(data)
+        if record["version"] != VERSION:
+            raise DecodeError(f"version {record['version']}, expected {VERSION}")
+        if len(record["speeds"]) > _MAX_ENGINES or max(len(record["factors"]), len(record["rooms"])) > MAX_PODS:
+            raise DecodeError("too many kinds of engines or pods")
+        tokens = None
+        if record["tokens"] is not None:
+            size, count, output = record["tokens"]
+            tokens = LearntTokens(_above(size), _above(count), _number(output))
+        learnt = Learnt(
+            tokens,
+            {str(kind): _speed(*speed) for kind, speed in record["speeds"].items()},
+            {
+                PodId(pod): LearntFactor(_log(factor), _number(evidence_s), _log(mean))
+                for pod, (factor, evidence_s, mean) in record["factors"].items()
+            },
+            {
+                PodId(pod): LearntRoom(_above(capacity), None if told is None else int(_above(told)))
+                for pod, (capacity, told) in record["rooms"].items()
+            },
+        )
+        return learnt, _number(record["written_s"])
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"no record of what gateways have learnt: {error or type(error).__name__}") from None
+
+
+def _speed(level: Any, noise: Any, noises: Any, observations: Any, sizes: Any) -> LearntSpeed:
+    if len(sizes) > _MAX_SIZES:
+        raise ValueError(f"{len(sizes)} sizes")
+    return LearntSpeed(
+        _log(level),
+        _above(noise),
+        _above(noises),
+        int(_number(observations)),
+        {int(_number(digits)): (_above(n), _number(tokens), _log(seconds)) for digits, n, tokens, seconds in sizes},
+    )
+
+
+def _number(value: Any) -> float:
+    if not 0 <= (number := float(value)) <= _LARGEST:
+        raise ValueError(f"{number} where 0 to {_LARGEST:g} is expected")
+    return number
+
+
+def _above(value: Any) -> float:
+    if (number := _number(value)) < 1e-9:
+        raise ValueError(f"{number} where more than 0 is expected")
+    return number
+
+
+def _log(value: Any) -> float:
+    if not math.isfinite(number := float(value)) or abs(number) > _MOST_LOG:
+        raise ValueError(f"{number} as a logarithm")
+    return number
+
+
+def _first(by_pod: Mapping[PodId, T]) -> list[tuple[PodId, T]]:
+    return list(by_pod.items())[:MAX_PODS]

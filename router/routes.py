@@ -1,0 +1,40 @@
+"""Which path is answered by what."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from engine.contract.requests import Endpoint
+from router.gateway.body import no_go_ahead
+from router.gateway.generate import Generate
+from router.gateway.status import Status
+from router.parts import (
+    GENERATE,
+    STATUS,
+)
+
+T = TypeVar("T")
+
+
+def add_routes(app: web.Application) -> None:
+    """Every path of --port. What answers it exists once the application has started."""
+    for endpoint in Endpoint:
+        app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
+    app.router.add_get("/v1/models", _to(STATUS, Status.models))
+    app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
+    app.router.add_get("/health", _to(STATUS, Status.health))
+    app.router.add_get("/ready", _to(STATUS, Status.ready))
+
+
+def _to(
+    key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.StreamResponse]]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """A handler that calls a method of an object of the application, which exists once the application has started."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await method(request.app[key], request)
+
+    return handle

@@ -1,0 +1,1 @@
+"""Groups of the gateway's settings; `router/config.py` joins them."""

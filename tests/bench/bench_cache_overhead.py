@@ -1,0 +1,328 @@
+"""What the cache costs where it saves nothing, and from which share of repeated tokens on it pays.
+
+    python -m tests.bench.bench_cache_overhead [--profile h100-8b] [--rounds 6] [--only unique]
+
+The real scheduler, cache and tiers, with steps and copies that take the time of the emulated device. The clock stands
+still but for these, and for the CPU time that this process spends in the scheduler: nothing hides it, as a device that
+takes two steps at a time would. So throughput is requests a second of a host that does its work between two steps. Only
+a prompt's blocks are hashed beside the steps, as the engine's text threads do; that has a column of its own.
+
+Rounds have other prompts; in each, every arm serves the same ones, in another order of arms. Cells are the throughput
+beside `off` in the same round (the mean, and its interval of 95 %, from the rounds by Student's t), and in brackets the
+prompt tokens that were reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from engine.backend.profiles import SimProfile, find_profile
+from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
+from engine.cache.prefix_cache import PrefixCache
+from engine.contract.collector import MIDDLE, OLDEST, YOUNG
+from engine.contract.events import Tier
+from engine.contract.prefix_key import PrefixKey
+from engine.sched.plan import SampledToken, StepResult
+from engine.sched.request import KeySpan, Request
+from engine.sched.scheduler import Scheduler, SchedulerConfig
+from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.tiers import Tiers
+
+BLOCK, STEP_TOKENS, CONCURRENT, KEY_TOKENS = 16, 2048, 32, 64
+"""Tokens of a block and of a step, requests at a time, tokens to a prefix key."""
+_VOCABULARY = 100_000
+_T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201, 15: 2.131}
+"""Quantiles of Student's t at 97.5 %, by degrees of freedom."""
+
+
+class Clock:
+    """Time that goes on when told to (`engine.tiers.emulated.Timers`)."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def time(self) -> float:
+        """Seconds."""
+        return self._now_s
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> None:
+        """Call at that time."""
+        heapq.heappush(self._due, (when, next(self._numbers), callback))
+
+    def go_on(self, seconds: float) -> None:
+        """Let so much time go by."""
+        until_s = self._now_s + seconds
+        while self._due and self._due[0][0] <= until_s:
+            self._now_s, _, callback = heapq.heappop(self._due)
+            callback()
+        self._now_s = until_s
+
+    def next_s(self) -> float:
+        """Seconds until something is due."""
+        return self._due[0][0] - self._now_s if self._due else math.inf
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, its keys, and how many tokens it is answered."""
+
+    prompt: Sequence[int]
+    spans: tuple[KeySpan, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared. Tokens of the tiers count in pools: 1.0 is a tier as large as the pool."""
+
+    name: str
+    index: IndexKind
+    host: float = 0.0
+    disk: float = 0.0
+
+
+OFF = Arm("off", IndexKind.OFF)
+ARMS = (
+    OFF,
+    Arm("hash", IndexKind.HASH),
+    Arm("radix", IndexKind.RADIX),
+    Arm("hash, host tier", IndexKind.HASH, 1.0),
+    Arm("radix, host tier", IndexKind.RADIX, 1.0),
+    Arm("radix, host and disk", IndexKind.RADIX, 1.0, 4.0),
+)
+
+
+@dataclass
+class Ran:
+    """One arm's run."""
+
+    requests: int
+    elapsed_s: float
+    cpu_s: float
+    """Of the host between steps."""
+    hash_s: float
+    """CPU to hash a request's blocks, on average."""
+    hit_share: float
+
+    @property
+    def per_s(self) -> float:
+        """Requests a second."""
+        return self.requests / self.elapsed_s
+
+
+def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) -> Ran:
+    """Serve them all, `CONCURRENT` at a time; what is measured begins behind the first `warm_up` requests."""
+    clock = Clock()
+    blocks = profile.kv_tokens // BLOCK
+    cache = PrefixCache(blocks, BLOCK, index=arm.index, eviction=Eviction.LFU)
+    tiers = _tiers(arm, profile, cache, clock)
+    scheduler = Scheduler(cache, SchedulerConfig(STEP_TOKENS, CONCURRENT, CONCURRENT), tiers)
+    waiting = iter(asked)
+    numbers = count()
+    open_requests = finished = 0
+    cpu_s = hash_s = began_s = began_cpu_s = 0.0
+    before = scheduler.stats()
+    while True:
+        arrived = []
+        start_s = time.thread_time()
+        while open_requests < CONCURRENT and (one := next(waiting, None)) is not None:
+            hashed = scheduler.hash_prompt(one.prompt, "", one.spans)
+            arrived.append(Request(next(numbers), one.prompt, one.answer, hashed=hashed))
+            open_requests += 1
+        hash_s += time.thread_time() - start_s
+        start_s = time.thread_time()
+        for request in arrived:
+            scheduler.add(request)
+        scheduler.advance(clock.time())
+        plan = scheduler.schedule()
+        scheduler.take_changes()
+        host_s = time.thread_time() - start_s
+        cpu_s += host_s
+        clock.go_on(host_s)
+        if plan is None:
+            if not scheduler.has_work:
+                break
+            assert tiers is not None, "work waits and nothing runs"
+            clock.go_on(min(clock.next_s(), tiers.check_in_s()))
+            continue
+        step_s = profile.step_s(plan)
+        clock.go_on(step_s)
+        sampled = {chunk.request.id: SampledToken(7 + len(chunk.blocks)) for chunk in plan.chunks if chunk.samples}
+        start_s = time.thread_time()
+        outputs = scheduler.complete(StepResult(sampled, step_s))
+        host_s = time.thread_time() - start_s
+        cpu_s += host_s
+        clock.go_on(host_s)
+        ended = sum(output.finish is not None for output in outputs)
+        open_requests -= ended
+        if finished < warm_up <= finished + ended:
+            began_s, began_cpu_s, before = clock.time(), cpu_s, scheduler.stats()
+            warm_up = finished + ended
+        finished += ended
+    stats = scheduler.stats()
+    queried = stats.prompt_tokens_queried - before.prompt_tokens_queried
+    hit = stats.prompt_tokens_hit - before.prompt_tokens_hit
+    return Ran(finished - warm_up, clock.time() - began_s, cpu_s - began_cpu_s, hash_s / finished, hit / queried)
+
+
+def _tiers(arm: Arm, profile: SimProfile, cache: PrefixCache, clock: Clock) -> Tiers | None:
+    stores = []
+    upper = cache.pool.total
+    for tier, pools, gb_s in (
+        (Tier.HOST, arm.host, profile.host_gb_s),
+        (Tier.DISK, arm.disk, profile.disk_gb_s),
+    ):
+        if pools:
+            block_bytes = BLOCK * profile.kv_token_bytes
+            tier_bytes = int(pools * cache.pool.total) * block_bytes
+            stores.append(
+                emulated_store(
+                    clock, tier, tier_bytes, pool_blocks=upper, block_bytes=block_bytes, bytes_per_s=gb_s * 1e9
+                )
+            )
+            upper = stores[-1].blocks
+    if not stores:
+        return None
+    return make_tiers(
+        cache,
+        stores,
+        eviction=Eviction.LFU,
+        step_tokens=STEP_TOKENS,
+        clock=clock.time,
+        on_end=lambda: None,
+    )
+
+
+def _spans(rng: random.Random, tokens: int, shared: tuple[KeySpan, ...] = ()) -> tuple[KeySpan, ...]:
+    """A key every `KEY_TOKENS` tokens, the first ones those of the text that is shared."""
+    ends = range(KEY_TOKENS * (len(shared) + 1), tokens + 1, KEY_TOKENS)
+    return (*shared, *[KeySpan(PrefixKey(rng.getrandbits(63)), end) for end in ends])
+
+
+def _text(rng: random.Random, tokens: int) -> list[int]:
+    return rng.choices(range(_VOCABULARY), k=tokens)
+
+
+def unique(rng: random.Random, pool_tokens: int) -> list[Asked]:
+    """Prompts of 512 to 4,096 tokens, each once, of four pools."""
+    asked = []
+    left = 4 * pool_tokens
+    while left > 0:
+        tokens = rng.randint(512, 4096)
+        asked.append(Asked(_text(rng, tokens), _spans(rng, tokens), rng.randint(16, 128)))
+        left -= tokens + asked[-1].answer
+    return asked
+
+
+def working_set(rng: random.Random, pool_tokens: int, pools: float) -> list[Asked]:
+    """Different prompts that take so many pools."""
+    return unique(rng, int(pools * pool_tokens / 4))
+
+
+def in_turn(rng: random.Random, pool_tokens: int) -> list[Asked]:
+    """1.5 pools of prompts, one after the other, over and over: the least used ones are always the next."""
+    return working_set(rng, pool_tokens, 1.5) * 4
+
+
+def at_random(rng: random.Random, pool_tokens: int) -> list[Asked]:
+    """1.5 pools of prompts, any of them at any time."""
+    prompts = working_set(rng, pool_tokens, 1.5)
+    return [rng.choice(prompts) for _ in range(4 * len(prompts))]
+
+
+def repeating(share: float) -> Callable[[random.Random, int], list[Asked]]:
+    """Prompts of 2,048 tokens: this share of all tokens is the first half of prompts that eight others began with."""
+
+    def prompts(rng: random.Random, pool_tokens: int) -> list[Asked]:
+        beginnings = []
+        for _ in range(8):
+            text = _text(rng, 1024)
+            beginnings.append((text, _spans(rng, 1024)))
+        asked = []
+        for _ in range(3 * pool_tokens // 2048):
+            if rng.random() < 2 * share:
+                text, spans = rng.choice(beginnings)
+                asked.append(Asked(text + _text(rng, 1024), _spans(rng, 2048, spans), 64))
+            else:
+                asked.append(Asked(_text(rng, 2048), _spans(rng, 2048), 64))
+        return asked
+
+    return prompts
+
+
+SHARES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
+TRAFFIC: dict[str, Callable[[random.Random, int], list[Asked]]] = {
+    "unique": unique,
+    "thrash in turn": in_turn,
+    "thrash at random": at_random,
+    **{f"{share:.2%} repeated": repeating(share) for share in SHARES},
+}
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of the interval that has the true mean with 95 %."""
+    mean, degrees = statistics.fmean(ratios), len(ratios) - 1
+    quantile = _T95[max(known for known in _T95 if known <= degrees)]
+    return mean, quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
+
+
+def compare(profile: SimProfile, traffic: str, arms: Sequence[Arm], rounds: int) -> dict[Arm, list[Ran]]:
+    """Each arm's runs, by round."""
+    ran: dict[Arm, list[Ran]] = {arm: [] for arm in arms}
+    for number in range(rounds):
+        asked = TRAFFIC[traffic](random.Random(number), profile.kv_tokens)
+        order = random.Random(number).sample(arms, len(arms))
+        for arm in order:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()  # as in an engine that has started (`engine/contract/collector.py`)
+            ran[arm].append(run(arm, profile, asked, warm_up=len(asked) // 3))
+    return ran
+
+
+def cell(ours: Sequence[Ran], off: Sequence[Ran]) -> str:
+    """Of a table's row."""
+    mean, half = interval([one.per_s / other.per_s for one, other in zip(ours, off, strict=True)])
+    return f"{mean:.4f} ± {half:.4f} ({statistics.fmean(one.hit_share for one in ours):.1%})"
+
+
+def cpu_ms(runs: Sequence[Ran]) -> str:
+    """A request's milliseconds between steps and to hash it: of the round in which it is least."""
+    return f"{min(one.cpu_s / one.requests for one in runs) * 1e3:.2f} + {min(one.hash_s for one in runs) * 1e3:.2f}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", default="h100-8b", help="of the emulated device (h100-8b: the fastest)")
+    parser.add_argument("--rounds", type=int, default=6, help="at least 3 (6)")
+    parser.add_argument("--only", help="traffic whose name has this in it")
+    arguments = parser.parse_args()
+    profile = find_profile(arguments.profile)
+    gc.set_threshold(YOUNG, MIDDLE, OLDEST)
+    print("| traffic | " + " | ".join(arm.name for arm in ARMS[1:]) + " |\n|---|" + "--:|" * (len(ARMS) - 1))
+    spent = []
+    for name in TRAFFIC:
+        if arguments.only is None or arguments.only in name:
+            ran = compare(profile, name, ARMS, arguments.rounds)
+            print(f"| {name} | " + " | ".join(cell(ran[arm], ran[OFF]) for arm in ARMS[1:]) + " |", flush=True)
+            spent.append(f"| {name} | " + " | ".join(cpu_ms(ran[arm]) for arm in ARMS) + " |")
+    print("\nCPU of a request in ms, between steps + to hash it:\n")
+    print("| traffic | " + " | ".join(arm.name for arm in ARMS) + " |\n|---|" + "--:|" * len(ARMS))
+    print("\n".join(spent))
+
+
+if __name__ == "__main__":
+    main()
