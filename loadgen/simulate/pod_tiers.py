@@ -67,6 +67,7 @@ def pod_tiers(
             pool_blocks=pool.pool.total,
             block_bytes=block_bytes,
             bytes_per_s=spec.host_gb_s * 1e9,
+            limits=None,
         )
     ]
     if spec.shared_gb_s:
