@@ -5,7 +5,7 @@
 The working set is three times what all pools hold: 192 prefixes of 2,000 tokens, 8 pools of 16,000 tokens (device
 h100-8b), one request in a session, 100 to 200 tokens of its own, answers of 32 tokens. `host`: each pod has host memory
 for four times its pool, at 50 GB/s. `host + shared`: and a folder that holds the working set, which each pod reads and
-writes at 5 GB/s. Times to the first token at an offered rate; throughput with 32 requests at a time. Of each run the
+writes at 5 or 12 GB/s. Times to the first token at an offered rate; throughput with 32 requests at a time. Of each run the
 second half counts.
 """
 
@@ -33,7 +33,8 @@ HOST_TOKENS, FOLDER_TOKENS = 4 * POOL_TOKENS, 480_000
 TIERS = {
     "none": None,
     "host": TierSpec(HOST_TOKENS, 50.0),
-    "host + shared": TierSpec(HOST_TOKENS, 50.0, 5.0),
+    "host + shared, 5 GB/s": TierSpec(HOST_TOKENS, 50.0, 5.0),
+    "host + shared, 12 GB/s": TierSpec(HOST_TOKENS, 50.0, 12.0),
 }
 POLICIES = ("round_robin", "predicted_ttft")
 RATE, CONCURRENCY = 100.0, 32
@@ -104,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2400, help="requests of each run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each arm, with seeds from 1 on")
+    parser.add_argument("--tiers", action="append", choices=list(TIERS), help="only these arms; may be given again")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     rows = []
@@ -111,7 +113,7 @@ def main() -> int:
         f"| tiers | policy | mean TTFT, ms | p99 | requests/s, {CONCURRENCY} at a time | prompt tokens not computed |"
     )
     print("|---|---|--:|--:|--:|--:|")
-    for tiers in TIERS:
+    for tiers in args.tiers or TIERS:
         for policy in POLICIES:
             one = row(tiers, policy, args.requests, range(1, args.seeds + 1))
             rows.append(one)

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.cache.eviction import Eviction
+from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import LoadReport
 from engine.metrics import EngineMetrics, RegistryState
+from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.exported import TierCollector
+from engine.tiers.place import Place
+from engine.tiers.tiers import Tiers
 from router.telemetry.metrics import GaugeValues, Metrics
 
 TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "service", "endpoint"))
@@ -83,7 +90,32 @@ def engine_text() -> str:
     metrics.observe_response("/v1/models", 200)
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
+    metrics.registry.register(TierCollector(all_tiers(), "m"))
     return metrics.exposition().decode()
+
+
+class StoppedClock:
+    """Nothing happens."""
+
+    def time(self) -> float:
+        return 0.0
+
+    def call_at(self, when: float, callback: object, /) -> None:
+        """Never."""
+
+
+def all_tiers() -> Tiers:
+    """Host memory, disk and a shared folder, empty."""
+    clock = StoppedClock()
+    stores = [
+        emulated_store(clock, place, 100, pool_blocks=10, block_bytes=10, bytes_per_s=1.0)
+        for place in (Place.HOST, Place.DISK)
+    ]
+    folder = EmulatedFolder(clock, 10)
+    stores.append(emulated_shared_store(folder, pool_blocks=10, block_bytes=10, bytes_per_s=1.0, lookup_s=0.0))
+    return make_tiers(
+        PrefixCache(10, 1), stores, eviction=Eviction.LRU, step_tokens=1, clock=clock.time, on_end=lambda: None
+    )
 
 
 def samples(text: str) -> Names:
