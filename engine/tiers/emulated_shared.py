@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
 from engine.backend.tiers.copier import BlockCopier
 from engine.tiers.block_file import Label
-from engine.tiers.build import Store
+from engine.tiers.build import LIMITS, Store
 from engine.tiers.emulated import EmulatedCopies, Timers
 from engine.tiers.janitor import FILL, FULL, by_use
 from engine.tiers.lookups import Lookup
@@ -153,7 +153,7 @@ def emulated_shared_store(
     copies = _SharedCopies(
         folder, pool_blocks=pool_blocks, slots=folder.blocks, block_bytes=block_bytes, bytes_per_s=bytes_per_s
     )
-    copier = BlockCopier(copies, folder.timers.time)
+    copier = BlockCopier(copies, folder.timers.time, LIMITS)
     for direction in Direction:
         copier.learn_rate(direction, int(bytes_per_s), 1.0)
     side = _Side(folder, copies, _Lookups(folder, lookup_s))

@@ -177,8 +177,8 @@ class SimPod:
     def _copied(self) -> None:
         """A copy has ended, or what a shared tier holds is known."""
         if self._plan is not None:
-            if self._plan.steps > 1:  # an engine looks at its copies with each step
-                self._cut_run()
+            assert self.tiers is not None
+            self.tiers.poll()  # further copies begin now, as in the engine
         elif not self._is_waking:
             self._is_waking = True
             self._timeline.after(0, self._begin)

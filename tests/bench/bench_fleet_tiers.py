@@ -5,8 +5,8 @@
 The working set is three times what all pools hold: 192 prefixes of 2,000 tokens, 8 pools of 16,000 tokens (device
 h100-8b), one request in a session, 100 to 200 tokens of its own, answers of 32 tokens. `host`: each pod has host memory
 for four times its pool, at 50 GB/s. `host + shared`: and a folder that holds the working set, which each pod reads and
-writes at 5 or 12 GB/s. Times to the first token at an offered rate; throughput with 32 requests at a time. Of each run the
-second half counts.
+writes at 5 or 12 GB/s. Times to the first token at an offered rate; throughput with 32 requests at a time. Of each run
+the second half counts.
 """
 
 from __future__ import annotations
