@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.log_lines import Format
 from engine.contract.settings import Settings, check_redis_url
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
@@ -100,7 +101,14 @@ class EngineSettings(Settings):
         1024,
         ge=1,
         le=2**31,
-        description="Tokens of the shortest beginning of a prompt that is kept because a client asks",
+        description="Tokens of the shortest beginning of a prompt that is kept, asked for or not",
+    )
+    keep_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.9,
+        description="Share of the KV pool where conversations stay unasked: while a tool runs, as long as tools have "
+        "taken lately, and before a regenerated answer; a request that needs the room gets it; 0: none stays",
     )
     host_cache_bytes: int = Field(
         0,
@@ -156,6 +164,7 @@ class EngineSettings(Settings):
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
+    log_format: Format = Field("text", description="Log lines: text, or json, an object a line")
     config: str | None = Field(None, description="YAML file with any of these settings")
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.contract.load import LoadReport
@@ -53,6 +53,12 @@ class EngineMetrics:
         )
         self.pins_given_up = counter(
             "warmroute_pins_given_up", "Kept beginnings of prompts that went before their time, for want of blocks."
+        )
+        self.blocks_learnt = gauge(
+            "warmroute_kv_blocks_kept_unasked", "KV blocks that stay while a tool runs or before a regenerated answer."
+        )
+        self.learnt_given_up = counter(
+            "warmroute_kept_unasked_given_up", "Those of such beginnings of prompts that went before their time."
         )
         self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
@@ -152,10 +158,12 @@ class EngineMetrics:
         self._advance(self.evictions, "evicted_blocks", evicted_blocks)
         self._advance(self.evicted_too_soon, "evicted_too_soon", evicted_too_soon)
 
-    def update_pins(self, blocks: int, given_up: int) -> None:
+    def update_pins(self, blocks: int, given_up: int, learnt_blocks: int, learnt_given_up: int) -> None:
         """Set what is read at a scrape. `given_up`: since the engine started."""
         self.blocks_pinned.set(blocks)
+        self.blocks_learnt.set(learnt_blocks)
         self._advance(self.pins_given_up, "pins_given_up", given_up)
+        self._advance(self.learnt_given_up, "learnt_given_up", learnt_given_up)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set what is read at a scrape of an engine that publishes."""
@@ -168,6 +176,10 @@ class EngineMetrics:
         """Bring a counter up to what is counted elsewhere."""
         counter.inc(total - self._counted[name])
         self._counted[name] = total
+
+    def families(self) -> list[Metric]:
+        """All series as they are now; they change no more."""
+        return list(self.registry.collect())
 
     def exposition(self) -> bytes:
         """All series in Prometheus' text format."""

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.contract.api_keys import parse_keys
 from engine.contract.files import FollowedFile
+from engine.contract.otel.running import metrics_sent
 from engine.contract.redis_client import connect as connect_redis
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
@@ -29,7 +30,8 @@ from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
-from router.gateway.admission import Admission
+from router.gateway.admission import MIB, Admission
+from router.gateway.cache_store import CacheBounds, MemoryCaches, RedisCaches
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
@@ -41,10 +43,11 @@ from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, engine_context
-from router.gateway.tracing import run_tracer
+from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
     DIED,
@@ -59,6 +62,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -70,6 +74,7 @@ from router.parts import (
     USAGE_LOG,
 )
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
@@ -127,8 +132,22 @@ def build_app(settings: GatewaySettings) -> web.Application:
     )
     app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
+        (
+            _supervision,
+            _usage_log,
+            _limiter,
+            _cache_store,
+            _keys,
+            _clients,
+            _fleet,
+            _registry,
+            _places,
+            _events,
+            handlers,
+            _background,
+        )
     )
+    app.cleanup_ctx.append(_metrics_sent)
     app.on_response_prepare.append(_leave_when_draining)
     add_routes(app)
     return app
@@ -175,6 +194,18 @@ async def _limiter(app: web.Application) -> AsyncIterator[None]:
         running.push_async_callback(limiter.close)
         if settings.tenants_file is not None:
             await running.enter_async_context(kept(app, "the account of limits", limiter.run()))
+        yield
+
+
+async def _cache_store(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    bounds = CacheBounds(settings.named_caches, settings.named_cache_mib * MIB)
+    if settings.redis_url is None or not settings.named_caches:
+        app[CACHE_STORE] = MemoryCaches(bounds)
+        yield
+        return
+    async with connect_redis(settings.redis_url) as redis:
+        app[CACHE_STORE] = RedisCaches(redis, bounds)
         yield
 
 
@@ -289,6 +320,17 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
+async def _places(app: web.Application) -> AsyncIterator[None]:
+    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    url = app[SETTINGS].redis_url
+    async with contextlib.AsyncExitStack() as running:
+        redis = None if url is None else await running.enter_async_context(connect_redis(url))
+        app[PLACES] = places = Places(asyncio.get_running_loop().time, redis)
+        if redis is not None:
+            await running.enter_async_context(kept(app, "telling where conversations are", places.run()))
+        yield
+
+
 async def _events(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     app[EVENTS] = events = EventFeed(
@@ -299,6 +341,12 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     )
     app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
     yield
+
+
+async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
+    """The metrics over OTLP, where the environment asks for that."""
+    async with metrics_sent(SERVICE, app[STATUS].families):
+        yield
 
 
 async def _background(app: web.Application) -> AsyncIterator[None]:

@@ -7,9 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.log_lines import Format
 from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
+from router.settings.named_caches import NamedCacheSettings
 from router.settings.names import NameSettings
 from router.settings.serving import ServingSettings
 
@@ -23,8 +25,11 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
+class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
+
+    Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
+    shows a running gateway.
 
     Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).
 
@@ -218,6 +223,10 @@ class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
     eject_after: int = Field(3, ge=1, description="consecutive failures after which an engine gets no requests")
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level to log")
+    log_format: Format = Field(
+        "text",
+        description="log lines on stderr: text, or json, an object a line; lines of requests are json either way",
+    )
     log_requests: bool = Field(False, description="log one JSON line per finished request to stderr")
 
     @field_validator("shadow_policies")

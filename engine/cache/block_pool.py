@@ -75,8 +75,12 @@ class BlockPool:
             if uses[block] < _MOST_USES:
                 uses[block] += 1
 
-    def drop_references(self, blocks: Iterable[int], keep: Iterable[bool]) -> None:
-        """One user less of each, in this order; the last one leaves a block idle (`keep`) or free."""
+    def drop_references(self, blocks: Iterable[int], keep: Iterable[bool], *, was_wanted: bool = True) -> None:
+        """One user less of each, in this order; the last one leaves a block idle (`keep`) or free.
+
+        `was_wanted`: False says that it was kept for requests that have not come, so an order by use has a block that
+        was used once go before others.
+        """
         references, free = self._references, self._free
         kept = []
         for block, is_kept in zip(blocks, keep, strict=True):
@@ -86,8 +90,15 @@ class BlockPool:
                     kept.append(block)
                 else:
                     free.append(block)
-        if kept:
-            self.order.add(kept, self._uses)
+        if not kept:
+            return
+        uses = self._uses
+        once = [] if was_wanted else [block for block in kept if uses[block] == 1]
+        for block in once:
+            uses[block] = 0
+        self.order.add(kept, uses)
+        for block in once:
+            uses[block] = 1
 
     def free(self, block: int) -> None:
         """What this idle block holds is worth nothing any more."""

@@ -15,13 +15,15 @@ def check(
     pool: BlockPool,
     indexed: IndexedBlocks,
     users: Iterable[CachedSequence],
-    pinned: Iterable[int],
+    pins: Iterable[Iterable[int]],
     keys: HeldKeys,
     generation: int,
 ) -> None:
     """Raises AssertionError naming the first invariant that does not hold."""
-    _check_blocks(pool, indexed, list(users), list(pinned))
-    _check_pins(indexed, list(pinned))
+    pinned = [list(kind) for kind in pins]
+    _check_blocks(pool, indexed, list(users), [block for kind in pinned for block in kind])
+    for kind in pinned:
+        _check_pins(indexed, kind)
     _check_chains(indexed)
     _check_eviction_order(pool, indexed)
     for sequence in users:

@@ -5,6 +5,7 @@ A pinned block is a used one: it has one reference more. So no order of eviction
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -22,28 +23,36 @@ class _Pin:
     """Of a chain up to and with block `end`."""
 
     end: int
+    salt: bytes
     lifetime_s: float
     until_s: float
-    is_asked: bool
     is_over: bool = False
 
 
 class Pins:
-    """Pinned chains. A block is pinned while it is the end of one, or while a pinned block follows it."""
+    """Pinned chains. A block is pinned while it is the end of one, or while a pinned block follows it.
 
-    def __init__(self, pool: BlockPool, indexed: IndexedBlocks, most_blocks: int) -> None:
-        """`most_blocks`: that may be pinned at a time. Those that nobody asked for have half of it."""
+    Salts share the blocks that may be pinned by max-min fairness: one alone may have them all, and gives back to
+    another that wants some what it has more than that one.
+    """
+
+    def __init__(self, pool: BlockPool, indexed: IndexedBlocks, most_blocks: int, *, are_guesses: bool = False) -> None:
+        """`most_blocks`: that may be pinned at a time. `are_guesses`: a pin whose time is over was wrong, so its blocks
+        are worth less than those that were never pinned."""
         self._pool = pool
         self._indexed = indexed
-        self._most_blocks = most_blocks
+        self.most_blocks = most_blocks
+        self._are_guesses = are_guesses
         self._following: dict[int, int] = {}
         """Of each pinned block, how many pinned blocks follow it directly."""
         self._ends: dict[int, _Pin] = {}
+        self._held: Counter[bytes] = Counter()
+        """Pinned blocks by salt, which is the same in all blocks of a chain."""
         self._due: list[tuple[float, int, _Pin]] = []
         """A heap with one entry for each end, with a time at which it is not over before, and a number for ties."""
         self._numbers = count()
         self.given_up = 0
-        """Pins that ended before their time, for want of blocks, since the start."""
+        """Pins that ended or became shorter before their time, for want of blocks, since the start."""
 
     def __len__(self) -> int:
         """Blocks that are pinned."""
@@ -52,18 +61,27 @@ class Pins:
     def __iter__(self) -> Iterator[int]:
         return iter(self._following)
 
-    def keep(self, chain: Sequence[int], lifetime_s: float, now_s: float, *, is_asked: bool = True) -> int:
+    @property
+    def spare(self) -> int:
+        """Pinned blocks that nobody uses besides. Looks at each of them."""
+        references = self._pool.references
+        return sum([references(block) == 1 for block in self._following])
+
+    def blocks_of(self, salt: bytes) -> int:
+        """Blocks that are pinned in chains of this salt."""
+        return self._held[salt]
+
+    def keep(self, chain: Sequence[int], lifetime_s: float, now_s: float, salt: bytes = b"") -> int:
         """Pin a chain, from its first block on; every block of it is used and indexed at the moment.
 
         Returns how many of its leading blocks are pinned: fewer where that is all that there is room for.
         """
         following = self._following
         first = next((i for i, block in enumerate(chain) if block not in following), len(chain))
-        limit = self._most_blocks if is_asked else self._most_blocks // 2
-        if is_asked and len(following) + len(chain) - first > limit:
-            self.give_up(len(following) + len(chain) - first - limit, only_unasked=True)
-            first = next((i for i, block in enumerate(chain) if block not in following), len(chain))
-        new = chain[first : first + max(0, limit - len(following))]
+        missing = len(following) + len(chain) - first - self.most_blocks
+        if missing > 0:
+            self._level(salt, missing)
+        new = chain[first : first + max(0, self.most_blocks - len(following))]
         kept = first + len(new)
         if not kept:
             return 0
@@ -72,7 +90,8 @@ class Pins:
             following[block] = 0
             if i:
                 following[chain[i - 1]] += 1
-        self._end_at(chain[kept - 1], lifetime_s, now_s, is_asked=is_asked)
+        self._held[salt] += len(new)
+        self._end_at(chain[kept - 1], salt, lifetime_s, now_s)
         return kept
 
     def touch(self, nodes: Sequence[int], now_s: float) -> None:
@@ -85,6 +104,12 @@ class Pins:
             if pin is not None:
                 pin.until_s = max(pin.until_s, now_s + pin.lifetime_s)
 
+    def end_at(self, block: int) -> None:
+        """End the pin of the chain up to this block, if there is one: its time is over."""
+        pin = self._ends.get(block)
+        if pin is not None:
+            self._end(pin)
+
     def expire(self, now_s: float) -> None:
         """End the pins whose time is over."""
         while self._due and self._due[0][0] <= now_s:
@@ -94,21 +119,25 @@ class Pins:
             if pin.until_s > now_s:
                 heappush(self._due, (pin.until_s, next(self._numbers), pin))
             else:
-                self._end(pin)
+                self._end(pin, was_wanted=not self._are_guesses)
 
-    def give_up(self, blocks: int, *, only_unasked: bool = False) -> bool:
-        """End pins, those that nobody asked for first and else the soonest to end, until so many blocks fewer are
-        pinned. False: none could be ended."""
-        goal = len(self._following) - blocks
-        pins = sorted(self._ends.values(), key=lambda pin: (pin.is_asked, pin.until_s))
-        any_ended = False
-        for pin in pins:
-            if len(self._following) <= goal or (only_unasked and pin.is_asked):
-                break
-            self._end(pin)
-            self.given_up += 1
-            any_ended = True
-        return any_ended
+    def give_up(self, blocks: int) -> int:
+        """Shorten pins, the soonest to end first, until so many more blocks are available in the pool.
+
+        Returns how many became so: fewer where no others are pinned but those that are in use besides.
+        """
+        before = self._pool.available
+        if blocks <= 0:
+            return 0
+        while True:
+            found = self._pool.available
+            for pin in self._soonest():
+                if (missing := before + blocks - self._pool.available) <= 0:
+                    break
+                if self._pool.references(pin.end) == 1:
+                    self.given_up += bool(self._shorten(pin, missing))
+            if self._pool.available == found or self._pool.available >= before + blocks:
+                return self._pool.available - before
 
     def clear(self) -> None:
         """End all of them; the blocks are indexed no more."""
@@ -116,31 +145,89 @@ class Pins:
             self._end(pin)
         self._due.clear()
 
-    def _end_at(self, end: int, lifetime_s: float, now_s: float, *, is_asked: bool) -> None:
+    def _level(self, salt: bytes, missing: int) -> None:
+        """Take up to `missing` blocks from the salts that have most, as long as each has no fewer than `salt` then."""
+        others = [held for other, held in self._held.items() if other != salt]
+        mine = self._held[salt] + self.most_blocks - len(self._following)  # with all that is free
+        low, high = 0, max(others, default=0)
+        while low < high:  # the least height to cut the others to
+            height = (low + high) // 2
+            cut = sum([held - height for held in others if held > height])
+            if cut <= missing and mine + cut <= height:
+                high = height
+            else:
+                low = height + 1
+        for other, held in list(self._held.items()):
+            if other != salt and held > low:
+                self._cut(other, held - low)
+
+    def _cut(self, salt: bytes, blocks: int) -> None:
+        """Drop so many of the salt's pinned blocks: ends of its chains, those that are the soonest to end first."""
+        goal = self._held[salt] - blocks
+        while self._held[salt] > goal:
+            for pin in self._soonest(salt):
+                if (left := self._held[salt] - goal) <= 0:
+                    break
+                self.given_up += bool(self._shorten(pin, left))
+
+    def _soonest(self, salt: bytes | None = None) -> list[_Pin]:
+        """The pins, of this salt if there is one given, the soonest to end first."""
+        pins = [pin for pin in self._ends.values() if salt is None or pin.salt == salt]
+        return sorted(pins, key=lambda pin: pin.until_s)
+
+    def _end_at(self, end: int, salt: bytes, lifetime_s: float, now_s: float) -> None:
         until_s = now_s + lifetime_s
         pin = self._ends.get(end)
         if pin is not None:
             pin.until_s = max(pin.until_s, until_s)
             pin.lifetime_s = max(pin.lifetime_s, lifetime_s)
-            pin.is_asked |= is_asked
             return
-        pin = self._ends[end] = _Pin(end, lifetime_s, until_s, is_asked)
+        pin = self._ends[end] = _Pin(end, salt, lifetime_s, until_s)
         heappush(self._due, (until_s, next(self._numbers), pin))
 
-    def _end(self, pin: _Pin) -> None:
+    def _shorten(self, pin: _Pin, most: int) -> int:
+        """Drop the last blocks of the pin that no other covers, at most so many; returns how many.
+
+        The pin is one of the chain before them from then on, and over where nothing is left of that.
+        """
+        if pin.is_over:
+            return 0
+        block, dropped = self._drop(pin, most)
+        other = self._ends.get(block)
+        if block == NO_BLOCK or other is not None:
+            pin.is_over = True
+        if other is not None:
+            other.until_s = max(other.until_s, pin.until_s)
+            other.lifetime_s = max(other.lifetime_s, pin.lifetime_s)
+        elif block != NO_BLOCK:
+            pin.end = block
+            self._ends[block] = pin
+        return dropped
+
+    def _end(self, pin: _Pin, *, was_wanted: bool = True) -> None:
         """Drop the blocks that no other pin covers, from the last to the first."""
         pin.is_over = True
+        self._drop(pin, len(self._following), was_wanted=was_wanted)
+        if len(self._due) > 2 * len(self._ends) + _SLACK:
+            self._due = [(pin.until_s, number, pin) for _, number, pin in self._due if not pin.is_over]
+            self._due.sort()
+
+    def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True) -> tuple[int, int]:
+        """The pin has no end now. Drop its last blocks, at most so many and none that another pin covers; returns the
+        one before these and their number."""
         del self._ends[pin.end]
-        dropped = []
+        dropped: list[int] = []
         block, following = pin.end, self._following
-        while block != NO_BLOCK and not following[block] and block not in self._ends:
+        while block != NO_BLOCK and len(dropped) < most and not following[block] and block not in self._ends:
             del following[block]
             dropped.append(block)
             block = self._indexed.parents[block]
             if block != NO_BLOCK:
                 following[block] -= 1
         digests = self._indexed.digests
-        self._pool.drop_references(dropped, [digests[block] is not None for block in dropped])
-        if len(self._due) > 2 * len(self._ends) + _SLACK:
-            self._due = [(pin.until_s, number, pin) for _, number, pin in self._due if not pin.is_over]
-            self._due.sort()
+        keep = [digests[block] is not None for block in dropped]
+        self._pool.drop_references(dropped, keep, was_wanted=was_wanted)
+        self._held[pin.salt] -= len(dropped)
+        if not self._held[pin.salt]:
+            del self._held[pin.salt]
+        return block, len(dropped)

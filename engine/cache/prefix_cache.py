@@ -44,8 +44,9 @@ class PrefixCache:
         index: IndexKind = IndexKind.HASH,
         eviction: Eviction = Eviction.LRU,
         pinned_blocks: int = 0,
+        learnt_blocks: int = 0,
     ) -> None:
-        """`pinned_blocks`: that may be pinned at a time."""
+        """`pinned_blocks`: that may be pinned at a time because clients ask; `learnt_blocks`: unasked."""
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
         self.block_size = block_size
@@ -66,6 +67,9 @@ class PrefixCache:
         self._weighs_depth = eviction is Eviction.COST
         self.pool = BlockPool(blocks_total, self._worth)
         self.pins = Pins(self.pool, self._indexed, pinned_blocks)
+        """What clients ask to keep. Every use renews it."""
+        self.learnt = Pins(self.pool, self._indexed, learnt_blocks, are_guesses=True)
+        """What is likely to be asked for soon. No use renews it, and it is given up before a request has to wait."""
         self._now_s = 0.0
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
@@ -85,12 +89,27 @@ class PrefixCache:
         """It is so late, in seconds of any clock that only goes forward: pins whose time is over end."""
         self._now_s = now_s
         self.pins.expire(now_s)
+        self.learnt.expire(now_s)
 
     def keep(self, sequence: CachedSequence, blocks: int, lifetime_s: float, *, is_asked: bool = True) -> int:
         """Pin the sequence's first `blocks` blocks, as far as they are indexed; returns how many of them are pinned."""
         if sequence.generation != self._generation:
             return 0
-        return self.pins.keep(sequence.nodes[:blocks], lifetime_s, self._now_s, is_asked=is_asked)
+        pins = self.pins if is_asked else self.learnt
+        return pins.keep(sequence.nodes[:blocks], lifetime_s, self._now_s, sequence.salt)
+
+    def lacks(self, sequence: CachedSequence, known_tokens: int, reserve_blocks: int = 0) -> int:
+        """Blocks that must become available before `admit` would give the sequence its own; 0: it would now."""
+        nodes = self._index.match(sequence, known_tokens - 1).nodes
+        reused = sum([self.pool.references(node) > 0 for node in nodes])
+        return max(0, self.blocks_for(known_tokens) - reused + reserve_blocks - self.pool.available)
+
+    def branches_off(self, sequence: CachedSequence) -> int:
+        """Requests to which the last block was common that this sequence reuses, where another went on behind that
+        block; 0: none did."""
+        if not sequence.nodes or not self._indexed.is_followed[sequence.nodes[-1]]:
+            return 0
+        return self.pool.uses(sequence.nodes[-1])
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
         """What a token takes to compute: seconds, and seconds more for each token before it.
@@ -252,6 +271,7 @@ class PrefixCache:
         self._keys.clear()
         before = self.pool.available
         self.pins.clear()
+        self.learnt.clear()
         unpinned = self.pool.available - before
         return self.pool.free_idle() + unpinned
 
@@ -279,7 +299,7 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Raises AssertionError where an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._indexed, self._users, self.pins, self._keys, self._generation)
+        check(self.pool, self._indexed, self._users, (self.pins, self.learnt), self._keys, self._generation)
         self._index.check()
 
     def _free(self, sequence: CachedSequence) -> None:

@@ -17,6 +17,8 @@ class SchedulerConfig:
     """Requests accepted beyond those."""
     max_overtakes: int = 64
     """A request that so many younger ones were admitted before is not overtaken again."""
+    least_kept_tokens: int = 1
+    """Tokens of the shortest beginning of a conversation that is kept unasked."""
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_running", "max_waiting"):

@@ -37,6 +37,16 @@ class CacheMark:
     """Seconds, from each use on."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools."""
+
+    may_be_called: bool
+    """The answer may call one."""
+    brings_result: bool
+    """The last message is what one gave: the conversation goes on where one was called."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to generate. The scheduler alone changes it; everything but `output_tokens` is fixed."""
@@ -57,5 +67,7 @@ class Request:
     """What `Scheduler.hash_prompt` made of prompt, salt and spans, shared by all requests that have the same ones."""
     marks: tuple[CacheMark, ...] = ()
     """What the client asks to keep, shortest first."""
+    tools: ToolUse | None = None
+    """None: the request knows of none."""
     output_tokens: list[int] = field(default_factory=list)
     """May begin with tokens that another engine has made: they count in `max_tokens`, and it goes on from there."""

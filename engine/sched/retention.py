@@ -1,16 +1,55 @@
-"""What of a request's KV stays in the pool after it: the beginnings that its client asks to keep."""
+"""What of a request's KV stays in the pool after it: what its client asks to keep, and what is likely to be wanted."""
 
 from __future__ import annotations
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.entry import Entry
+from engine.sched.pauses import ToolPauses
+
+BRANCH_S = 60.0
+"""Seconds that the prefix before a branch stays: somebody reads the answer and may ask for another one yet."""
+FEW = 4
+"""Requests to which what is before a branch may be common. What more have in common stays by its own use."""
 
 
 class Retention:
-    """Pins what requests ask to keep, and ends pins where a request could not run for them."""
+    """Pins what requests ask to keep and what is learnt to be worth it, and ends pins where a request needs blocks."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, least_tokens: int) -> None:
+        """`least_tokens`: of a beginning that is kept unasked."""
         self._cache = cache
+        self._least_blocks = max(1, -(-least_tokens // cache.block_size))
+        self._pauses = ToolPauses()
+        self._now_s = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """It is so late, in seconds of a clock that only goes forward."""
+        self._now_s = now_s
+        self._cache.advance(now_s)
+
+    def started(self, entry: Entry) -> None:
+        """A request has got its blocks: does it go on where a tool ran, or branch off where another went on?"""
+        cache, sequence = self._cache, entry.sequence
+        if not cache.learnt.most_blocks:
+            return
+        if entry.request.tools is not None:
+            self._go_on(entry, with_result=entry.request.tools.brings_result)
+        reused = len(sequence.nodes)
+        if reused >= self._least_blocks and 1 < cache.branches_off(sequence) <= FEW:
+            cache.keep(sequence, reused, BRANCH_S, is_asked=False)
+
+    def ended(self, entry: Entry) -> None:
+        """A request has its last token, and its blocks still: if it may have called a tool, that runs now."""
+        cache, sequence, tools = self._cache, entry.sequence, entry.request.tools
+        last = len(entry.request.prompt_tokens) // cache.block_size - 1
+        if tools is None or not tools.may_be_called or not 0 <= last < len(sequence.digests):
+            return
+        if not cache.learnt.most_blocks:
+            return
+        self._pauses.ended(sequence.digests[last], self._now_s)
+        lifetime_s = self._pauses.lifetime_s
+        if lifetime_s and len(sequence.nodes) >= self._least_blocks:
+            cache.keep(sequence, len(sequence.nodes), lifetime_s, is_asked=False)
 
     def computed(self, entry: Entry) -> None:
         """More of a request with marks is computed: pin what it asks for once its whole prompt is there."""
@@ -23,7 +62,42 @@ class Retention:
             kept = max(kept, self._cache.keep(entry.sequence, blocks, mark.lifetime_s))
         entry.kept_tokens, entry.unkept_tokens = kept * block_size, (asked - kept) * block_size
 
-    def yields(self, known_tokens: int) -> bool:
-        """A request of so many tokens does not fit though nothing runs: end pins for it. False: there are none."""
-        pins = self._cache.pins
-        return bool(pins) and pins.give_up(self._cache.blocks_for(known_tokens) - self._cache.pool.available)
+    def gives(self, blocks: int) -> bool:
+        """Running requests need blocks: end for them what nobody asked for. False: there is nothing to end."""
+        return self._cache.learnt.give_up(blocks) > 0
+
+    def yields(self, entry: Entry, hits: int, reserve_blocks: int, *, is_alone: bool) -> bool:
+        """A request, `hits` tokens of which are cached, does not fit: end what nobody asked for, if it fits then.
+
+        Where nothing runs whose end would make room (`is_alone`), end also what clients asked for. False: it does not
+        fit still.
+        """
+        cache = self._cache
+        if not cache.learnt and not (is_alone and cache.pins):
+            return False
+        least = cache.blocks_for(entry.known_tokens) - hits // cache.block_size + reserve_blocks - cache.pool.available
+        if not is_alone and least > cache.learnt.spare:
+            return False
+        while lack := cache.lacks(entry.sequence, entry.known_tokens, reserve_blocks):
+            gives = lack <= cache.learnt.spare and cache.learnt.give_up(lack) > 0
+            if not gives and not (is_alone and self._yields_all(lack)):
+                return False
+        return True
+
+    def _yields_all(self, blocks: int) -> bool:
+        before = self._cache.pool.available
+        self._cache.learnt.clear()
+        self._cache.pins.give_up(blocks - (self._cache.pool.available - before))
+        return self._cache.pool.available > before
+
+    def _go_on(self, entry: Entry, *, with_result: bool) -> None:
+        """Learn from a request that goes on where an answer ended, and let go of what was kept for it."""
+        sequence, pauses = entry.sequence, self._pauses
+        place = next(
+            (i for i in reversed(range(len(sequence.digests))) if pauses.is_awaited(sequence.digests[i])), None
+        )
+        if place is None:
+            return
+        pauses.goes_on(sequence.digests[place], self._now_s, with_result=with_result)
+        for block in sequence.nodes[place:]:
+            self._cache.learnt.end_at(block)

@@ -46,7 +46,7 @@ class Scheduler:
         self._entries: dict[int, Entry] = {}
         self._in_flight = InFlightBlocks()
         self._steps: deque[StepPlan] = deque()  # in progress, oldest first
-        self._retention = Retention(cache)
+        self._retention = Retention(cache, config.least_kept_tokens)
         self._arrivals = 0
         self._stats = SchedulerStats()
         self._step_cost = StepCostFit()
@@ -65,13 +65,13 @@ class Scheduler:
         return self._cache.open(tokens, salt, key_spans)
 
     @property
-    def pins(self) -> Pins:
-        """What stays in the pool because a client asks for it."""
-        return self._cache.pins
+    def pins(self) -> tuple[Pins, Pins]:
+        """What stays in the pool because a client asks for it, and unasked."""
+        return self._cache.pins, self._cache.learnt
 
     def advance(self, now_s: float) -> None:
         """It is so late, in seconds of a clock that only goes forward: what was kept until now may go."""
-        self._cache.advance(now_s)
+        self._retention.advance(now_s)
 
     def add(self, request: Request) -> None:
         """Queue the request.
@@ -212,7 +212,7 @@ class Scheduler:
             uncached_tokens=uncached + sum(map(self._uncached_tokens, self._waiting.values())),
             decoding=len(decoding),
             context_tokens=sum(entry.known_tokens for entry in decoding),
-            blocks_free=self._cache.pool.available,
+            blocks_free=self._cache.pool.available + self._cache.learnt.spare,
             blocks_total=self._cache.pool.total,
             block_size=self._cache.block_size,
             cost=self._step_cost.cost(),
@@ -275,6 +275,8 @@ class Scheduler:
         any_preempted = False
         for entry in decoding:
             while entry.sequence.blocks and not self._cache.extend(entry.sequence, entry.known_tokens):
+                if self._retention.gives(len(decoding)):
+                    continue
                 self._preempt(self._running[-1])
                 any_preempted = True
         return any_preempted
@@ -369,6 +371,7 @@ class Scheduler:
             prompt_tokens = len(entry.request.prompt_tokens)
             entry.cached_tokens = min(cached, prompt_tokens)  # output it came with may be there, too
             self._count(prompt_tokens_queried=prompt_tokens, prompt_tokens_hit=entry.cached_tokens)
+            self._retention.started(entry)
         entry.computed_tokens = entry.planned_tokens = cached
         entry.shown_blocks = ()
         entry.is_started = False
@@ -381,8 +384,9 @@ class Scheduler:
         return True
 
     def _starts_without_pins(self, entry: Entry, expected_hits: int) -> bool:
-        """As `_start`, where nothing runs whose end would make room: pins end for it."""
-        return not self._running and self._retention.yields(entry.known_tokens) and self._start(entry, expected_hits)
+        """As `_start`, after pins have ended for it."""
+        can = self._retention.yields(entry, expected_hits, self._reserve(), is_alone=not self._running)
+        return can and self._start(entry, expected_hits)
 
     def _preempt(self, entry: Entry) -> None:
         """Back to the queue, before all that was not preempted. Output is kept and recomputed as prefill."""
@@ -452,6 +456,7 @@ class Scheduler:
             finish = FinishReason.LENGTH
             self._count(finished_length=1)
         if finish:
+            self._retention.ended(entry)
             self._drop(entry, keeps=True)
         cached, kept = entry.cached_tokens or 0, entry.kept_tokens or 0
         return TokenOutput(request.id, sampled, finish, cached, kept, entry.unkept_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from engine.contract.errors import BadRequest
+from engine.sched.request import ToolUse
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -33,6 +34,12 @@ def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
         raise BadRequest(
             "tool_choice: only 'none' and 'auto' are supported", param="tool_choice", code="unsupported_parameter"
         )
+
+
+def tool_use(messages: Sequence[Any], *, may_be_called: bool) -> ToolUse | None:
+    """What checked messages say of tools."""
+    brings_result = messages[-1]["role"] == "tool"
+    return ToolUse(may_be_called, brings_result) if may_be_called or brings_result else None
 
 
 def _message(message: object, where: str) -> dict[str, Any]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
-from engine.sched.request import CacheMark, KeySpan
+from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, template_messages
+from engine.server.messages import check_tools, template_messages, tool_use
 from engine.server.so_far import answered_tokens
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
@@ -64,6 +64,8 @@ class Prompt:
     """What the client asks to keep, shortest prefix first."""
     fills_context: bool = False
     """`max_tokens` is less than was asked for: what the context has room for."""
+    tools: ToolUse | None = None
+    """What the client says of tools; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class GenerationJob:
     """Whether the seed is the client's."""
     echo: bool = False
     returns_token_ids: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that its answer repeats."""
     says_nothing: bool = False
     """The prompt is all that matters: the token that is generated behind it is not told."""
 
@@ -231,9 +235,9 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
-    return with_answer_so_far(
-        model, fields, Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept)
-    )
+    tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
+    prompt = Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept, tools=tools)
+    return with_answer_so_far(model, fields, prompt)
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -334,6 +338,7 @@ def make_job(
     *,
     echo: bool = False,
     says_nothing: bool = False,
+    told: Mapping[str, Any] | None = None,
 ) -> GenerationJob:
     """The job of these prompts, with what `fields` says of sampling and of the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
@@ -353,6 +358,7 @@ def make_job(
         echo=echo,
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
+        told=told or {},
     )
 
 

@@ -94,6 +94,7 @@ class EngineService:
                     salt=job.salt,
                     hashed=hashed,
                     marks=prompt.marks,
+                    tools=prompt.tools,
                     output_tokens=list(prompt.answered),
                 )
                 requests.append(request)

@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 
@@ -40,8 +41,19 @@ class SharedDigests:
 class SharingCache(PrefixCache):
     """A pod's cache that asks the fleet before it hashes a prompt. The digests are those that it would make itself."""
 
-    def __init__(self, blocks_total: int, block_size: int, shared: SharedDigests) -> None:
-        super().__init__(blocks_total, block_size)
+    def __init__(
+        self,
+        blocks_total: int,
+        block_size: int,
+        shared: SharedDigests,
+        *,
+        eviction: Eviction = Eviction.LRU,
+        pinned_blocks: int = 0,
+        learnt_blocks: int = 0,
+    ) -> None:
+        super().__init__(
+            blocks_total, block_size, eviction=eviction, pinned_blocks=pinned_blocks, learnt_blocks=learnt_blocks
+        )
         self._shared = shared
         self._piece_blocks = max(1, _PIECE_TOKENS // block_size)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.backend.profiles import SimProfile
+from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.events import Keys, Tier
@@ -42,6 +43,11 @@ class PodSpec:
     max_waiting: int = 100_000
     reuses: bool = True
     """False: prefixes are not cached."""
+    eviction: Eviction = Eviction.LRU
+    pin_share: float = 0.0
+    """Of the pool, that may stay because requests ask for it."""
+    keep_share: float = 0.0
+    """Of the pool, that may stay unasked while a tool runs."""
     noise: StepNoise | None = None
     """None: steps take exactly the profile's time."""
     tiers: TierSpec | None = None
@@ -80,7 +86,14 @@ class SimPod:
         self.alive = True
         blocks = (spec.kv_tokens or spec.profile.kv_tokens) // spec.block_size
         self.cache = (
-            SharingCache(blocks, spec.block_size, digests or SharedDigests())
+            SharingCache(
+                blocks,
+                spec.block_size,
+                digests or SharedDigests(),
+                eviction=spec.eviction,
+                pinned_blocks=int(spec.pin_share * blocks),
+                learnt_blocks=int(spec.keep_share * blocks),
+            )
             if spec.reuses
             else PrefixCache(blocks, spec.block_size, index=IndexKind.OFF)
         )
@@ -161,6 +174,7 @@ class SimPod:
         if not self.alive:
             return
         self.speed = self._next_speed
+        self.scheduler.advance(self._timeline.now_s)
         plan = self._plan = self.scheduler.schedule(MAX_RUN_STEPS)
         if plan is None:
             if self.tiers is not None:

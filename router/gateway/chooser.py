@@ -50,12 +50,14 @@ MOST_WITH_ADAPTERS = 256
 
 @dataclass(slots=True)
 class Choice:
-    """Where a request goes. `strides`: leading prefix keys the pod was believed to hold."""
+    """Where a request goes. `strides`: leading prefix keys the pod was believed to hold. `loads_adapter`: the pod has
+    to load the request's adapter, and has a place for it."""
 
     pod: Pod
     policy: str
     decision: Decision
     strides: int
+    loads_adapter: bool = False
 
     @property
     def cached_tokens(self) -> int:
@@ -139,6 +141,7 @@ class Chooser:
             self._gateways.sent(work_s, now_s)
         self.remember(pod.pod_id, inbound.keys, now_s, taken)
         if inbound.model in pod.facts.adapters:
+            choice.loads_adapter = pod.adapters.loads(inbound.model)
             pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is no further request
@@ -427,7 +430,7 @@ class Chooser:
                 view.room_tokens = room_of(view.pod_id)
         if _is_adapter(inbound, pods):
             for pod, view in zip(pods, views, strict=True):
-                view.adapter_s = pod.adapters.setup_s(inbound.model)
+                view.adapter_s = pod.adapters.setup_s(inbound.model, pod.state.speed.pool.adapter_loads.seconds)
         return views
 
     def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
@@ -435,7 +438,13 @@ class Chooser:
         if parting is None and (shares := self._shares.get(inbound.model)) is not None:
             parting = shares.prefill.parting(now_s)
         return RequestInfo(
-            inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
+            inbound.keys,
+            inbound.prompt_tokens,
+            now_s,
+            inbound.output_tokens,
+            parting,
+            self._index.regret,
+            inbound.session,
         )
 
 

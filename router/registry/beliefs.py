@@ -126,6 +126,8 @@ class BeliefMessage(NamedTuple):
     """Its Aboard events are all requests in flight that were told before this message."""
     is_last: bool = False
     """The gateway stops: nothing of it is in flight any more."""
+    at_s: float = 0.0
+    """Redis's clock, as the sender knows it, when the events were as old as they say."""
 
 
 class OnRouted(Protocol):

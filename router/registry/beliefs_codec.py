@@ -1,7 +1,7 @@
 """Messages between gateways as bytes. Little-endian:
 
     u8 version (1) | u8 flags (1 lists_aboard, 2 is_last) | u16 pods | u32 stride bytes | u64 life | u64 seq
-    | u32 chains | u32 events | u32 tail keys | u8 length, name
+    | f64 at s | u32 chains | u32 events | u32 tail keys | u8 length, name
     | pods: u8 length, UTF-8 | chains: u32 base, u32 shared, u32 tail, each | tail keys of all chains, u64 each
     | events, 28 bytes each: u8 kind | u8 flag | u16 pod | f32 age s | u32 number | u32 chain | u32 a, b, c
     | a session id for each Routed: u8 length, UTF-8; length 255: 16 bytes, whose 32 hex digits it is
@@ -44,10 +44,12 @@ MAX_KEYS = 2**20
 """Of all chains of a message together, shared ones counted each time."""
 MAX_TOKENS = 2**30
 MAX_AGE_S = 3600.0
+MAX_AT_S = 2.0**34
+"""Seconds of Unix time: the year 2514."""
 MAX_NAME_BYTES = 255
 _NONE = 2**32 - 1
 
-_HEAD = struct.Struct("<BBHIQQIII")
+_HEAD = struct.Struct("<BBHIQQdIII")
 _CHAIN = struct.Struct("<III")
 _EVENT = struct.Struct("<BBHfIIIII")
 _ABOARD, _LAST = 1, 2
@@ -108,6 +110,7 @@ def encode(message: BeliefMessage) -> bytes:
                 message.stride,
                 message.life,
                 message.seq,
+                message.at_s,
                 len(chains.heads),
                 len(events),
                 len(chains.tails),
@@ -135,7 +138,7 @@ def _decode(data: bytes) -> BeliefMessage:
         raise UnknownVersion(f"gateway's message of version {data[0]}, expected {VERSION}: upgrade all gateways")
     if len(data) > MAX_BYTES:
         raise DecodeError(f"gateway's message of {len(data)} bytes, more than {MAX_BYTES}")
-    _, flags, pod_count, stride, life, seq, chain_count, event_count, tail_count = _HEAD.unpack_from(data)
+    _, flags, pod_count, stride, life, seq, at_s, chain_count, event_count, tail_count = _HEAD.unpack_from(data)
     if event_count > MAX_EVENTS or tail_count > MAX_KEYS or chain_count > event_count or pod_count > event_count:
         raise DecodeError(f"gateway's message with {event_count} events, {chain_count} chains, {tail_count} keys")
     name, at = _unpack_name(data, _HEAD.size)
@@ -181,6 +184,8 @@ def _decode(data: bytes) -> BeliefMessage:
         raise DecodeError(f"gateway's message of {len(data)} bytes, expected {sessions_at}")
     if not stride or not seq or not life:
         raise DecodeError("gateway's message without stride, sequence or life")
+    if not 0 <= at_s <= MAX_AT_S:  # so written that it is refused where it is no number
+        raise DecodeError(f"gateway's message of the time {at_s:g} s")
     return BeliefMessage(
         Life(life),
         name,
@@ -189,6 +194,7 @@ def _decode(data: bytes) -> BeliefMessage:
         tuple(events),
         lists_aboard=bool(flags & _ABOARD),
         is_last=bool(flags & _LAST),
+        at_s=at_s,
     )
 
 

@@ -132,12 +132,14 @@ class BeliefPublisher:
             await self._recover()
         message, taken_s = self._unsent or self._take()
         clock = asyncio.get_running_loop().time
+        await self._clock.sync(self._wire)
         waited_s = clock() - taken_s
         if waited_s > 0:
             older = tuple(event._replace(age_s=event.age_s + waited_s) for event in message.events)
             message = message._replace(events=older)
-        data = encode(message)
-        await self._wire.append(data, self._clock.there(clock()))
+        at_s = self._clock.there(taken_s + waited_s)
+        data = encode(message._replace(at_s=max(0.0, at_s)))
+        await self._wire.append(data, at_s)
         self._unsent = None
         self._sent_at_s = clock()
         tells_ways = any(isinstance(event, Routed) for event in message.events)

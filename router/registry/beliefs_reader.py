@@ -20,7 +20,7 @@ from router.registry.beliefs_codec import decode
 from router.registry.beliefs_others import SAME_S, Heard
 from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_snapshot import decode_snapshot
-from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, BeliefWire, Entry, sent_at
+from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, BeliefWire, Entry, sent_at
 from router.routing.types import PodId
 
 log = logging.getLogger(__name__)
@@ -241,7 +241,9 @@ class BeliefReader:
             )
             return
         now_s = asyncio.get_running_loop().time()
-        sent_at_s = self._clock.here(sent_at(name))
+        # By its sender's word: what Redis got late is as old all the same, in whatever message it is told of.
+        came_s, sent_at_s = sent_at(name), message.at_s
+        sent_at_s = self._clock.here(sent_at_s if abs(came_s - sent_at_s) <= UNDERWAY_S else came_s)
         heard = self._others.apply(message, sent_at_s, now_s, fresh, is_past=is_past)
         if not heard.is_news:
             if fresh or stale:

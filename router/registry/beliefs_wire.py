@@ -18,6 +18,8 @@ KEPT_S = 600.0
 """What is believed of a pod is kept for so long after it was written, with no gateway left to write it again."""
 CLOCK_S = 30.0
 """Redis's clock is looked at this often."""
+UNDERWAY_S = 5.0
+"""The longest that a message can be on its way to Redis: by more its sender's clock is wrong."""
 EXPIRY_S = 10.0
 """That the stream goes when nobody writes is set this often, not with each message: a command more for each."""
 READ_ENTRIES = 256
@@ -73,7 +75,9 @@ class RedisClock:
             return
         redis_s = await wire.time()
         self._synced_at_s = clock()
-        self.offset_s = (asked_s + self._synced_at_s) / 2 - redis_s
+        offset_s, unsure_s = (asked_s + self._synced_at_s) / 2 - redis_s, (self._synced_at_s - asked_s) / 2
+        if abs(offset_s - self.offset_s) > unsure_s:  # a slow answer that proves nothing moves no time told before
+            self.offset_s = offset_s
 
     def lost(self) -> None:
         """The next connection may lead to another server: what is known of its clock is void."""

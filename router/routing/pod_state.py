@@ -32,7 +32,7 @@ class PodState:
 
     __slots__ = (
         *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
-        *("_prefilled", "_reported", "_sent", "_speed", "_stepped_s", "_usual_tokens", "_watchers", "_weight"),
+        *("_prefilled", "_reported", "_sent", "_stepped_s", "_usual_tokens", "_watchers", "_weight", "speed"),
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
@@ -49,8 +49,8 @@ class PodState:
         """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
         self._joins_until_s = -math.inf
         """When the last step begins that is reckoned for what waits: what is sent before then shares it."""
-        self._speed = PodSpeed(SpeedPool() if pool is None else pool)
-        self._speed.pool.join(self)
+        self.speed = PodSpeed(SpeedPool() if pool is None else pool)
+        self.speed.pool.join(self)
         self._reported = Reported()
         self._sent = 0
         """Requests ever sent."""
@@ -63,14 +63,9 @@ class PodState:
         return f"PodState(pending={len(self._pending)}, decoding={len(self._decoding)}, cost={self.cost})"
 
     @property
-    def speed(self) -> PodSpeed:
-        """What is known of the pod's speed."""
-        return self._speed
-
-    @property
     def cost(self) -> StepCost:
         """The pod's constants, as far as known."""
-        return self._speed.cost
+        return self.speed.cost
 
     @property
     def weight(self) -> float:
@@ -93,8 +88,8 @@ class PodState:
 
     def speed_changed(self, now_s: float) -> None:
         """See `speeds.Member`."""
-        if not self._speed.is_reported:
-            self._speed.use_pool()
+        if not self.speed.is_reported:
+            self.speed.use_pool()
             self._reprice(now_s)
             self._tell()
 
@@ -111,8 +106,9 @@ class PodState:
         output_tokens: int,
         now_s: float,
         streams: bool = True,
+        loads_adapter: bool = False,
     ) -> None:
-        """A request goes to the pod. Pass `streams=False` where the first byte of the answer is not its first token."""
+        """A request goes to the pod. `streams`: the first byte of its answer is its first token. Others: see `Sent`."""
         self.finished(request_id, now_s=now_s)
         work_s = self._work_s(uncached_tokens, prompt_tokens)
         if not self._pending or now_s >= self._joins_until_s:
@@ -132,10 +128,11 @@ class PodState:
             prompt_tokens + output_tokens // 2,
             work_s,
             now_s,
-            self._free_at_s + self._speed.overhead_s,
-            self._free_at_s + self._speed.overhead_s,
+            self._free_at_s + self.speed.overhead_s,
+            self._free_at_s + self.speed.overhead_s,
             streams,
             not self._pending,
+            loads_adapter,
         )
         self._tell()
 
@@ -152,10 +149,10 @@ class PodState:
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
         if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else the time is partly others'
-            if cached_tokens is None:
-                request.service_s = now_s - request.sent_s
-            else:
-                self._speed.observe(max(0, request.prompt_tokens - cached_tokens), now_s - request.sent_s, now_s)
+            request.service_s, computed = now_s - request.sent_s, request.prompt_tokens - (cached_tokens or 0)
+            if cached_tokens is not None:
+                self.speed.observe(max(0, computed), request.service_s, now_s, loaded=request.loads_adapter)
+                request.service_s = None
         self._forget_prefilled(now_s)
         self._prefilled.append((now_s, request.uncached_tokens))
         self._free_at_s = now_s + (self._step_s() if self._pending else 0.0)
@@ -163,7 +160,7 @@ class PodState:
         for waiting in self._pending.values():
             waiting.work_s = self._work_s(waiting.uncached_tokens, waiting.prompt_tokens)
             self._free_at_s += waiting.work_s
-            waiting.due_s = self._free_at_s + self._speed.overhead_s
+            waiting.due_s = self._free_at_s + self.speed.overhead_s
 
     def finished(self, request_id: str, *, now_s: float, uncached_tokens: int | None = None) -> None:
         """The request has left the pod, however it ended. May be called again. `uncached_tokens`: of its prompt, as the
@@ -172,7 +169,7 @@ class PodState:
         if (request := self._decoding.pop(request_id, None)) is not None:
             if request.service_s is not None:
                 computed = request.uncached_tokens if uncached_tokens is None else uncached_tokens
-                self._speed.observe(computed, request.service_s, now_s)
+                self.speed.observe(computed, request.service_s, now_s, loaded=request.loads_adapter)
             self._context_tokens -= request.context_tokens
             self._step_ended(now_s)
         elif (request := self._pending.get(request_id)) is not None:
@@ -221,7 +218,7 @@ class PodState:
         self._tell()
         self._settle(now_s)
         self._reported.note(load, now_s)
-        self._speed.report(load.cost)
+        self.speed.report(load.cost)
         self._reprice(now_s)
         self._forget_prefilled(now_s)
         recent_tokens = sum(tokens for _, tokens in self._prefilled)
@@ -280,7 +277,7 @@ class PodState:
         if pending and next(iter(pending.values())).due_s <= now_s:  # else the oldest is in time, and so are all
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
-        decoding, speed = len(self._decoding), self._speed
+        decoding, speed = len(self._decoding), self.speed
         view = PodView(  # by position: names cost a third more
             pod_id,
             matched_tokens,
@@ -307,7 +304,7 @@ class PodState:
     def row(self, now_s: float) -> PodRow[float]:
         """The pod as `view` has it, before what time does to it."""
         self._settle(now_s)
-        pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self._speed
+        pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self.speed
         in_flight = pending + decoding
         due_s = until_s = math.inf
         for request in self._pending.values():
@@ -369,7 +366,7 @@ class PodState:
 
     def knows_speed(self, now_s: float) -> bool:
         """Whether the pod, or what it answered, has told how fast it is; else `queue_s` rests on a prior."""
-        return self._speed.is_known(now_s)
+        return self.speed.is_known(now_s)
 
     def lateness_s(self, now_s: float) -> float:
         """Seconds since the oldest request without a first token should have had it, as was thought when it was sent;
@@ -410,7 +407,7 @@ class PodState:
 
     def _late_from_s(self, request: Sent) -> float:
         """When it is later than noise explains."""
-        spread = self._speed.spread
+        spread = self.speed.spread
         return request.due_s + spread * (request.due_s - request.sent_s) if spread else request.due_s
 
     def _step_s(self) -> float:
@@ -479,7 +476,7 @@ class PodState:
 
     def _withdraw(self, request_id: str, request: Sent, now_s: float) -> None:
         """Take a request out of the prefill queue: those behind it come forward by what was left of it."""
-        left_s = min(request.work_s, max(0.0, request.due_s - self._speed.overhead_s - now_s))
+        left_s = min(request.work_s, max(0.0, request.due_s - self.speed.overhead_s - now_s))
         is_behind = False
         for other_id, other in self._pending.items():
             if is_behind:

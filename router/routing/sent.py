@@ -25,6 +25,8 @@ class Sent:
     was_alone: bool
     """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
     requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
+    loads_adapter: bool = False
+    """Its adapter had to be loaded for it."""
     service_s: float | None = field(default=None, init=False)
     """Time to its first token, where that tells the pod's speed once it is known how much was computed for it."""
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from engine.contract.load import StepCost
+from router.routing.adapters import AdapterLoads
 from router.routing.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
 from router.routing.types import PodId
 
@@ -81,6 +82,7 @@ class SpeedPool:
     def __init__(self, engine: str = "unknown") -> None:
         """`engine`: which kind of engine they are."""
         self.engine = engine
+        self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
         """Without `base_s`: from outside a fixed time of each step and one of each request look alike, and a queue is
         no longer for the second."""
@@ -254,8 +256,14 @@ class PodSpeed:
             self._reported = self.cost = cost
             self.overhead_s = 0.0
 
-    def observe(self, uncached_tokens: int, service_s: float, now_s: float) -> None:
-        """A prefill took `service_s`, waiting for others not counted."""
+    def observe(self, uncached_tokens: int, service_s: float, now_s: float, *, loaded: bool = False) -> None:
+        """A prefill took `service_s`, waiting for others not counted. `loaded`: an adapter was loaded for it in that
+        time, so it tells of that, and of the speed nothing."""
+        if loaded:
+            if self.is_known(now_s):
+                expected_s = self.overhead_s + self.cost.base_s + self.cost.token_s * uncached_tokens
+                self.pool.adapter_loads.observe(service_s - expected_s)
+            return
         before_s, self._observed_s = self._observed_s, now_s
         if self._reported is not None:
             return

@@ -35,5 +35,6 @@ def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Progr
 
 @pytest.fixture
 async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
-    async with gateway_before(*sim_engines) as stack:
+    # A gateway begins with what the one before had learnt of the model: that of another test's texts.
+    async with gateway_before(*sim_engines, share_beliefs=False) as stack:
         yield stack

@@ -37,6 +37,8 @@ class ScriptedServer:
         self.is_away = False
         self.loses = 0
         """Messages that it confirms next, and loses."""
+        self.delay_s = 0.0
+        """Until the next message reaches it."""
         self._last = 0
 
     def now_s(self) -> float:
@@ -65,6 +67,8 @@ class ScriptedWire:
     async def append(self, data: bytes, now_s: float) -> None:
         await self._check()
         server = self._server
+        delay_s, server.delay_s = server.delay_s, 0.0
+        await asyncio.sleep(delay_s)
         server._last = max(server._last + 1, int(server.now_s() * 1000) * 1000)
         if server.loses:
             server.loses -= 1

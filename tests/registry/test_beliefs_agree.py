@@ -79,8 +79,9 @@ class Play:
                 end.notebook.ended(end.route(pod, keys), now_s)
                 self.model.speculate(pod, keys, now_s, TTL_S)
                 self.routed[pod] |= set(keys)
-            case "undo", who, pod, keys:
+            case "undo", who, pod, keys, *delay_s:
                 end = self.ends[who]
+                self.server.delay_s = sum(delay_s)
                 number = end.route(pod, keys)
                 self.model.speculate(pod, keys, now_s, TTL_S)
                 await asyncio.sleep(0.3)
@@ -195,3 +196,10 @@ def test_gateways_agree_again_after_any_fault(seed: int) -> None:
 @pytest.mark.parametrize("backlog_bytes", [400, 2**20])
 def test_an_emptied_pod_is_told_again_when_the_message_was_lost(backlog_bytes: int) -> None:
     check_they_agree([("refute", 0, "b", chain("ab"), 0), ("lose", 2), ("forget", 0, "b")], backlog_bytes)
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.2, 2.0])
+def test_what_never_ran_is_not_believed_where_the_message_of_it_was_slow(delay_s: float) -> None:
+    """The time of a message is that of its coming to Redis, so a slow one seems to tell of a later request."""
+    for found in played(Play(), [("undo", 0, "a", chain("ab"), delay_s)]):
+        assert not any(found.values())

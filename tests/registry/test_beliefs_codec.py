@@ -55,6 +55,7 @@ MESSAGES = st.builds(
     st.lists(EVENTS, max_size=12).map(tuple),
     st.booleans(),
     st.booleans(),
+    st.floats(0, beliefs_codec.MAX_AT_S),
 )
 
 
@@ -110,7 +111,7 @@ def test_few_bytes_cannot_ask_for_much_memory() -> None:
     """Chains that share all of a long one, over and over, are counted before they are made."""
     keys = tuple(PrefixKey(i) for i in range(60_000))
     chains, events = 200, 200
-    head = beliefs_codec._HEAD.pack(1, 0, 1, 256, 1, 1, chains, events, len(keys))
+    head = beliefs_codec._HEAD.pack(1, 0, 1, 256, 1, 1, 0.0, chains, events, len(keys))
     body = b"\0\3pod" + struct.pack("<III", 0, 0, len(keys)) + struct.pack("<III", 1, len(keys), 0) * (chains - 1)
     body += beliefs_codec.pack_keys(keys) + beliefs_codec._EVENT.pack(5, 0, 0, 0.0, 0, 1, 0, 0, 0) * events
     with pytest.raises(DecodeError, match="cannot be"):
@@ -123,3 +124,10 @@ def test_absurd_ages_are_refused(age_s: float) -> None:
     at = len(data) - beliefs_codec._EVENT.size + 4
     with pytest.raises(DecodeError, match="old"):
         decode(data[:at] + struct.pack("<f", age_s) + data[at + 4 :])
+
+
+@pytest.mark.parametrize("at_s", [float("nan"), float("inf"), -1.0, 1e12])
+def test_absurd_times_are_refused(at_s: float) -> None:
+    data = encode(BeliefMessage(Life(1), "", 1, 256, at_s=at_s))
+    with pytest.raises(DecodeError, match="time"):
+        decode(data)

@@ -31,20 +31,26 @@ def hits(cache: PrefixCache, tokens: list[int], salt: str = "") -> int:
     return len(cache.find(cache.open(tokens, salt), len(tokens) // BLOCK))
 
 
+SALTS = ("", "other", "third")
+
+
 class PinMachine(RuleBasedStateMachine):
     index = IndexKind.HASH
 
-    @initialize(blocks=st.integers(8, 24), share=st.sampled_from([0.0, 0.3, 0.5]), eviction=st.sampled_from(Eviction))
+    @initialize(blocks=st.integers(8, 40), share=st.sampled_from([0.0, 0.3, 0.5]), eviction=st.sampled_from(Eviction))
     def start(self, blocks: int, share: float, eviction: Eviction) -> None:
         self.most = int(blocks * share)
-        self.cache = PrefixCache(blocks, BLOCK, index=self.index, eviction=eviction, pinned_blocks=self.most)
+        self.cache = PrefixCache(
+            blocks, BLOCK, index=self.index, eviction=eviction, pinned_blocks=self.most, learnt_blocks=blocks // 4
+        )
         self.now_s = 0.0
+        self.pinned = 0
         self.promised: dict[tuple[str, Chain], list[float]] = {}
-        """Salt and tokens of what was pinned -> until when, and for how long from each use on."""
+        """Salt and tokens of what is pinned -> until when, and for how long from each use on."""
 
     @rule(
         tokens=PROMPTS,
-        salt=st.sampled_from(["", "other"]),
+        salt=st.sampled_from(SALTS),
         blocks=st.integers(0, 7),
         lifetime_s=st.sampled_from([5.0, 50.0]),
     )
@@ -52,25 +58,94 @@ class PinMachine(RuleBasedStateMachine):
         sequence = self.use(tokens, salt)
         if sequence is None:
             return
+        self.pinned += 1
+        lifetime_s += self.pinned / 2**20  # no two end at the same time, so the order of their ends is known
+        wanted = min(blocks, len(tokens) // BLOCK)
+        before = {other: self.held(other) for other in SALTS}
         kept = self.cache.keep(sequence, blocks, lifetime_s)
-        assert kept <= min(blocks, len(tokens) // BLOCK)
-        if self.most >= 2 * len(tokens) and not len(self.promised):
-            assert kept == min(blocks, len(tokens) // BLOCK)
+        self.level(salt, tokens[: wanted * BLOCK])
+        first = self.covered_of(salt, tokens[: wanted * BLOCK])
+        assert kept == min(wanted, first + self.most - sum(map(self.held, SALTS)))
         self.cache.release(sequence)
         if kept:
-            held = self.promised.setdefault((salt, tuple(tokens[: kept * BLOCK])), [0.0, 0.0])
-            held[0], held[1] = max(held[0], self.now_s + lifetime_s), max(held[1], lifetime_s)
+            self.promise((salt, tuple(tokens[: kept * BLOCK])), self.now_s + lifetime_s, lifetime_s)
+        others = [other for other in SALTS if other != salt]
+        for other in others:
+            assert self.held(other) in (before[other], *range(self.held(salt), before[other])), "who has less loses"
+        if kept < wanted:
+            assert max(map(self.held, others)) <= self.held(salt) + len(others), "who is refused has a fair part"
 
-    @rule(tokens=PROMPTS, salt=st.sampled_from(["", "other"]))
+    def promise(self, chain: tuple[str, Chain], until_s: float, lifetime_s: float) -> None:
+        held = self.promised.setdefault(chain, [0.0, 0.0])
+        held[0], held[1] = max(held[0], until_s), max(held[1], lifetime_s)
+
+    def held(self, salt: str) -> int:
+        return sum(other == salt for other, _ in self.covered())
+
+    def covered(self) -> set[tuple[str, Chain]]:
+        return {(salt, kept[:end]) for salt, kept in self.promised for end in range(BLOCK, len(kept) + 1, BLOCK)}
+
+    def covered_of(self, salt: str, tokens: list[int]) -> int:
+        covered = self.covered()
+        return sum((salt, tuple(tokens[:end])) in covered for end in range(BLOCK, len(tokens) + 1, BLOCK))
+
+    def level(self, salt: str, tokens: list[int]) -> None:
+        """Salts are cut to the least height that is enough, or that leaves them no fewer than the one that asks."""
+        others = {other: self.held(other) for other in SALTS if other != salt}
+        free = self.most - sum(map(self.held, SALTS))
+        missing = len(tokens) // BLOCK - self.covered_of(salt, tokens) - free
+        if missing <= 0:
+            return
+        for height in range(max(others.values()) + 1):
+            cuts = {other: max(0, held - height) for other, held in others.items()}
+            total = sum(cuts.values())
+            if total <= missing and self.held(salt) + free + total <= height:
+                for other, cut in cuts.items():
+                    self.cut(other, others[other] - cut)
+                return
+
+    def cut(self, salt: str, goal: int) -> None:
+        """Ends of the chains that end the soonest go first, as far as no other chain has them."""
+        while self.held(salt) > goal:
+            for chain in sorted([c for c in self.promised if c[0] == salt], key=lambda c: self.promised[c][0]):
+                if self.held(salt) <= goal or chain not in self.promised:
+                    continue
+                until_s, lifetime_s = self.promised.pop(chain)
+                kept, covered = chain[1], self.covered()
+                left = len(covered | {(salt, kept[:end]) for end in range(BLOCK, len(kept) + 1, BLOCK)})
+                left -= len(covered) - self.held(salt) + goal
+                while kept and left and (salt, kept) not in covered:
+                    kept, left = kept[:-BLOCK], left - 1
+                if kept:
+                    self.promise((salt, kept), until_s, lifetime_s)
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS))
     def serve(self, tokens: list[int], salt: str) -> None:
         sequence = self.use(tokens, salt)
         if sequence is not None:
             self.cache.release(sequence)
 
+    @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), lifetime_s=st.sampled_from([5.0, 50.0]))
+    def pin_unasked(self, tokens: list[int], salt: str, lifetime_s: float) -> None:
+        """Has a part of its own: what was asked for keeps its own, which the invariant sees."""
+        sequence = self.use(tokens, salt)
+        if sequence is not None:
+            self.cache.keep(sequence, 7, lifetime_s, is_asked=False)
+            assert len(self.cache.learnt) <= self.cache.pool.total // 4
+            self.cache.release(sequence)
+
+    @rule(blocks=st.integers(1, 8))
+    def give_up_unasked(self, blocks: int) -> None:
+        available, exclusive = self.cache.pool.available, len(set(self.cache.learnt) - set(self.cache.pins))
+        assert self.cache.learnt.give_up(blocks) == min(blocks, exclusive)
+        assert self.cache.pool.available == available + min(blocks, exclusive)
+
     def use(self, tokens: list[int], salt: str) -> CachedSequence | None:
         """What a request reuses is renewed: all but its last token may be."""
         reused = min(hits(self.cache, tokens, salt), (len(tokens) - 1) // BLOCK) * BLOCK
+        lacks = self.cache.lacks(self.cache.open(tokens, salt), len(tokens))
         sequence = serve(self.cache, tokens, salt)
+        assert (sequence is None) == (lacks > 0)
         if sequence is not None:
             for (other, kept), held in self.promised.items():
                 if other == salt and len(kept) <= reused and tuple(tokens[: len(kept)]) == kept:
@@ -93,8 +168,9 @@ class PinMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check_integrity()
-        covered = {(salt, kept[:end]) for salt, kept in self.promised for end in range(BLOCK, len(kept) + 1, BLOCK)}
-        assert len(self.cache.pins) == len(covered) <= self.most
+        assert len(self.cache.pins) == len(self.covered()) <= self.most
+        for salt in SALTS:
+            assert self.cache.pins.blocks_of(salt.encode()) == self.held(salt)
         for salt, kept in self.promised:
             assert hits(self.cache, list(kept), salt) == len(kept) // BLOCK
 
@@ -145,30 +221,70 @@ def test_a_pin_outlives_a_flood_and_its_share_bounds_it() -> None:
     cache.check_integrity()
 
 
-def test_what_nobody_asked_for_yields_to_what_was_asked_for() -> None:
-    cache = cache_of(32, 8)
-    learnt, asked = serve(cache, [1] * 12), serve(cache, [2] * 16)
-    assert learnt is not None
-    assert asked is not None
-    assert cache.keep(learnt, 6, 10.0, is_asked=False) == 4
-    assert cache.keep(asked, 8, 10.0) == 8
-    assert cache.pins.given_up == 1
-    assert cache.keep(learnt, 6, 10.0, is_asked=False) == 0
+def test_tenants_share_what_may_be_pinned_and_one_alone_has_it_all() -> None:
+    cache = cache_of(64, 12)
+
+    def pin(token: int, salt: str, lifetime_s: float = 10.0) -> int:
+        sequence = serve(cache, [token] * 24, salt)
+        assert sequence is not None
+        kept = cache.keep(sequence, 12, lifetime_s)
+        cache.release(sequence)
+        return kept
+
+    def held() -> list[int]:
+        return [cache.pins.blocks_of(salt) for salt in (b"a", b"b", b"c")]
+
+    assert (pin(1, "a"), held()) == (12, [12, 0, 0])
+    assert (pin(2, "b"), held()) == (6, [6, 6, 0])
+    assert (pin(3, "c"), held()) == (4, [4, 4, 4])
+    assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # who has a fair part takes nobody's
+    assert (pin(4, "a"), held()) == (0, [4, 4, 4])
     cache.check_integrity()
 
 
-def test_pins_end_the_soonest_first_where_blocks_are_needed() -> None:
+def test_a_part_is_cut_where_it_ends_the_soonest_and_from_its_end() -> None:
+    cache = cache_of(64, 12)
+    for token, lifetime_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
+        sequence = serve(cache, [token] * 8, "a")
+        assert sequence is not None
+        assert cache.keep(sequence, 4, lifetime_s) == 4
+        cache.release(sequence)
+    other = serve(cache, [4] * 10, "b")
+    assert other is not None
+    assert cache.keep(other, 5, 10.0) == 5
+    cache.release(other)
+    for token in range(20, 40):
+        flooding = serve(cache, [token] * 16)
+        assert flooding is not None
+        cache.release(flooding)
+    assert [hits(cache, [token] * 8, "a") for token in (1, 2, 3)] == [4, 0, 3]
+    cache.check_integrity()
+
+
+def test_pins_are_shortened_the_soonest_to_end_first_where_blocks_are_needed() -> None:
     cache = cache_of(32, 16)
     for token, lifetime_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
         sequence = serve(cache, [token] * 8)
         assert sequence is not None
         assert cache.keep(sequence, 4, lifetime_s) == 4
         cache.release(sequence)
-    assert cache.pins.give_up(5)
-    assert len(cache.pins) == 4
+    assert cache.pins.give_up(5) == 5
+    assert len(cache.pins) == 7
     flood(cache, 0)
-    assert [hits(cache, [token] * 8) for token in (1, 2, 3)] == [4, 0, 0]
-    assert not cache_of(4, 0).pins.give_up(1)
+    assert [hits(cache, [token] * 8) for token in (1, 2, 3)] == [4, 0, 3]
+    assert cache.pins.give_up(100) == 7
+    assert cache_of(4, 0).pins.give_up(1) == 0
+
+
+def test_what_a_request_uses_is_not_given_up() -> None:
+    cache = cache_of(32, 16)
+    sequence = serve(cache, [1] * 8)
+    assert sequence is not None
+    cache.keep(sequence, 4, 10.0)
+    assert cache.pins.give_up(2) == 0
+    assert len(cache.pins) == 4
+    cache.release(sequence)
+    assert cache.pins.give_up(2) == 2
 
 
 @pytest.mark.parametrize("uses", [0, 3])

@@ -73,9 +73,9 @@ class CheckingBackend:
                 self.poison(block)
             return blocks, evicted
 
-        def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool]) -> None:
+        def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool], *, was_wanted: bool = True) -> None:
             dropped = list(zip(blocks, keep, strict=True))
-            drop([block for block, _ in dropped], [is_kept for _, is_kept in dropped])
+            drop([block for block, _ in dropped], [is_kept for _, is_kept in dropped], was_wanted=was_wanted)
             for block, is_kept in dropped:
                 if pool.references(block) == 0 and not is_kept:
                     self.poison(block)

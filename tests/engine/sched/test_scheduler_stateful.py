@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
-from engine.sched.request import FinishReason, Request
+from engine.sched.request import FinishReason, Request, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
 from tests.engine.sched.checking_backend import CheckingBackend, oracle
@@ -40,6 +40,7 @@ ARRIVALS = st.tuples(
     st.sampled_from(["", "", "tenant"]),
 )
 """Prompt, max_tokens, stop tokens, seed, salt."""
+TOOLS = st.sampled_from([None, ToolUse(True, False), ToolUse(True, True)])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,19 +51,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.sampled_from([3, 4, 6, 1]),
         overtakes=st.integers(0, 3),
         index=st.sampled_from(IndexKind),
+        kept=st.integers(0, 8),
     )
-    def start(self, blocks, block_size, step_tokens, running, overtakes, index):
-        self.cache = PrefixCache(blocks, block_size, index=index)
+    def start(self, blocks, block_size, step_tokens, running, overtakes, index, kept):
+        self.cache = PrefixCache(blocks, block_size, index=index, learnt_blocks=kept)
         config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=overtakes)
         self.scheduler = Scheduler(self.cache, config)
         self.backend = CheckingBackend(self.cache, step_tokens)
         self.requests: dict[int, Request] = {}
         self.next_id = 0
 
-    @rule(arrivals=st.lists(ARRIVALS, min_size=2, max_size=6))
-    def add(self, arrivals):
+    @rule(arrivals=st.lists(ARRIVALS, min_size=2, max_size=6), tools=TOOLS)
+    def add(self, arrivals, tools):
         for prompt, max_tokens, stop, seed, salt in arrivals:
-            request = Request(self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, salt=salt)
+            request = Request(self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, salt=salt, tools=tools)
             self.next_id += 1
             never_fits = self.cache.blocks_for(len(prompt) + max_tokens - 1) > self.cache.pool.total
             is_full = self.scheduler.load().waiting >= 8
@@ -126,12 +128,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is None:
             return
         result = self.backend.run(plan)
-        available = self.cache.pool.available
+        available = self.cache.pool.available + self.cache.learnt.spare
         for request_id in aborted:
             self.abort_one(request_id)
         if reset:
             self.scheduler.reset_cache()
-        assert self.cache.pool.available == available, "blocks of a step in progress came free"
+        assert self.cache.pool.available + self.cache.learnt.spare == available, (
+            "blocks of a step in progress came free"
+        )
         outputs = self.scheduler.complete(result)
         expected = [c.request.id for c in plan.chunks if c.samples and c.request.id in self.requests]
         assert [output.request_id for output in outputs] == expected
@@ -191,6 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.one_step(aborted=[])
         assert not self.requests, f"not finished after {bound} steps"
+        self.cache.learnt.clear()
         assert self.cache.pool.available == self.cache.pool.total
         self.cache.check_integrity()
 

@@ -95,10 +95,10 @@ async def test_pins_yield_to_a_request_that_needs_the_whole_pool(start: Start) -
     async with small(start, pin_share=0.9) as engine:
         for i in range(3):
             await ask(engine, MESSAGES, asked(part(f"{i} {TEXT}", cache_control=MARK)))
-        assert len(engine.service.scheduler.pins) > 20
+        assert len(engine.service.scheduler.pins[0]) > 20
         status, _ = await engine.ask("/v1/completions", prompt=[9] * 1590, max_tokens=10)
         assert status == 200
-        assert len(engine.service.scheduler.pins) == 0
+        assert len(engine.service.scheduler.pins[0]) == 0
 
 
 LONG = {"type": "ephemeral", "ttl": "2h"}
@@ -128,6 +128,26 @@ async def test_chats_have_marks_too(start: Start, fields: dict[str, Any], least:
         assert warm.get("created_cache_tokens", 0) <= 16
 
 
+async def test_a_chat_with_tools_outlives_a_flood_until_its_result_comes(start: Start) -> None:
+    question = {"role": "user", "content": TEXT}
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    turns = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": "Found.", "tool_call_id": "c1"}
+    async with small(start, keep_share=0.5) as engine:
+        asked = {"messages": [question], "max_tokens": 4}
+        await ask(engine, CHAT, {**asked, "tools": [TOOL]})
+        kept = len(engine.service.scheduler.pins[1])
+        assert kept > 10
+        await ask(engine, CHAT, {**asked, "tools": [TOOL], "tool_choice": "none", "cache_salt": "other"})
+        await ask(engine, CHAT, {**asked, "cache_salt": "third"})
+        assert len(engine.service.scheduler.pins[1]) == kept, "who may call no tool waits for none"
+        await flood(engine)
+        usage = await ask(engine, CHAT, {"messages": [*turns, result], "tools": [TOOL], "max_tokens": 4})
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 160
+        text = await engine.text("/metrics")
+        assert 'warmroute_kv_blocks_kept_unasked{model_name="tiny"}' in text
+
+
 async def test_completions_are_kept_as_long_as_they_ask(start: Start) -> None:
     async with small(start) as engine:
         fields = {"prompt": [7] * 200, "max_tokens": 1, "prompt_cache_retention": "24h"}
@@ -144,9 +164,9 @@ async def test_a_tenant_neither_reads_nor_renews_what_another_keeps(start: Start
         now_s = asyncio.get_running_loop().time()
         assert await read_again(engine, theirs) == 0
         engine.service.scheduler.advance(now_s + 290)  # their request has not renewed it ...
-        assert len(engine.service.scheduler.pins) == kept // 16
+        assert len(engine.service.scheduler.pins[0]) == kept // 16
         engine.service.scheduler.advance(now_s + 301)  # ... as the next look shows
-        assert len(engine.service.scheduler.pins) == 0
+        assert len(engine.service.scheduler.pins[0]) == 0
 
 
 @pytest.mark.parametrize(

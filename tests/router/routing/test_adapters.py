@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.adapters import HELD_S, LOAD_S, Adapters
+from router.routing.adapters import HELD_S, LOAD_S, MOST_LOAD_S, AdapterLoads, Adapters
+from router.routing.latency import ENOUGH_OBSERVATIONS
+from router.routing.pod_state import PodState
 from router.routing.policies import PolicyOptions, make_policy
+from router.routing.speeds import SpeedPool
 from router.routing.types import PodId, PodView, RequestInfo
 
 NAMES = st.sampled_from("abcdef")
@@ -75,3 +78,98 @@ def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_m
     assert chosen(pod("a", adapter_s=LOAD_S, held=7000), pod("b"), tokens=8000) == "a", "0.7 s of prefill"
     assert chosen(pod("a", adapter_s=LOAD_S, held=100), pod("b"), tokens=500) == "b", "0.01 s of prefill"
     assert chosen(pod("a", adapter_s=LOAD_S), pod("b"), tokens=20_000) == "b", "long prompts make no tie of it"
+
+
+@given(st.lists(st.floats(-10, 100), max_size=60))
+@settings(max_examples=30)
+def test_what_a_load_takes_is_learnt_within_bounds(late: list[float]) -> None:
+    loads = AdapterLoads()
+    for late_s in late:
+        loads.observe(late_s)
+        assert 0 < loads.seconds <= MOST_LOAD_S
+    for _ in range(100):
+        loads.observe(0.4)
+    assert abs(loads.seconds - 0.4) < 0.02
+
+
+def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes_and_not_the_pods_speed() -> None:
+    """Without it, a pod that loads adapters for a third of its requests looks slow for the others."""
+    pool = SpeedPool()
+    states = [PodState(pool), PodState(pool)]
+    now_s = 100.0
+    for number in range(30 * ENOUGH_OBSERVATIONS):
+        for place, state in enumerate(states):
+            loads = place == 0 and number % 3 == 0
+            name, cached = f"{number}.{place}", None if number % 2 else 500  # told with the first token, or at the end
+            state.sent(
+                name, prompt_tokens=1500, uncached_tokens=1000, output_tokens=4, now_s=now_s, loads_adapter=loads
+            )
+            now_s += 0.02 + 1000 * 3e-4 + loads * 0.8
+            state.first_token(name, now_s=now_s, cached_tokens=cached)
+            state.finished(name, now_s=now_s + 0.1, uncached_tokens=1000)
+            now_s += 0.2
+    assert abs(pool.adapter_loads.seconds - 0.8) < 0.08
+    first, second = (state.cost.token_s for state in states)
+    assert first == second
+    assert abs(first - 3.2e-4) < 0.3e-4
+
+
+@given(
+    load_s=st.floats(0.01, MOST_LOAD_S),
+    waits=st.tuples(st.floats(0, 10), st.floats(0, 10)),
+    tokens=st.integers(16, 4000),
+)
+@settings(max_examples=60)
+def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_takes(load_s, waits, tokens):
+    """So a hot adapter comes to a second pod, however long a load was learnt to take; and it stays where a queue is no
+    reason. Scores closer than the request's own prefill count as equal, as no prediction of a queue is better."""
+    has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
+    slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s
+    choice = chosen(has, lacks, tokens=tokens)
+    # What it keeps others waiting counts, too: as long as the mean queue, and as its own prefill, at most.
+    if waits[0] > waits[1] + load_s + slack_s:
+        assert choice == "b"
+    if waits[0] < waits[1] + load_s - slack_s:
+        assert choice == "a"
+
+
+def test_a_hot_adapter_spreads_to_as_many_pods_as_it_needs() -> None:
+    """Each request takes a pod 0.1 s, a load 0.5 s. Fifteen a second are too many for one pod of four, thirty for
+    two: in the second half of the time none waits as long as a load."""
+    for rate, least in ((15.0, 2), (30.0, 4)):
+        used, waited_s = spread(rate)
+        assert len(used) >= least, (rate, used)
+        assert waited_s < 0.5
+
+
+def spread(rate: float, seconds: float = 20.0) -> tuple[set[int], float]:
+    """The pods, of four, that requests for an adapter go to in the second half of the time, and the longest queue."""
+    pool, policy = SpeedPool(), make_policy("predicted_ttft", PolicyOptions())
+    states, adapters = [PodState(pool) for _ in range(4)], [Adapters() for _ in range(4)]
+    for each in adapters:
+        each.seen(2, frozenset(), frozenset())
+    free_s, ends = [0.0] * 4, []
+    used: set[int] = set()
+    waited_s = 0.0
+    for number in range(int(rate * seconds)):
+        now_s = number / rate
+        for end in sorted(end for end in ends if end[0] <= now_s):
+            states[end[1]].first_token(str(end[2]), now_s=end[0], cached_tokens=0)
+            states[end[1]].finished(str(end[2]), now_s=end[0])
+        ends = [end for end in ends if end[0] > now_s]
+        views = [state.view(PodId(f"p{i}"), now_s=now_s) for i, state in enumerate(states)]
+        for view, each in zip(views, adapters, strict=True):
+            view.adapter_s = each.setup_s("sql", pool.adapter_loads.seconds)
+        info = RequestInfo(tuple(PrefixKey(8 * number + n) for n in range(8)), 1000, now_s, 1)
+        place = policy.choose(info, views).pod
+        loads = adapters[place].loads("sql")
+        adapters[place].used("sql")
+        states[place].sent(
+            str(number), prompt_tokens=1000, uncached_tokens=1000, output_tokens=1, now_s=now_s, loads_adapter=loads
+        )
+        free_s[place] = max(free_s[place], now_s) + 0.1 + 0.5 * loads
+        ends.append((free_s[place], place, number))
+        if now_s > seconds / 2:
+            used.add(place)
+            waited_s = max(waited_s, free_s[place] - now_s - 0.1)
+    return used, waited_s

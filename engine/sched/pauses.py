@@ -1,0 +1,74 @@
+"""How long tools take, learnt from the requests that bring their results. Has no clock: times are told."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+
+FIRST_PAUSE_S = 10.0
+"""Kept so long while too few pauses have been seen."""
+LEAST_PAUSE_S = 1.0
+"""Kept so long at least, however fast tools are."""
+MOST_PAUSE_S = 120.0
+"""Kept so long at most, however long tools take."""
+WAITED_S = 600.0
+"""An answer whose conversation has not gone on by then ended it."""
+QUANTILE = 0.9
+"""Part of the pauses that what is kept outlasts."""
+MARGIN = 1.25
+"""Longer than that quantile, as the next pause is none of those seen."""
+LEAST_SHARE = 0.25
+"""Part of the answers a tool's result must follow on, for others to be kept for one."""
+_SEEN = 128
+"""Pauses that are remembered."""
+_ENOUGH = 8
+"""Pauses that tell more than the first guess."""
+_FORGET = 1 / 32
+"""Weight of the latest answer in that share."""
+_MOST_AWAITED = 4096
+
+
+class ToolPauses:
+    """Answers that may have called a tool, by what identifies their conversation, and how those before went on."""
+
+    def __init__(self) -> None:
+        self._awaited: OrderedDict[bytes, float] = OrderedDict()
+        """When each ended, the longest ago first."""
+        self._pauses: deque[float] = deque(maxlen=_SEEN)
+        self._share = 0.5
+        self._lifetime_s = FIRST_PAUSE_S
+
+    @property
+    def lifetime_s(self) -> float:
+        """Seconds for which a conversation is worth keeping now; 0: it is not."""
+        return self._lifetime_s if self._share >= LEAST_SHARE else 0.0
+
+    def ended(self, conversation: bytes, now_s: float) -> None:
+        """An answer that may have called a tool has ended."""
+        awaited = self._awaited
+        awaited.pop(conversation, None)
+        awaited[conversation] = now_s
+        while awaited:
+            oldest, ended_s = next(iter(awaited.items()))
+            if now_s - ended_s <= WAITED_S and len(awaited) <= _MOST_AWAITED:
+                break
+            del awaited[oldest]
+            self._learn_share(0.0)
+
+    def is_awaited(self, conversation: bytes) -> bool:
+        """Whether an answer has ended and its conversation has not gone on since."""
+        return conversation in self._awaited
+
+    def goes_on(self, conversation: bytes, now_s: float, *, with_result: bool) -> None:
+        """An awaited conversation has gone on. `with_result`: by what a tool gave, and not by another question."""
+        pause_s = now_s - self._awaited.pop(conversation)
+        self._learn_share(float(with_result))
+        if with_result:
+            self._pauses.append(pause_s)
+        if len(self._pauses) >= _ENOUGH:
+            rank = math.ceil(QUANTILE * len(self._pauses))
+            lifetime_s = MARGIN * sorted(self._pauses)[rank - 1]
+            self._lifetime_s = min(max(lifetime_s, LEAST_PAUSE_S), MOST_PAUSE_S)
+
+    def _learn_share(self, outcome: float) -> None:
+        self._share += _FORGET * (outcome - self._share)
