@@ -144,6 +144,15 @@ BY_PATH: dict[str, Schema] = {
     "externalRedis.url": {"type": "string", "pattern": "^(rediss?([+]sentinel)?://[^/]+.*|unix://.+)?$"},
     "redis.auth.password": {"type": "string", "pattern": "^[A-Za-z0-9._~-]*$"},
     "redis.maxMemory": {"type": "string", "pattern": "^[0-9]+(kb|mb|gb)$"},
+    "openTelemetry.endpoint": {"type": "string", "pattern": "^(https?://[^\\s/?#]+(/[^\\s?#]*)?)?$"},
+    "openTelemetry.protocol": {"enum": ["http/protobuf", "grpc"]},
+    "openTelemetry.samplingRatio": {"type": "number", "minimum": 0, "maximum": 1},
+    # What needs no percent-encoding in OTEL_RESOURCE_ATTRIBUTES, and no expansion by the kubelet.
+    "openTelemetry.resourceAttributes": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z0-9._-]+$"},
+        "additionalProperties": {"type": "string", "pattern": "^[A-Za-z0-9._:/@-]+$"},
+    },
     "loadgen.activeDeadlineSeconds": POSITIVE,
     "tests.timeoutSeconds": POSITIVE,
 }

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import uvloop
 from aiohttp import web
+from prometheus_client import Metric
 
 from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
@@ -31,7 +32,8 @@ from engine.contract.api_keys import parse_keys
 from engine.contract.audit import configure_audit
 from engine.contract.collector import quiet_collector
 from engine.contract.files import FollowedFile, UnusableFile
-from engine.contract.otel.running import tracing
+from engine.contract.log_lines import configure
+from engine.contract.otel.running import metrics_sent, tracing
 from engine.contract.settings import ConfigError
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
@@ -41,7 +43,7 @@ from engine.publish import Publisher
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
-from engine.server.routes import make_admin_app, make_app, make_metrics_app
+from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
@@ -84,7 +86,7 @@ class StartError(Exception):
 
 def run(settings: EngineSettings) -> int:
     """Serve until a signal; the program's exit status."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(settings.log_level, settings.log_format)
     configure_audit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -106,8 +108,14 @@ async def serve(settings: EngineSettings) -> None:
     stop, force = asyncio.Event(), asyncio.Event()
     _on_signals(lambda: (force if stop.is_set() else stop).set())
     state, metrics = ServerState(), EngineMetrics(settings.model_name)
+
+    def families() -> list[Metric]:
+        take_stock(state, metrics)
+        return metrics.families()
+
     async with (
         tracing("warmroute-engine", instance=settings.pod_id) as state.tracer,
+        metrics_sent("warmroute-engine", families, instance=settings.pod_id),
         listening(settings, state, metrics) as ports,
     ):
         loaded = await _unless(stop, _in_daemon_thread(lambda: load(settings)))

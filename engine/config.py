@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.log_lines import Format
 from engine.contract.settings import Settings, check_redis_url
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
@@ -163,6 +164,7 @@ class EngineSettings(Settings):
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
+    log_format: Format = Field("text", description="Log lines: text, or json, an object a line")
     config: str | None = Field(None, description="YAML file with any of these settings")
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.contract.load import LoadReport
@@ -176,6 +176,10 @@ class EngineMetrics:
         """Bring a counter up to what is counted elsewhere."""
         counter.inc(total - self._counted[name])
         self._counted[name] = total
+
+    def families(self) -> list[Metric]:
+        """All series as they are now; they change no more."""
+        return list(self.registry.collect())
 
     def exposition(self) -> bytes:
         """All series in Prometheus' text format."""

@@ -37,7 +37,7 @@ def main() -> None:
     if sys.argv[1:2] == ["keys"]:
         raise SystemExit(keys_command(sys.argv[2:]))
     settings = load_or_exit(GatewaySettings, sys.argv[1:], PROG)
-    configure_logging(settings.log_level, requests=settings.log_requests)
+    configure_logging(settings.log_level, requests=settings.log_requests, log_format=settings.log_format)
     configure_audit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.contract.api_keys import parse_keys
 from engine.contract.files import FollowedFile
+from engine.contract.otel.running import metrics_sent
 from engine.contract.redis_client import connect as connect_redis
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
@@ -42,7 +43,7 @@ from router.gateway.registry import NoRegistry
 from router.gateway.sharing import Sharing
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, engine_context
-from router.gateway.tracing import run_tracer
+from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
@@ -61,6 +62,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -72,6 +74,7 @@ from router.parts import (
     USAGE_LOG,
 )
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
@@ -138,11 +141,13 @@ def build_app(settings: GatewaySettings) -> web.Application:
             _clients,
             _fleet,
             _registry,
+            _places,
             _events,
             handlers,
             _background,
         )
     )
+    app.cleanup_ctx.append(_metrics_sent)
     app.on_response_prepare.append(_leave_when_draining)
     add_routes(app)
     return app
@@ -315,6 +320,17 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
     yield
 
 
+async def _places(app: web.Application) -> AsyncIterator[None]:
+    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    url = app[SETTINGS].redis_url
+    async with contextlib.AsyncExitStack() as running:
+        redis = None if url is None else await running.enter_async_context(connect_redis(url))
+        app[PLACES] = places = Places(asyncio.get_running_loop().time, redis)
+        if redis is not None:
+            await running.enter_async_context(kept(app, "telling where conversations are", places.run()))
+        yield
+
+
 async def _events(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     app[EVENTS] = events = EventFeed(
@@ -325,6 +341,12 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     )
     app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
     yield
+
+
+async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
+    """The metrics over OTLP, where the environment asks for that."""
+    async with metrics_sent(SERVICE, app[STATUS].families):
+        yield
 
 
 async def _background(app: web.Application) -> AsyncIterator[None]:

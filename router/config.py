@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.contract.log_lines import Format
 from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
@@ -222,6 +223,10 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Servi
     eject_after: int = Field(3, ge=1, description="consecutive failures after which an engine gets no requests")
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level to log")
+    log_format: Format = Field(
+        "text",
+        description="log lines on stderr: text, or json, an object a line; lines of requests are json either way",
+    )
     log_requests: bool = Field(False, description="log one JSON line per finished request to stderr")
 
     @field_validator("shadow_policies")

@@ -14,6 +14,7 @@ from router.gateway.admin import Admin
 from router.gateway.admission import MIB
 from router.gateway.body import BodyLimits
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
@@ -21,6 +22,7 @@ from router.gateway.learning import Learning
 from router.gateway.limits import Limits
 from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
+from router.gateway.reach import Reach
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
@@ -48,6 +50,7 @@ from router.parts import (
     METRICS,
     NAMED_CACHES,
     NAMES,
+    PLACES,
     REGISTRY,
     ROOM,
     SCRAPER,
@@ -132,7 +135,11 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
+    clock = asyncio.get_running_loop().time
+    reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
+    proxy = Proxy(
+        *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions, reach, conversations)
+    )
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
         fleet,
@@ -156,6 +163,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
+        conversations,
         app[NAMED_CACHES],
         app[TRACER],
         total_timeout_s=settings.total_timeout_s,

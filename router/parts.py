@@ -31,6 +31,7 @@ from router.gateway.status import Status
 from router.gateway.telling import Telling
 from router.gateway.waiting import WaitingRoom
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.telemetry.metrics import Metrics
 from router.tenants.isolation import Isolation
@@ -48,6 +49,7 @@ DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+PLACES = web.AppKey("places", Places)
 TELLING = web.AppKey("telling", Telling)
 """Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
 SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")

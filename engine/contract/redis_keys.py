@@ -33,6 +33,11 @@ def quota_key(tenant: str) -> str:
     return f"warmroute:{{tenant:{tenant}}}:quota"
 
 
+def place_key(name: str) -> str:
+    """String with the pod that has a response or a conversation of that name."""
+    return f"warmroute:{{{name}}}:place"
+
+
 BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
 """Redis Stream of what gateways tell each other of pods that publish nothing: entries {d: encoded message}."""
 

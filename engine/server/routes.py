@@ -56,6 +56,7 @@ def make_app(
             web.post(Endpoint.COMPLETIONS, _generate),
             web.post(Endpoint.MESSAGES, _generate),
             web.post(Endpoint.COUNT_TOKENS, _count_tokens),
+            web.post(Endpoint.RESPONSES, _generate),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),
@@ -201,8 +202,14 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    service = request.app[STATE].service
     metrics = request.app[METRICS]
+    take_stock(request.app[STATE], metrics)
+    return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
+
+
+def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
+    """Set the metrics that are read when somebody asks for them."""
+    service = state.service
     if service is not None:
         stats = service.scheduler.stats()
         metrics.update(
@@ -215,7 +222,6 @@ async def _metrics(request: web.Request) -> web.Response:
         asked, learnt = service.scheduler.pins
         metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
-    return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:

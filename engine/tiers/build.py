@@ -222,6 +222,7 @@ def make_tiers(
     for store in stores:
         if store.disk is not None:
             tiers.learn_cost(store.disk.read_cost())
+            tiers.stats.discarded_files[store.tier] = store.disk.discarded_files
     return tiers
 
 

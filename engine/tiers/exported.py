@@ -40,6 +40,9 @@ class TierCollector(Collector):
         yield self._gauge("bytes", "Bytes of KV that the tier holds.", used)
         yield self._gauge("bytes_per_second", "Measured rate from the tier to the one above it.", rates)
         evicted = {size.tier: size.evicted_blocks for size in sizes}
+        yield self._counter(
+            "query_tokens", "Prompt tokens that the tiers above did not have.", tiers, stats.query_tokens
+        )
         yield self._counter("hit_tokens", "Prompt tokens whose KV came from the tier.", tiers, stats.hit_tokens)
         yield self._counter("evictions", "Blocks that had to make room in the tier.", tiers, evicted)
         yield self._counter("demotions", "Blocks copied down to the tier.", tiers, stats.demoted)
@@ -49,6 +52,9 @@ class TierCollector(Collector):
             "worthless", "Blocks not copied down: computing them again is sooner.", tiers, stats.worthless
         )
         yield self._counter("errors", "Copies that failed.", tiers, stats.errors)
+        yield self._counter(
+            "discarded_files", "Files of other models or versions, removed at the start.", tiers, stats.discarded_files
+        )
         yield self._by_name(
             "warmroute_tier_decisions",
             "Requests that found something below the pool, by what was expected to be sooner: to fetch all of it, a "

@@ -56,6 +56,8 @@ class TierStats:
     """Blocks not copied down because computing them again is sooner than copying them twice."""
     promoted: Counter[Place] = field(default_factory=Counter)
     """Blocks copied up."""
+    query_tokens: Counter[Place] = field(default_factory=Counter)
+    """Prompt tokens that the tiers above did not have, of requests about to start."""
     hit_tokens: Counter[Place] = field(default_factory=Counter)
     """Prompt tokens that requests got from there."""
     decisions: Counter[Decision] = field(default_factory=Counter)
@@ -63,6 +65,8 @@ class TierStats:
     lookups: Counter[LookupEnd] = field(default_factory=Counter)
     errors: Counter[Place] = field(default_factory=Counter)
     """Copies that failed."""
+    discarded_files: Counter[Place] = field(default_factory=Counter)
+    """Files of other models, versions and sizes, and damaged ones, that were removed at the start."""
 
 
 @dataclass(frozen=True, slots=True)

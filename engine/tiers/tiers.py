@@ -80,6 +80,8 @@ class Tiers:
         """Fetches that nobody waits for, with copies that have not ended."""
         self._decided: set[int] = set()
         """Requests that wait for blocks no more."""
+        self._asked: set[int] = set()
+        """Requests that are counted in `TierStats.query_tokens` and have not started."""
         self.stats = TierStats()
         self._shared = shared
         self._search = None if shared is None else Search(links[-1], shared.lookups, clock, self.stats)
@@ -145,6 +147,9 @@ class Tiers:
                 return True
             self._give_up(request_id, fetch)
             return False
+        if request_id not in self._asked:
+            self._asked.add(request_id)
+            self._count_query(sequence, known_tokens, cached_blocks)
         if cached_blocks >= (known_tokens - 1) // self._pool.block_size:
             return False
         if sequence.digests[cached_blocks] in self._fetched:
@@ -160,6 +165,7 @@ class Tiers:
 
     def forget(self, request_id: int) -> None:
         """See `LowerTiers.forget`."""
+        self._asked.discard(request_id)
         self._decided.discard(request_id)
         fetch = self._fetches.get(request_id)
         if fetch is not None:
@@ -337,6 +343,15 @@ class Tiers:
         for digest in fetch.sequences[0].digests[fetch.first : fetch.stop]:
             if self._fetched.get(digest) is fetch:
                 del self._fetched[digest]
+
+    def _count_query(self, sequence: CachedSequence, known_tokens: int, cached_blocks: int) -> None:
+        """What each tier is asked for: all but what is above it."""
+        size, reached = self._pool.block_size, cached_blocks
+        most = (known_tokens - 1) // size
+        for link in self._links:
+            self.stats.query_tokens[link.tier] += known_tokens - reached * size
+            if reached < most and link.holds(sequence, reached):
+                reached = len(link.lower.find(sequence, most))
 
     def _count_hits(self, fetch: Fetch) -> None:
         for link, blocks in zip(fetch.links, fetch.landed_from(), strict=True):

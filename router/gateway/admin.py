@@ -74,6 +74,9 @@ class Admin:
                 "prefix_keys": len(inbound.keys),
                 "cached_tokens_predicted": choice.cached_tokens,
                 "ttft_predicted_s": choice.decision.predicted_ttft_s,
+                "next_best": None
+                if (rival := choice.decision.rival) is None
+                else {"pod": pods[rival.pod].pod_id, "ttft_predicted_s": rival.ttft_s},
                 "pods": [
                     {"pod": pod.pod_id, "url": pod.url, "view": asdict(view), "score": scores.get(pod.pod_id)}
                     for pod, view in zip(pods, views, strict=True)

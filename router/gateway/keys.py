@@ -15,6 +15,7 @@ from router.tenants.tenant import DEFAULT, Tenant, TenantKey
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """For kubelets, which have no key; nothing there tells of requests or caches."""
+KEY_ID_CHARS = 12
 TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 """Where a request keeps whose key it showed."""
 
@@ -73,6 +74,16 @@ def tenant_of(request: web.Request) -> Tenant:
     """Who asks."""
     tenant: Tenant = request.get(TENANT, DEFAULT)
     return tenant
+
+
+def key_id_of(request: web.Request) -> str | None:
+    """The beginning of the SHA-256 of the key that was shown, in hex; None where no key is asked for.
+
+    The tenants' file has the whole of it, so whose key it was can be found, and the key cannot.
+    """
+    shown = authorization_of(request.headers) if TENANT in request else None
+    digest = None if shown is None else digest_shown(shown)
+    return None if digest is None else digest.hex()[:KEY_ID_CHARS]
 
 
 def require_key(keys: ClientKeys, on_refusal: Callable[[Unauthorized], None]) -> Middleware:

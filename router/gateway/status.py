@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
 
 from engine.contract.errors import BadRequest, quoted
 from router.events.follow import Streams
@@ -124,11 +124,19 @@ class Status:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
+        text = self._metrics.render(self._gauge_values())
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def families(self) -> list[Metric]:
+        """The same numbers, for another format."""
+        return self._metrics.families(self._gauge_values())
+
+    def _gauge_values(self) -> GaugeValues:
         status = self._registry.status()
         discovery = self._discovery.status()
         members = [(member, member.pod) for member in self._fleet.members() if member.pod is not None]
         pods = [pod for member, _ in members for pod in member.pods]
-        values = GaugeValues(
+        return GaugeValues(
             in_flight=self._admission.in_flight,
             answer_bytes=self._admission.answer_bytes,
             body_bytes=self._admission.body_bytes,
@@ -165,7 +173,6 @@ class Status:
             kv_event_streams=Counter(self._events.states().values()),
             kv_events=self._events.totals(),
         )
-        return web.Response(body=self._metrics.render(values), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _belief_values(self) -> BeliefValues:
         status = self._sharing.status()

@@ -20,12 +20,14 @@ from router.gateway.outcome import Outcome
 
 PLACES = 6
 """Of seconds: microseconds."""
+SERVICE = "warmroute-gateway"
+"""The name that traces and metrics are sent under, unless the environment gives another."""
 TRACER: web.AppKey[Tracer | None] = web.AppKey("tracer")
 
 
 async def run_tracer(app: web.Application) -> AsyncIterator[None]:
     """A context of the application: what begins traces, where the environment asks for them. Raises ConfigError."""
-    async with tracing("warmroute-gateway") as app[TRACER]:
+    async with tracing(SERVICE) as app[TRACER]:
         yield
 
 
@@ -102,6 +104,7 @@ def _decision(attempt: Attempt) -> dict[str, Value | None]:
         "warmroute.cached_tokens.predicted": choice.cached_tokens,
         "warmroute.ttft.predicted_s": choice.decision.predicted_ttft_s,
         "warmroute.ttft.actual_s": actual_s,
+        "warmroute.ttft.next_best_s": None if choice.decision.rival is None else choice.decision.rival.ttft_s,
     }
 
 

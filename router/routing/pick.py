@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from router.routing.types import Decision, PodId, PodScore, PodView, RequestInfo
+from router.routing.types import Decision, PodId, PodScore, PodView, RequestInfo, Rival
 
 Parts = Sequence[Mapping[str, float]]
 
@@ -31,8 +31,11 @@ def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float
 
 
 def by_hash(request: RequestInfo, tied: Sequence[tuple[PodId, int]]) -> int:
-    """Of pods with their places, the place of the one that the request's deepest key falls to."""
-    seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
+    """Of pods with their places, the place of the one that the request's session falls to, or else its deepest key."""
+    if request.session:
+        seed = request.session
+    else:
+        seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
     return max([(xxh3_64_intdigest(pod_id.encode(), seed), pod_id, place) for pod_id, place in tied])[2]
 
 
@@ -43,6 +46,7 @@ def decide(
     scores: Sequence[float] = (),
     parts: Parts = (),
     predicted_ttft_s: float | None = None,
+    rival: Rival | None = None,
 ) -> Decision:
     """The decision for `pods[pod]`; give `scores` (and the parts they are made of) only where they were asked for."""
     explained: tuple[PodScore, ...] = ()
@@ -51,4 +55,4 @@ def decide(
             PodScore(view.pod_id, score, dict(parts[i]) if parts else {})
             for i, (view, score) in enumerate(zip(pods, scores, strict=True))
         )
-    return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained)
+    return Decision(pod, policy, pods[pod].matched_tokens, predicted_ttft_s, explained, rival)

@@ -11,6 +11,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.fetching import fetch_or_compute_s
+from router.routing.hindsight import rival_of, wide_rival_of
 from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
 from router.routing.parting import Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
@@ -98,12 +99,13 @@ class PredictedTtft(WidePolicy):
         costs = self._costs(request, pods, longest, owed_s, explain=explain)
         chosen = self._choose_equal(request, pods, costs)
         pod, ttft_s = pods[chosen], costs.ttft_s[chosen]
+        rival = rival_of(costs.ttft_s, costs.own_s, chosen)
         if explain:
-            return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s)
+            return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s, rival)
         if account is not None:
             self._debts.book(account, _owed_after(costs, chosen, owed_s), request.now_s)
         self._remember(request, longest, pod.pod_id, pod.matched_tokens, pod.cost)
-        return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s)
+        return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s, rival=rival)
 
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
         """See `WidePolicy.choose_wide`."""
@@ -114,7 +116,8 @@ class PredictedTtft(WidePolicy):
             self._debts.book(account, wide_owed_after(costs, chosen, owed_s), request.now_s)
         table, matched = pods.table, pods.matched_by(chosen)
         self._remember(request, pods.longest, table.ids[chosen], matched, table.costs[chosen])
-        return Decision(chosen, self.name, matched, float(costs.ttft_s[chosen]))
+        rival = wide_rival_of(costs.ttft_s, costs.own_s, chosen)
+        return Decision(chosen, self.name, matched, float(costs.ttft_s[chosen]), rival=rival)
 
     def _owed(self, request: RequestInfo, longest_match: int) -> tuple[PrefixKey | None, float]:
         """The account of what pods hold of the request, and what is on it."""
@@ -147,7 +150,11 @@ class PredictedTtft(WidePolicy):
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Of the pods hardly worse than the best, with no shorter match, one with the fewest requests that wait for
         their first token. Among warm ones of these the pod whose last turn is longest ago: so arrivals at each come
-        evenly. Among others the one with least recent work: what is computed there brings its like."""
+        evenly. Among others the one with least recent work: what is computed there brings its like.
+
+        Where scores are explained the parts say so: `tied` counts as good as the best, `tied_waiting` requests wait
+        there, `tied_turn` is the place in the order of turns, from 1.
+        """
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
         own_s, least_match = owns_s[best], pods[best].matched_tokens
@@ -165,6 +172,9 @@ class PredictedTtft(WidePolicy):
             return best
         waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
         least = min(waiting)
+        if costs.parts:
+            for i, waits in zip(equals, waiting, strict=True):
+                costs.parts[i] |= {"tied": 1.0, "tied_waiting": float(waits)}
         equals = [i for i, waits in zip(equals, waiting, strict=True) if waits == least]
         is_warm = least_match >= _WARM * request.prompt_tokens
         rank = self._turns.last if is_warm else self._recent.rank
@@ -173,6 +183,9 @@ class PredictedTtft(WidePolicy):
             ranks[i] = rank(pods[i].pod_id)
         if request.parting is not None:
             self._rank_own(request.parting, ranks, equals, is_warm=is_warm)
+        if costs.parts:
+            for i in equals:
+                costs.parts[i]["tied_turn"] = 1.0 + sum(ranks[other] < ranks[i] for other in equals)
         return lowest(request, pods, ranks)
 
     @staticmethod

@@ -35,6 +35,9 @@ class RequestInfo:
     """Which pods this gateway tries before others do; None where it is the only one."""
     regret: float = 0.0
     """Probability that what a full pod evicts for the request is asked for again, 0 to 1."""
+    session: int = 0
+    """What its client calls a session, as a 64-bit number: among pods that are equal in all else, requests of one
+    session go to one. 0: it names none."""
 
 
 @dataclass(slots=True)
@@ -87,6 +90,17 @@ class PodScore:
 
 
 @dataclass(slots=True)
+class Rival:
+    """The best pod that was not chosen: there the first token was predicted soonest."""
+
+    pod: int
+    """Index into the pods given."""
+    ttft_s: float
+    own_s: float
+    """Part of it: the prefill of the request itself."""
+
+
+@dataclass(slots=True)
 class Decision:
     """Where to send a request, and why."""
 
@@ -98,6 +112,8 @@ class Decision:
     """None for a policy that predicts no time."""
     scores: tuple[PodScore, ...] = ()
     """Every pod's, in the order given; filled only when asked for (`explain`)."""
+    rival: Rival | None = None
+    """None for a policy that predicts no time, and where there is one pod."""
 
 
 class Policy(Protocol):

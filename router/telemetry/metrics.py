@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 
 from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
@@ -19,6 +19,7 @@ from router.telemetry.totals import Totals
 
 TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 TTFT_ERROR_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+CACHED_ERROR_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body")
 """Of connections: each is a series from the start, so that an increase is seen from the first one on."""
 DECISION_BUCKETS_S = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01)
@@ -107,6 +108,19 @@ class Metrics:
             "warmroute_gateway_ttft_error_seconds",
             "Seconds by which the first byte of a stream came later or earlier than the policy had predicted",
             ("direction",),
+            TTFT_ERROR_BUCKETS_S,
+        )
+        self._cached_error = Distribution(
+            "warmroute_gateway_cached_error_tokens",
+            "Prompt tokens by which an engine reused more (or as many) or fewer than was predicted when it was chosen",
+            ("direction",),
+            CACHED_ERROR_BUCKETS,
+        )
+        self._hindsight = Distribution(
+            "warmroute_gateway_hindsight_seconds",
+            "Seconds by which the first token would have come sooner (regret) or later (gain) on the best other "
+            "engine, by what was predicted there and how long the prompt turned out to be",
+            ("outcome",),
             TTFT_ERROR_BUCKETS_S,
         )
         self._shadow_decisions = Tally(
@@ -200,6 +214,7 @@ class Metrics:
         )
         for collector in (
             *(self._requests, self._first_byte, self._decision, self._tokens, self._ttft_error),
+            *(self._cached_error, self._hindsight),
             *(self._shadow_decisions, self._shadow_tokens, self._shadow_ttft, self._shadow_time),
             *(
                 self._queue,
@@ -329,6 +344,8 @@ class Metrics:
         counts[policy, "prompt"] += prompt_tokens
         counts[policy, "cached"] += cached_tokens
         counts[policy, "predicted"] += predicted_tokens
+        error = cached_tokens - predicted_tokens
+        self._cached_error.observe(abs(error), ("fewer",) if error < 0 else ("more",))
 
     def decided(self, seconds: float) -> None:
         """Observe the time of one decision."""
@@ -365,6 +382,10 @@ class Metrics:
         """Observe what a predicted time to the first byte was worth."""
         error_s = actual_s - predicted_s
         self._ttft_error.observe(abs(error_s), ("late",) if error_s > 0 else ("early",))
+
+    def looked_back(self, regret_s: float) -> None:
+        """Observe by how much the best other engine would have been faster; negative: slower."""
+        self._hindsight.observe(abs(regret_s), ("regret",) if regret_s > 0 else ("gain",))
 
     def queued(self, seconds: float) -> None:
         """Observe how long a request waited for an engine with room, in vain or not."""
@@ -431,6 +452,15 @@ class Metrics:
 
     def render(self, values: GaugeValues) -> bytes:
         """The exposition text."""
+        self._take(values)
+        return generate_latest(self._registry)
+
+    def families(self, values: GaugeValues) -> list[Metric]:
+        """The same numbers, for another format. They change no more."""
+        self._take(values)
+        return list(self._registry.collect())
+
+    def _take(self, values: GaugeValues) -> None:
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))
         for family, counts in (
@@ -455,4 +485,3 @@ class Metrics:
         self._refused.counts.update({(reason,): count for reason, count in values.connections_refused.items()})
         self._lacks.counts.update({(error,): count for error, count in values.lacks.items()})
         self._relists.counts.update({(reason,): count for reason, count in values.discovery_relists.items()})
-        return generate_latest(self._registry)

@@ -30,12 +30,12 @@ from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.collector import MIDDLE, OLDEST, YOUNG
-from engine.contract.events import Tier
 from engine.contract.prefix_key import PrefixKey
 from engine.sched.plan import SampledToken, StepResult
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 
 BLOCK, STEP_TOKENS, CONCURRENT, KEY_TOKENS = 16, 2048, 32, 64
@@ -181,8 +181,8 @@ def _tiers(arm: Arm, profile: SimProfile, cache: PrefixCache, clock: Clock) -> T
     stores = []
     upper = cache.pool.total
     for tier, pools, gb_s in (
-        (Tier.HOST, arm.host, profile.host_gb_s),
-        (Tier.DISK, arm.disk, profile.disk_gb_s),
+        (Place.HOST, arm.host, profile.host_gb_s),
+        (Place.DISK, arm.disk, profile.disk_gb_s),
     ):
         if pools:
             block_bytes = BLOCK * profile.kv_token_bytes

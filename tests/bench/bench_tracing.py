@@ -63,7 +63,7 @@ def an_exchange() -> Exchange:
         pod=SimpleNamespace(pod_id="pod-1"),
         policy="predicted_ttft",
         cached_tokens=1536,
-        decision=SimpleNamespace(predicted_ttft_s=0.05),
+        decision=SimpleNamespace(predicted_ttft_s=0.05, rival=None),
     )
     attempt = Attempt(cast(Any, choice), cast(Any, None), 100.001)
     attempt.first_byte_s, attempt.ended_s, attempt.outcome = 100.05, 101.0, Outcome.ANSWERED

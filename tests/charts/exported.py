@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.backend.tiers.base import BlockRun
+from engine.backend.tiers.copier import BlockCopier
+from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import LoadReport
 from engine.metrics import EngineMetrics, RegistryState
+from engine.tiers.exported import TierCollector
+from engine.tiers.link import Link
+from engine.tiers.place import Place
+from engine.tiers.tiers import Tiers
 from router.telemetry.metrics import GaugeValues, Metrics
 
 TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "service", "endpoint"))
@@ -76,6 +84,16 @@ def gateway_text() -> str:
     return metrics.render(values).decode()
 
 
+class _NoCopies:
+    """A tier to which nothing is copied."""
+
+    block_bytes = pool_blocks = host_slots = 1
+
+    def start(self, run: BlockRun) -> NoReturn:
+        """See `CopyEngine.start`."""
+        raise AssertionError("nothing asks for a copy")
+
+
 def engine_text() -> str:
     """`/metrics` of an engine to which everything has happened once."""
     metrics = EngineMetrics("m")
@@ -83,6 +101,8 @@ def engine_text() -> str:
     metrics.observe_response("/v1/models", 200)
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
+    host = Link(Place.HOST, (pool := PrefixCache(1, 1)), PrefixCache(1, 1), BlockCopier(_NoCopies(), lambda: 0.0), 1)
+    metrics.registry.register(TierCollector(Tiers(pool, [host], step_tokens=1, clock=lambda: 0.0), "m"))
     return metrics.exposition().decode()
 
 

@@ -26,7 +26,7 @@ ROUTES = {
     "sglang:http_responses_total": {"endpoint": "/v1/x"},
 }
 """Labels by which a panel chooses."""
-UNITS = {"s", "short", "reqps", "ops", "percentunit", "bool_yes_no"}
+UNITS = {"s", "short", "reqps", "ops", "percentunit", "Bps", "bool_yes_no"}
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
 

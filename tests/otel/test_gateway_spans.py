@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
+import logging
 import re
 from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ from aiohttp import web
 from engine.contract.otel.sampling import Sampling
 from engine.contract.otel.tracer import Kind, Span, Tracer
 from router.parts import ROOM
+from router.telemetry.log import REQUESTS
 from tests.router.gateway.helpers import (
     ScriptedEngine,
     answers,
@@ -225,18 +231,31 @@ async def test_a_client_that_leaves_is_told_from_a_failure(seen: Seen) -> None:
         assert [span.error for span in seen] == ["client_gone", "client_gone"]
 
 
-async def test_spans_hold_no_prompt_and_no_key(seen: Seen, tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sk-of-a-tenant-1234567890\n")
-    engine = ScriptedEngine("a", answers(400, SECRET.encode()))
-    async with running(engine, api_keys_file=str(keys)) as gateway:
-        authorization = {"Authorization": "Bearer sk-of-a-tenant-1234567890", "x-session-id": SECRET}
-        reply = await gateway.post(STREAM, traceparent=CALLER + "1", **authorization)
-        assert reply.status == 400
-    everything = repr(seen)
-    assert len(seen) == 2
-    assert SECRET not in everything
-    assert "sk-of-a-tenant" not in everything
+async def test_log_line_and_spans_know_each_other_and_hold_no_prompt_and_no_key(
+    seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger(REQUESTS)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    key = "sk-of-a-tenant-1234567890"
+    (tmp_path / "keys").write_text(f"{key}\n")
+    engine = ScriptedEngine("a", streams(TOLD))
+    async with running(engine, api_keys_file=str(tmp_path / "keys")) as gateway:
+        more = {"Authorization": f"Bearer {key}", "x-session-id": SECRET}
+        assert (await gateway.post(STREAM, traceparent=CALLER + "1", **more)).status == 200
+        engine.script = answers(400, SECRET.encode())
+        assert (await gateway.post(STREAM, traceparent=CALLER + "0", **more)).status == 400
+    lines = [record.message for record in caplog.records if record.name == REQUESTS]
+    for text in (repr(seen), *lines):
+        assert SECRET not in text
+        assert key not in text
+    first, second = map(json.loads, lines)
+    assert first["trace_id"] == second["trace_id"] == seen.request().trace.trace_id_hex
+    assert first["key_id"] == hashlib.sha256(key.encode()).hexdigest()[:12]
+    assert (first["client"], first["queue_ms"]) == ("127.0.0.1", 0)
+    assert (first["prompt_tokens"], first["completion_tokens"], first["cached_tokens"]) == (10, 2, 4)
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
 
 
 async def test_a_request_that_waits_says_how_long(seen: Seen) -> None:

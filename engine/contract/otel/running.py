@@ -1,4 +1,4 @@
-"""Traces as long as a program serves."""
+"""Traces and metrics as long as a program serves."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.contract.otel.environment import OtelSettings, from_environment
 from engine.contract.otel.tracer import Tracer
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from engine.contract.otel.metrics_sdk import MetricExport
     from engine.contract.otel.sdk import SpanExport
 
 log = logging.getLogger(__name__)
 
 LAST_S = 3.0
-"""Seconds that a stopping program gives its last spans to be sent; what is not sent by then is lost."""
+"""Seconds that a stopping program gives its last spans to be sent, and then its last metrics; what is not sent by then
+is lost."""
+_INSTANCE = str(uuid.uuid4())
+"""Of this process, where it has no name."""
 
 
 @contextlib.asynccontextmanager
@@ -45,22 +52,68 @@ async def tracing(service: str, *, instance: str = "") -> AsyncIterator[Tracer |
 def _span_export(protocol: str, settings: OtelSettings, service: str, instance: str) -> SpanExport:
     from engine.contract.otel.sdk import SpanExport, resource_of
 
-    return SpanExport(protocol, resource_of(settings.service_name or service, instance or str(uuid.uuid4())))
+    return SpanExport(protocol, resource_of(settings.service_name or service, instance or _INSTANCE))
 
 
-async def finished(call: Callable[[], object], within_s: float) -> bool:
-    """Whether `call`, which blocks, ends in time. It runs in a thread that keeps no process from ending."""
+@contextlib.asynccontextmanager
+async def metrics_sent(
+    service: str, collect: Callable[[], Sequence[Metric]], *, instance: str = ""
+) -> AsyncIterator[None]:
+    """Send what `collect` gives, every minute or as the environment asks for, and once more at the end. Raises
+    ConfigError.
+
+    `collect` is called on the event loop; all else goes on in a thread. While a collector hangs nothing further is
+    sent. `service` and `instance`: see `tracing`.
+    """
+    settings = from_environment(os.environ)
+    if settings.metrics is None:
+        yield
+        return
+    export = await asyncio.to_thread(_metric_export, settings.metrics, settings, service, instance)
+
+    async def send() -> None:
+        while True:
+            await asyncio.sleep(settings.metrics_every_s)
+            families = collect()
+            await finished(lambda: export.send(families, time.time_ns()), None)  # noqa: B023 - it has ended by then
+
+    sending = asyncio.create_task(send(), name="metrics over OTLP")
+    try:
+        yield
+    finally:
+        sending.cancel()
+        await asyncio.wait([sending])
+        last = collect()
+        if not await finished(lambda: _send_last(export, last), LAST_S):
+            log.warning("metrics: the collector did not take the last ones within %g s: they are lost", LAST_S)
+
+
+def _send_last(export: MetricExport, families: Sequence[Metric]) -> None:
+    export.send(families, time.time_ns())
+    export.close()
+
+
+def _metric_export(protocol: str, settings: OtelSettings, service: str, instance: str) -> MetricExport:
+    from engine.contract.otel.metrics_sdk import MetricExport
+    from engine.contract.otel.sdk import resource_of
+
+    return MetricExport(protocol, resource_of(settings.service_name or service, instance or _INSTANCE))
+
+
+async def finished(call: Callable[[], object], within_s: float | None) -> bool:
+    """Whether `call`, which blocks, ends in time; None: it has as long as it takes. It runs in a thread that keeps no
+    process from ending."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
         try:
             call()
         except Exception:
-            log.exception("telemetry: the end failed")
+            log.exception("telemetry: it could not be sent")
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(done.set)
 
-    threading.Thread(target=run, name="telemetry-end", daemon=True).start()
+    threading.Thread(target=run, name="telemetry-send", daemon=True).start()
     try:
         async with asyncio.timeout(within_s):
             await done.wait()

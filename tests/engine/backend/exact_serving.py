@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.sched.plan import StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from engine.tiers.tiers import Tiers
 
 BLOCK_SIZE = 4
 
@@ -30,13 +31,31 @@ class Answer:
         return torch.stack(self.logits).view(torch.int32)
 
 
-def serve(backend: TorchBackend, cache: PrefixCache, requests: Sequence[Request], step_tokens: int) -> list[Answer]:
-    """All of them together, until each has ended; steps of at most `step_tokens` tokens."""
-    scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=step_tokens, max_running=8, max_waiting=100))
+def _never() -> None:
+    raise AssertionError("work waits, and nothing can be computed")
+
+
+def serve(
+    backend: TorchBackend,
+    cache: PrefixCache,
+    requests: Sequence[Request],
+    step_tokens: int,
+    *,
+    tiers: Tiers | None = None,
+    wait: Callable[[], object] = _never,
+) -> list[Answer]:
+    """All of them together, until each has ended; steps of at most `step_tokens` tokens.
+
+    `wait`: called while nothing can be computed because blocks are on their way from the tiers.
+    """
+    scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=step_tokens, max_running=8, max_waiting=100), tiers)
     answers = {request.id: Answer() for request in requests}
     for request in requests:
         scheduler.add(request)
-    while (plan := scheduler.schedule()) is not None:
+    while scheduler.has_work:
+        if (plan := scheduler.schedule()) is None:
+            wait()
+            continue
         rows = backend.logits(plan.chunks)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         for request, row in zip(sampling, rows, strict=True):

@@ -47,6 +47,18 @@ def fleets(draw: st.DrawFn) -> list[PodView]:
     return [replace(view, pod_id=PodId(f"pod-{i}")) for i, view in enumerate(views)]
 
 
+@st.composite
+def twins(draw: st.DrawFn) -> list[PodView]:
+    """Pods that differ by little."""
+    view = replace(draw(pod_views()), in_flight=1, decoding=1, in_flight_uncached_tokens=0)
+    late = st.floats(0, 1e-3)
+    count = draw(st.integers(2, 5))
+    return [
+        replace(view, pod_id=PodId(f"pod-{i}"), prefill_free_at_s=NOW_S + draw(late), decoding=draw(st.integers(0, 1)))
+        for i in range(count)
+    ]
+
+
 KEYS = st.lists(st.integers(0, 2**64 - 1).map(PrefixKey), max_size=20, unique=True).map(tuple)
 REQUESTS = st.builds(RequestInfo, keys=KEYS, prompt_tokens=st.just(4000), now_s=st.just(NOW_S))
 NAMES = pytest.mark.parametrize("name", POLICY_NAMES)
@@ -74,6 +86,22 @@ def test_the_choice_is_the_lowest_score_and_explaining_leaves_no_trace(name, req
         assert decision.policy == name
         assert decision.predicted_cached_tokens == pods[decision.pod].matched_tokens
         assert (decision.predicted_ttft_s is not None) == (name == "predicted_ttft")
+
+
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=6), pods=st.one_of(fleets(), twins()))
+def test_a_chosen_pod_with_a_worse_score_says_why(requests, pods) -> None:
+    policy = make_policy("predicted_ttft")
+    for request in requests:
+        explained = policy.choose(request, pods, explain=True)
+        parts = [score.parts for score in explained.scores]
+        scores = [score.score for score in explained.scores]
+        chosen, best = explained.pod, scores.index(min(scores))
+        assert policy.choose(request, pods).pod == chosen
+        if scores[chosen] > scores[best]:
+            tied = [part for part in parts if "tied" in part]
+            assert (parts[chosen]["tied"], parts[best]["tied"]) == (1.0, 1.0)
+            assert parts[chosen]["tied_waiting"] == min(part["tied_waiting"] for part in tied)
+            assert parts[chosen]["tied_turn"] == 1.0
 
 
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4), pods=fleets())

@@ -1,0 +1,52 @@
+"""The log of a program on stderr: lines of text for people, or a JSON object a line for what collects logs."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Literal
+
+import orjson
+
+Format = Literal["text", "json"]
+MAX_MESSAGE_CHARS = 8192
+MAX_TRACEBACK_CHARS = 16_384
+"""Of its end, which says what went wrong."""
+
+
+class JsonLines(logging.Formatter):
+    """Every record is one line, whatever it holds: line ends and what is no text are escaped, long texts are cut."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": as_text(record.getMessage(), MAX_MESSAGE_CHARS),
+        }
+        if record.exc_info:
+            line["traceback"] = as_text(
+                self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARS:], MAX_TRACEBACK_CHARS
+            )
+        return orjson.dumps(line).decode()
+
+
+def configure(level: str, log_format: Format) -> None:
+    """Events at `level` and above to stderr."""
+    if log_format == "text":
+        logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def as_text(text: str, most_chars: int) -> str:
+    """As JSON can hold it: halves of surrogate pairs, as undecodable bytes of file names have them, become `?`."""
+    return text[:most_chars].encode("utf-8", "replace").decode()
+
+
+def utc_now() -> str:
+    """The time, as log lines have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

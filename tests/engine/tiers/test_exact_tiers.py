@@ -1,0 +1,96 @@
+"""`exact`: what comes back from a tier has the bits that computing it again gives, on every architecture."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backend.torch_backend import TorchBackend
+from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
+from engine.contract.load import StepCost
+from engine.tiers.build import Store, close_stores, disk_store, host_store, make_tiers, shared_store
+from engine.tiers.place import Place
+from engine.tiers.tiers import Tiers
+from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
+from tests.engine.backend.test_exact import beside, loaded, request
+from tests.engine.model.helpers import tokens
+from tests.engine.model.test_transformers_oracle import CASES
+
+BLOCKS = 80
+DEADLINE_S = 60.0
+PROMPT = tokens(22, seed=1)
+IN_BLOCKS = 20
+"""Of the prompt's tokens, those in whole blocks: what tiers have of it."""
+
+
+class Copies:
+    """Tells of the copies that threads make."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Until one has ended."""
+        assert self._ended.wait(DEADLINE_S), "no copy has ended"
+        self._ended.clear()
+
+    def settle(self, tiers: Tiers) -> None:
+        """Until all have ended."""
+        tiers.poll()
+        while tiers.is_busy:
+            self.wait()
+            tiers.poll()
+
+
+def stores_below(backend: TorchBackend, folder: Path) -> Sequence[Store]:
+    """Every kind of tier, from the pool downwards."""
+    host = host_store(backend.pool, 2**20)
+    shape = {"block_size": BLOCK_SIZE, "fingerprint": b"f" * 32}
+    disk = disk_store(host, folder / "disk", 2**20, **shape)
+    return host, disk, shared_store(disk, host, folder / "shared", 2**20, **shape)
+
+
+def spoil(backend: TorchBackend, stores: Sequence[Store]) -> None:
+    """Overwrite what the pool and the host tier, if it is among these, hold: whatever reads it gets other bits."""
+    backend.pool.data.fill_(torch.nan)
+    for store in stores:
+        if store.memory is not None:
+            store.memory[:] = b"\xff" * len(store.memory)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
+    kind, config = CASES[case]
+    model = loaded(kind, tmp_path / "model", **config)
+    backend = TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE, exact=True)
+    (cold,) = serve(backend, empty(backend), [request(1, PROMPT)], 64)
+    stores = stores_below(backend, tmp_path / "kv")
+    copies, cache = Copies(), empty(backend, IndexKind.RADIX)
+    tiers = make_tiers(cache, stores, eviction=Eviction.LRU, step_tokens=64, clock=time.monotonic, on_end=copies.end)
+    tiers.learn_cost(StepCost(token_s=100.0))  # so a fetch is always the sooner way
+    try:
+        serve(backend, cache, [request(2, PROMPT)], 64, tiers=tiers, wait=copies.wait)
+        copies.settle(tiers)
+        for depth, tier in enumerate(Place):
+            cache.reset()
+            for link in tiers._links[:depth]:
+                link.lower.reset()
+            spoil(backend, stores[:depth])
+            others = beside(depth)
+            answers = serve(backend, cache, [request(1, PROMPT), *others], 23, tiers=tiers, wait=copies.wait)
+            assert answers[0].cached_tokens == IN_BLOCKS
+            hit = sum(answer.cached_tokens for answer in answers)
+            assert tiers.stats.hit_tokens[tier] == hit, "not read from this tier alone"
+            assert torch.equal(answers[0].bits(), cold.bits()), tier
+            copies.settle(tiers)
+    finally:
+        close_stores(stores, tiers)
