@@ -35,6 +35,7 @@ def gateway_text() -> str:
     metrics.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
     metrics.decided(1e-4)
     metrics.predicted(0.1, 0.2)
+    metrics.looked_back(0.1)
     metrics.shadowed(
         "predicted_ttft", "cache_aware", is_same=False, prompt_tokens=3, cached_tokens=(2, 1), ttft_s=(0.1, 0.2)
     )
