@@ -30,7 +30,8 @@ from router.fleet.lack import Lacks
 from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
-from router.gateway.admission import Admission
+from router.gateway.admission import MIB, Admission
+from router.gateway.cache_store import CacheBounds, MemoryCaches, RedisCaches
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
 from router.gateway.errors import Unauthorized, errors
@@ -46,6 +47,7 @@ from router.gateway.tracing import SERVICE, run_tracer
 from router.handlers import handlers
 from router.parts import (
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
     DIED,
@@ -60,6 +62,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
@@ -71,6 +74,7 @@ from router.parts import (
     USAGE_LOG,
 )
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
@@ -128,7 +132,20 @@ def build_app(settings: GatewaySettings) -> web.Application:
     )
     app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
-        (_supervision, _usage_log, _limiter, _keys, _clients, _fleet, _registry, _events, handlers, _background)
+        (
+            _supervision,
+            _usage_log,
+            _limiter,
+            _cache_store,
+            _keys,
+            _clients,
+            _fleet,
+            _registry,
+            _places,
+            _events,
+            handlers,
+            _background,
+        )
     )
     app.cleanup_ctx.append(_metrics_sent)
     app.on_response_prepare.append(_leave_when_draining)
@@ -177,6 +194,18 @@ async def _limiter(app: web.Application) -> AsyncIterator[None]:
         running.push_async_callback(limiter.close)
         if settings.tenants_file is not None:
             await running.enter_async_context(kept(app, "the account of limits", limiter.run()))
+        yield
+
+
+async def _cache_store(app: web.Application) -> AsyncIterator[None]:
+    settings = app[SETTINGS]
+    bounds = CacheBounds(settings.named_caches, settings.named_cache_mib * MIB)
+    if settings.redis_url is None or not settings.named_caches:
+        app[CACHE_STORE] = MemoryCaches(bounds)
+        yield
+        return
+    async with connect_redis(settings.redis_url) as redis:
+        app[CACHE_STORE] = RedisCaches(redis, bounds)
         yield
 
 
@@ -289,6 +318,17 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
         )
         fleet.listen(lambda change: reader.set_pods(change.pods))
     yield
+
+
+async def _places(app: web.Application) -> AsyncIterator[None]:
+    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    url = app[SETTINGS].redis_url
+    async with contextlib.AsyncExitStack() as running:
+        redis = None if url is None else await running.enter_async_context(connect_redis(url))
+        app[PLACES] = places = Places(asyncio.get_running_loop().time, redis)
+        if redis is not None:
+            await running.enter_async_context(kept(app, "telling where conversations are", places.run()))
+        yield
 
 
 async def _events(app: web.Application) -> AsyncIterator[None]:

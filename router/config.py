@@ -11,6 +11,7 @@ from engine.contract.log_lines import Format
 from engine.contract.settings import check_bind_address, check_redis_url, check_unique, flag_of
 from router.kube_targets import MAX_RANKS
 from router.settings.discovery import DiscoverySettings
+from router.settings.named_caches import NamedCacheSettings
 from router.settings.names import NameSettings
 from router.settings.serving import ServingSettings
 
@@ -24,7 +25,7 @@ RETRIES = 2
 """Defaults that the simulation of a gateway shares."""
 
 
-class GatewaySettings(NameSettings, DiscoverySettings, ServingSettings):
+class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, ServingSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of the gateway.
 
     Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`

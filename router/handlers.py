@@ -14,12 +14,15 @@ from router.gateway.admin import Admin
 from router.gateway.admission import MIB
 from router.gateway.body import BodyLimits
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.estimates import Estimates
 from router.gateway.generate import Generate
 from router.gateway.inbound import Reader
 from router.gateway.learning import Learning
 from router.gateway.limits import Limits
+from router.gateway.named_caches import NamedCaches
 from router.gateway.proxy import Proxy
+from router.gateway.reach import Reach
 from router.gateway.registry import WithEvents
 from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
@@ -32,6 +35,7 @@ from router.overload.line import LineLimits
 from router.parts import (
     ADMIN,
     ADMISSION,
+    CACHE_STORE,
     CHOOSER,
     DISCOVERY,
     DOOR,
@@ -44,7 +48,9 @@ from router.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    NAMED_CACHES,
     NAMES,
+    PLACES,
     REGISTRY,
     ROOM,
     SCRAPER,
@@ -129,7 +135,22 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         hedge_after_s=settings.hedge_after_s,
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
-    proxy = Proxy(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions)
+    clock = asyncio.get_running_loop().time
+    reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
+    proxy = Proxy(
+        *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, sessions, reach, conversations)
+    )
+    app[NAMED_CACHES] = NamedCaches(
+        app[CACHE_STORE],
+        fleet,
+        app[NAMES],
+        estimates,
+        app[ADMISSION],
+        bodies,
+        max_ttl_s=settings.named_cache_max_ttl_s,
+        max_body_bytes=settings.max_body_bytes,
+        is_enabled=settings.named_caches > 0,
+    )
     app[GENERATE] = Generate(
         app[ADMISSION],
         reader,
@@ -142,6 +163,8 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[LIMITER],
         Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
+        conversations,
+        app[NAMED_CACHES],
         app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )

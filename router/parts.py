@@ -16,12 +16,14 @@ from router.fleet.lack import Lacks
 from router.fleet.scrape import Scraper
 from router.gateway.admin import Admin
 from router.gateway.admission import Admission
+from router.gateway.cache_store import CacheStore
 from router.gateway.chooser import Chooser
 from router.gateway.door import Door
 from router.gateway.engine_client import EngineClient
 from router.gateway.generate import Generate
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys
+from router.gateway.named_caches import NamedCaches
 from router.gateway.names import Names
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import NoSharing, Sharing
@@ -29,6 +31,7 @@ from router.gateway.status import Status
 from router.gateway.telling import Telling
 from router.gateway.waiting import WaitingRoom
 from router.registry.index import PrefixIndex
+from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.telemetry.metrics import Metrics
 from router.tenants.isolation import Isolation
@@ -46,6 +49,7 @@ DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
+PLACES = web.AppKey("places", Places)
 TELLING = web.AppKey("telling", Telling)
 """Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
 SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
@@ -61,6 +65,8 @@ ROOM = web.AppKey("room", WaitingRoom)
 DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
 LACKS = web.AppKey("lacks", Lacks)
 NAMES = web.AppKey("names", Names)
+NAMED_CACHES = web.AppKey("named_caches", NamedCaches)
+CACHE_STORE: web.AppKey[CacheStore] = web.AppKey("cache_store")
 CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)
 ISOLATION = web.AppKey("isolation", Isolation)
 LIMITER = web.AppKey("limiter", Limiter)

@@ -9,10 +9,14 @@ from aiohttp import web
 
 from engine.contract.requests import Endpoint
 from router.gateway.body import no_go_ahead
+from router.gateway.by_load import BY_LOAD
 from router.gateway.generate import Generate
+from router.gateway.named_caches import NamedCaches
 from router.gateway.status import Status
 from router.parts import (
     GENERATE,
+    NAMED_CACHES,
+    SETTINGS,
     STATUS,
 )
 
@@ -21,12 +25,19 @@ T = TypeVar("T")
 
 def add_routes(app: web.Application) -> None:
     """Every path of --port. What answers it exists once the application has started."""
-    for endpoint in Endpoint:
+    for endpoint in (*Endpoint, *BY_LOAD):
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
+    app.router.add_post("/v1/caches", _to(NAMED_CACHES, NamedCaches.create), expect_handler=no_go_ahead)
+    app.router.add_get("/v1/caches", _to(NAMED_CACHES, NamedCaches.list))
+    app.router.add_get("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.get))
+    app.router.add_patch("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.renew), expect_handler=no_go_ahead)
+    app.router.add_delete("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.remove))
     app.router.add_get("/v1/models", _to(STATUS, Status.models))
     app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
     app.router.add_get("/health", _to(STATUS, Status.health))
     app.router.add_get("/ready", _to(STATUS, Status.ready))
+    if app[SETTINGS].pass_through:  # the last: it takes what no other has
+        app.router.add_post("/v1/{path:.+}", _to(GENERATE, Generate.pass_through), expect_handler=no_go_ahead)
 
 
 def _to(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.cache.hashing import chain_digest, root_digest
+from engine.cache.hashing import chain_digest
 from engine.cache.index import Match
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 from engine.cache.sequence import CachedSequence
@@ -19,7 +19,8 @@ class HashIndex:
         self.of: dict[bytes, int] = {}
         """Digest -> block."""
         self.contents = [b""] * len(indexed.digests)
-        """`token_bytes` of each indexed block; a first block's are preceded by the salt."""
+        """`token_bytes` of each indexed block; a first block's are preceded by the salt's digest. The salt itself is in
+        no tier, nor in its files."""
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
         """See `PrefixIndex.count`: by digest alone, from the last count for this sequence on."""
@@ -88,7 +89,7 @@ class HashIndex:
         if set(self.of.values()) != in_index or len(self.of) != len(in_index):
             raise AssertionError("cache invariant violated: digests and indexed blocks are the same")
         for digest, block in self.of.items():
-            salt, tokens = self.contents[block][:-width], self.contents[block][-width:]
-            parent = root_digest(salt) if parents[block] == NO_BLOCK else digests[parents[block]]
+            root, tokens = self.contents[block][:-width], self.contents[block][-width:]
+            parent = root if parents[block] == NO_BLOCK else digests[parents[block]]
             if digests[block] != digest or parent is None or digest != chain_digest(parent, tokens):
                 raise AssertionError(f"cache invariant violated: block {block}: digest of its content and parent")

@@ -65,4 +65,4 @@ class CachedSequence:
             contents.append(block)
             digests.append(parent)
         if start == 0:
-            contents[0] = self.salt + contents[0]
+            contents[0] = root_digest(self.salt) + contents[0]

@@ -3,6 +3,7 @@
     canonical(request) = tools as compact JSON (if any), then for each message: role, 0x1F, content parts, 0x1E
                          (/v1/completions: the prompt's UTF-8; token-id prompts: little-endian int32)
     /v1/messages       = the same of the chat that it stands for (messages.py)
+    /v1/responses      = the same of the chat that it stands for (responses.py)
     media part         = the hex digits of xxh3_128(the part as compact JSON), repeated to MEDIA_BYTES
     seed  = xxh3_64(model 0x1F adapter 0x1F salt)
     key_i = xxh3_64(canonical[i*stride:(i+1)*stride], seed=key_{i-1}), whole strides only, key_{-1} = seed

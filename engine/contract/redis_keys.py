@@ -33,6 +33,11 @@ def quota_key(tenant: str) -> str:
     return f"warmroute:{{tenant:{tenant}}}:quota"
 
 
+def place_key(name: str) -> str:
+    """String with the pod that has a response or a conversation of that name."""
+    return f"warmroute:{{{name}}}:place"
+
+
 BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
 """Redis Stream of what gateways tell each other of pods that publish nothing: entries {d: encoded message}."""
 
@@ -45,3 +50,13 @@ def belief_key(pod_id: str) -> str:
 LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
 """Hash model -> what gateways have learnt of it and its pods. The rule for beliefs allows the name, and it is no
 pod's."""
+
+
+def named_caches_key(tenant: str) -> str:
+    """Hash id -> what is said of a tenant's named cache. The rule for beliefs allows the name, and it is no pod's."""
+    return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
+
+
+def named_cache_key(tenant: str, cache_id: str) -> str:
+    """String with the contents of a tenant's named cache. Its TTL is the cache's."""
+    return f"warmroute:{{tenant:{tenant}}}:named:belief:cache:{cache_id}"

@@ -5,8 +5,9 @@
 
 and then `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and reads nothing of others; it cannot be kept
 from publishing under another pod's name, as the stream is one for all pods of a model. A gateway reads, asks pods for
-snapshots, exchanges shares and beliefs about pods that publish nothing, and keeps account of tenants' limits; with the
-rules of 6.2 it could also write a pod's snapshot, or an entry in its name.
+snapshots, exchanges shares and beliefs about pods that publish nothing, tells where conversations are that engines
+keep, and keeps account of tenants' limits; with the rules of 6.2 it could also write a pod's snapshot, or an entry in
+its name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ENGINE_RULES = (
 )
 GATEWAY_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* ~warmroute:*:shares "
-    "~warmroute:*:quota ~warmroute:*:beliefs ~warmroute:*:belief:* "
+    "~warmroute:*:quota ~warmroute:*:place ~warmroute:*:beliefs ~warmroute:*:belief:* "
     f"-@all {_CONNECTING} +time +xadd +xread +xrange +xrevrange +mget +set +hset +hgetall +hdel +expire +pexpire "
     "+evalsha +script|load"
 )

@@ -15,6 +15,7 @@ import orjson
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat, canonical_tokens, media_parts
 from engine.contract.messages import chat_messages, chat_tools
+from engine.contract.responses import kept_by_engine, response_messages, response_tools
 
 TOKEN_ID_BYTES = 4
 """Canonical bytes of a token id."""
@@ -28,14 +29,15 @@ LARGE_BODY_BYTES = 2**18
 
 
 class Endpoint(StrEnum):
-    """Endpoints for which a pod is chosen, by path: two of OpenAI's API and two of Anthropic's. All but COUNT_TOKENS
-    generate."""
+    """Endpoints for which a pod is chosen by prefix, by path: three of OpenAI's API and two of Anthropic's. All but
+    COUNT_TOKENS generate."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
     COUNT_TOKENS = "/v1/messages/count_tokens"
     """Says how many prompt tokens a request to MESSAGES has, and computes nothing: it has no keys."""
+    RESPONSES = "/v1/responses"
 
 
 @dataclass(slots=True)
@@ -85,6 +87,8 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
         raise BadRequest("cache_salt must be a string", param="cache_salt")
     if endpoint is Endpoint.COUNT_TOKENS:
         return RequestHead(model, False, b"", "")
+    if endpoint is Endpoint.RESPONSES:
+        return _response_head(model, bool(stream), salt or "", fields)
     if endpoint is not Endpoint.COMPLETIONS:
         messages, tools = _listed(fields)
         if endpoint is Endpoint.MESSAGES:
@@ -95,6 +99,22 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
     canonical, further = prompt_bytes(prompt), _further_prompts(prompt)
     size = sum(_size(one) for one in further)
     return RequestHead(model, bool(stream), canonical, salt or "", 1 + len(further), size)
+
+
+def _response_head(model: str | None, stream: bool, salt: str, fields: dict[str, Any]) -> RequestHead:
+    """Of a conversation whose beginning the engine has there are no keys: what the request has of it is its end."""
+    given, tools = fields.get("input"), fields.get("tools")
+    if isinstance(given, list) and len(given) > MAX_LISTED:
+        raise BadRequest(f"input has {len(given)} items; at most {MAX_LISTED} are read", param="input")
+    if tools is not None and not isinstance(tools, list):
+        raise BadRequest("tools must be a list", param="tools")
+    messages = response_messages(fields.get("instructions"), given)
+    canonical = canonical_chat(messages, response_tools(tools or ()))
+    if kept_by_engine(fields) is not None:
+        return RequestHead(model, stream, b"", salt, further_bytes=len(canonical))
+    if given is None and fields.get("prompt") is None:
+        raise BadRequest("input is required: a string or a list of items", param="input")
+    return RequestHead(model, stream, canonical, salt, media_parts=media_parts(messages))
 
 
 def _listed(fields: dict[str, Any]) -> tuple[list[Any], list[Any] | None]:

@@ -20,6 +20,8 @@ from engine.server.choices import Choice, Delta
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, prepare
+from engine.server.response_answers import ResponsesAnswer
+from engine.server.response_requests import prepare_response
 from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
 from engine.server.tracing import Timeline, traced
 from engine.server.wire import ending, read_body, send_json, write
@@ -143,6 +145,8 @@ def _prepared(
     """All that takes time with the length of a prompt, on a thread."""
     if endpoint is Endpoint.MESSAGES:
         job = prepare_messages(service.model, body)
+    elif endpoint is Endpoint.RESPONSES:
+        job = prepare_response(service.model, body)
     else:
         job = prepare(service.model, endpoint, body)
     return job, *service.sequences(job)
@@ -159,6 +163,8 @@ def _answer(endpoint: Endpoint, service: EngineService, job: GenerationJob, choi
             says_nothing=job.says_nothing,
         )
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
+    if endpoint is Endpoint.RESPONSES:
+        return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told)
     logprobs = job.sampling.logprobs is not None
     prompt_ids = None
     if job.returns_token_ids:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
@@ -84,6 +84,8 @@ class GenerationJob:
     """Whether the seed is the client's."""
     echo: bool = False
     returns_token_ids: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the request that its answer repeats."""
     says_nothing: bool = False
     """The prompt is all that matters: the token that is generated behind it is not told."""
 
@@ -336,6 +338,7 @@ def make_job(
     *,
     echo: bool = False,
     says_nothing: bool = False,
+    told: Mapping[str, Any] | None = None,
 ) -> GenerationJob:
     """The job of these prompts, with what `fields` says of sampling and of the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
@@ -355,6 +358,7 @@ def make_job(
         echo=echo,
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
+        told=told or {},
     )
 
 

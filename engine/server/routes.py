@@ -18,6 +18,7 @@ from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body
+from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.metrics import EngineMetrics
 from engine.server.generate import generate
@@ -55,6 +56,7 @@ def make_app(
             web.post(Endpoint.COMPLETIONS, _generate),
             web.post(Endpoint.MESSAGES, _generate),
             web.post(Endpoint.COUNT_TOKENS, _count_tokens),
+            web.post(Endpoint.RESPONSES, _generate),
             web.get("/v1/models", _models),
             web.get("/v1/models/{model:.+}", _model),
             web.post("/tokenize", _tokenize),
@@ -174,7 +176,7 @@ def _card(service: EngineService) -> dict[str, Any]:
         "root": service.model.name,
         "parent": None,
         "max_model_len": service.model.max_model_len,
-        "accepts": [ANSWER_SO_FAR],
+        "accepts": [ANSWER_SO_FAR, CACHE_CONTROL],
     }
 
 

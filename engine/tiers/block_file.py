@@ -24,7 +24,7 @@ from xxhash import xxh3_64_digest, xxh3_128
 
 from engine.contract.prefix_key import PrefixKey
 
-FORMAT = 1
+FORMAT = 2
 HEAD_BYTES = LABEL_BYTES = 4096
 _HEAD = struct.Struct("<8sIQQI32s")
 _LABEL = struct.Struct("<8sQ32s32s16sII")
@@ -42,14 +42,14 @@ class Label:
     digest: bytes
     parent: bytes
     content: bytes
-    """Its tokens, as `CachedSequence.contents`; a first block's are preceded by the salt."""
+    """Its tokens, as `CachedSequence.contents`; a first block's are preceded by the salt's digest."""
     keys: tuple[PrefixKey, ...] = ()
     turn: int = 0
     """Order of writing; a later block has a greater number."""
 
     @property
     def fits(self) -> bool:
-        """Whether a slot has room for it: a very long salt is kept out."""
+        """Whether a slot has room for it: blocks of a thousand tokens are kept out."""
         return len(self.content) + 8 * len(self.keys) <= _LABEL_ROOM
 
 

@@ -139,7 +139,7 @@ class Link:
         if self._describe is not None:
             written = {pair.target for pair in (*repairs, *pairs[present:])}
             for target, label in zip(lower.blocks, labels(lower), strict=False):
-                if not label.fits:  # a salt of thousands of bytes
+                if not label.fits:  # a block of a thousand tokens
                     return [], []
                 if target in written:
                     self._describe(target, label)

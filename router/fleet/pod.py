@@ -8,7 +8,6 @@ from collections.abc import Callable
 from engine.contract import headers
 from engine.contract.http.target import Target
 from engine.contract.load import LoadReport
-from engine.contract.requests import Endpoint
 from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
@@ -20,8 +19,23 @@ from router.routing.sent import Mark
 from router.routing.speeds import Speeds
 from router.routing.types import PodId
 
+MAX_TARGETS = 64
 Clock = Callable[[], float]
 """Monotonic seconds."""
+
+
+class Targets(dict[str, Target]):
+    """By path: made when the path is first asked for. The first MAX_TARGETS are kept, as clients may make up paths."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+
+    def __missing__(self, path: str) -> Target:
+        target = Target.of(self._url + path)
+        if len(self) < MAX_TARGETS:
+            self[path] = target
+        return target
 
 
 class Pod:
@@ -65,7 +79,7 @@ class Pod:
         self.url = url
         self.key = key
         """Which of the gateway's keys for engines it is shown; empty: the one for all."""
-        self.targets = {endpoint: Target.of(url + endpoint) for endpoint in Endpoint}
+        self.targets = Targets(url)
         self.identity = identity
         self.rank = rank
         self.rank_field = b"" if rank is None else f"{headers.DATA_PARALLEL_RANK}: {rank}\r\n".encode()

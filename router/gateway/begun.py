@@ -11,6 +11,7 @@ import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from engine.contract.requests import Endpoint
 from router.fleet.pod import Pod
 from router.gateway.engine_client import BrokeOff
 from router.gateway.errors import BadGateway, DeadlineExceeded
@@ -86,7 +87,7 @@ class Begun:
         """The events that are missing, where no token is."""
         if self.said is None or not self.fields or self.said.obstacle:
             return None
-        return ending(inbound.endpoint, self.fields, self.said, self.prompt_tokens)
+        return ending(Endpoint(inbound.endpoint), self.fields, self.said, self.prompt_tokens)
 
     def ways(self, inbound: Inbound, pods: Sequence[Pod], avoided: Collection[PodId]) -> tuple[Way, set[PodId]] | None:
         """How to ask for the rest, and the pods that can be asked so; None where there is none."""
@@ -95,7 +96,7 @@ class Begun:
         for pod in pods:
             if pod.pod_id not in avoided:
                 card = next((model.card for model in pod.identity.models if model.name == inbound.model), b"{}")
-                way = way_of(orjson.loads(card), inbound.endpoint, self.fields, self.said)
+                way = way_of(orjson.loads(card), Endpoint(inbound.endpoint), self.fields, self.said)
                 if way is not None:
                     found[pod.pod_id] = way
         if not found:
@@ -109,7 +110,7 @@ class Begun:
         self.rewriter = Rewriter(self.said, way, self.prompt_tokens)
         return replace(
             inbound,
-            body=ask(inbound.endpoint, self.fields, self.said, way),
+            body=ask(Endpoint(inbound.endpoint), self.fields, self.said, way),
             prompt_tokens=inbound.prompt_tokens + self.said.made,
             output_tokens=max(1, inbound.output_tokens - self.said.made),
         )

@@ -438,7 +438,13 @@ class Chooser:
         if parting is None and (shares := self._shares.get(inbound.model)) is not None:
             parting = shares.prefill.parting(now_s)
         return RequestInfo(
-            inbound.keys, inbound.prompt_tokens, now_s, inbound.output_tokens, parting, self._index.regret
+            inbound.keys,
+            inbound.prompt_tokens,
+            now_s,
+            inbound.output_tokens,
+            parting,
+            self._index.regret,
+            inbound.session,
         )
 
 

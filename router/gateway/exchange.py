@@ -45,6 +45,8 @@ class Exchange:
     """What the tenant has left of its limits, for the answer."""
     begun: Begun | None = None
     """The answer that is passed on as it comes, once the client has its head."""
+    keeps: list[str] = field(default_factory=list)
+    """Names of what its engine keeps of it: the response's, the conversation's."""
     breaks: int = 0
     """Times that its stream broke, and another pod was to give the rest."""
 

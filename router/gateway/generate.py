@@ -16,13 +16,17 @@ from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
 from router.gateway.admission import Admission, Admitted
 from router.gateway.body import BodyLimits, read_body
+from router.gateway.by_load import passes
 from router.gateway.chooser import Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.door import leave_gate
 from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound, Reader
 from router.gateway.keys import key_id_of, tenant_of
+from router.gateway.named_cache import NamesCache
+from router.gateway.named_caches import NamedCaches
 from router.gateway.names import NOT_ALLOWED
 from router.gateway.observer import Observer
 from router.gateway.proxy import Proxy
@@ -34,12 +38,13 @@ from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
 
+_KEYED = frozenset(str(endpoint) for endpoint in Endpoint)
 MAX_ERROR_CHARS = 1024
 """Of an error in a request's log line: engines may say much."""
 
 
 class Generate:
-    """Handles every `Endpoint`."""
+    """Handles every `Endpoint`, and the paths for which pods are chosen by load."""
 
     def __init__(
         self,
@@ -54,6 +59,8 @@ class Generate:
         limiter: Limiter,
         accounts: Accounts | None,
         sessions: Sessions,
+        conversations: Conversations,
+        named_caches: NamedCaches,
         tracer: Tracer | None,
         *,
         total_timeout_s: float,
@@ -69,6 +76,8 @@ class Generate:
         self._limiter = limiter
         self._accounts = accounts
         self._sessions = sessions
+        self._conversations = conversations
+        self._named_caches = named_caches
         self._tracer = tracer
         self._total_timeout_s = total_timeout_s
         self._clock = asyncio.get_running_loop().time
@@ -83,12 +92,8 @@ class Generate:
             exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
-                inbound = exchange.inbound = self._reader.read(
-                    Endpoint(request.path),
-                    await read_body(request, admitted, self._bodies, exchange.deadline_s),
-                    request.headers,
-                    exchange.tenant,
-                )
+                body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
+                inbound = exchange.inbound = await self._read(request, exchange, admitted, body)
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
@@ -107,6 +112,38 @@ class Generate:
             raise
         finally:
             self._record(request, exchange)
+
+    async def _read(self, request: web.Request, exchange: Exchange, admitted: Admitted, body: bytes) -> Inbound:
+        """The request in `body`, put together and bound to a pod where an engine or a named cache has the beginning of
+        it. Raises ApiError."""
+        path, tenant = request.path, exchange.tenant
+        if path not in _KEYED:
+            return self._reader.read_by_load(request.rel_url.raw_path, body, request.headers, tenant)
+        endpoint = Endpoint(path)
+        try:
+            inbound = self._reader.read(endpoint, body, request.headers, tenant)
+        except NamesCache as named:
+            body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
+            inbound = self._reader.read(endpoint, body, request.headers, tenant)
+        return inbound if inbound.continues is None else await self._placed(request, exchange, inbound, body)
+
+    async def pass_through(self, request: web.Request) -> web.StreamResponse:
+        """The answer to a request whose path the gateway does not know. Raises HTTPNotFound for what never passes."""
+        if not passes(request.rel_url.raw_path):
+            raise web.HTTPNotFound
+        return await self.handle(request)
+
+    async def _placed(self, request: web.Request, exchange: Exchange, inbound: Inbound, body: bytes) -> Inbound:
+        """The request, bound to the pod that has its conversation. A name stands for the model that was there before:
+        what an engine keeps says nothing of the first user message. Raises ApiError."""
+        leave_gate(request)
+        place = await self._conversations.place(inbound, exchange.tenant.name)
+        if place is None:
+            return inbound
+        if inbound.is_named and place.model != inbound.model:
+            endpoint = Endpoint(request.path)
+            inbound = self._reader.read(endpoint, body, request.headers, exchange.tenant, meant=place.model)
+        return self._conversations.bound(inbound, place)
 
     async def _serve(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
@@ -136,13 +173,15 @@ class Generate:
 
     def _record(self, request: web.Request, exchange: Exchange) -> None:
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
+        if exchange.keeps:
+            self._conversations.ended(exchange)
         choice = last.choice if last else None
         policy = choice.policy if choice else ""
         pod = choice.pod.pod_id if choice else ""
         self._metrics.answered(policy, pod, exchange.status or 500)
         if last and choice and inbound and first_byte_s is not None:
             self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
-            if exchange.status == 200:
+            if exchange.status == 200 and not inbound.is_by_load:
                 self._chooser.learn(inbound, choice, exchange.usage)
                 self._sessions.ended(exchange)
                 predicted_s = choice.decision.predicted_ttft_s

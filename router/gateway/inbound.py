@@ -11,19 +11,25 @@ from engine.contract import headers
 from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
+from engine.contract.responses import kept_by_engine
 from router.fleet.fleet import Fleet
 from router.fleet.probe import ServedModel
+from router.gateway.by_load import BY_LOAD, FREE, LONG, asked_model
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.fields import with_fields
+from router.gateway.hints import session_of
+from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
+from router.routing.types import PodId
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 
 MEDIA_TOKENS = 1024
 """Prompt tokens of an image, a sound or a file, whose bytes say nothing of them. Engines make 576 of an image for LLaVA
 1.5, 256 to 1,280 for Qwen2-VL with the bounds its authors advise, 4,096 of a megapixel for Pixtral."""
-_CHATS = (Endpoint.CHAT, Endpoint.MESSAGES)
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
 LOWEST_PRIORITY = -9
 """Of a request: below 0 it is the first to be given up when there is too much."""
 _NUMBER = re.compile(r"-?[0-9]{1,6}")
@@ -39,7 +45,8 @@ class Inbound:
     Never changed; not frozen because freezing costs a microsecond. So with the other values made for every request.
     """
 
-    endpoint: Endpoint
+    endpoint: str
+    """Its path: an `Endpoint`, or another for which pods are chosen by load."""
     model: str
     """The one that is served, without the name of an adapter on it."""
     stream: bool
@@ -62,6 +69,18 @@ class Inbound:
     """Higher is sooner."""
     ttft_slo_s: float | None = None
     """Seconds in which the client wants the first token."""
+    continues: tuple[str, str] | None = None
+    """What an engine has of the conversation: the field that names it, and the id in it."""
+    stores: bool = False
+    """Whether the engine is to keep the answer for a later request."""
+    session: int = 0
+    """What the client calls its session (`hints.py`); 0: nothing."""
+    is_by_load: bool = False
+    """Whether nothing of it is in a cache of prefixes: its answer says nothing of that."""
+    is_named: bool = False
+    """Whether `model` is what a name of the operator stands for."""
+    only: PodId | None = None
+    """The one pod that it can go to; None: any."""
 
 
 class Reader:
@@ -96,15 +115,33 @@ class Reader:
         self._isolation = isolation
 
     def read(
-        self, endpoint: Endpoint | None, body: bytes, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
+        self,
+        endpoint: Endpoint | None,
+        body: bytes,
+        incoming: Mapping[str, str],
+        tenant: Tenant = DEFAULT,
+        meant: str | None = None,
     ) -> Inbound:
-        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to."""
+        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to. `meant`:
+        the model for which a name in it stands, where that is known already.
+
+        Raises NamesCache for one that has to be put together first.
+        """
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
+        if FIELD in fields:
+            raise NamesCache(fields)
         if endpoint is None:
             endpoint = _endpoint_of(fields)
         head = request_head(endpoint, fields)
-        name = self._meant(head.model, tenant, endpoint, fields)
+        is_response = endpoint is Endpoint.RESPONSES
+        if is_response and fields.get("background"):
+            raise BadRequest(
+                "background is not supported: a response could not be asked for later; leave the field out",
+                param="background",
+                code="unsupported_parameter",
+            )
+        name = meant or self._meant(head.model, tenant, (endpoint, fields))
         model, adapter = self._model(name, tenant)
         salt = head.salt
         priority = _priority(incoming.get(headers.PRIORITY), tenant)
@@ -141,6 +178,41 @@ class Reader:
             prompts=head.prompts,
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, fields, tenant.name),
+            continues=kept_by_engine(fields) if is_response else None,
+            stores=is_response and fields.get("store") is not False,
+            is_named=name is not None and name != head.model,
+        )
+
+    def read_by_load(self, path: str, body: bytes, incoming: Mapping[str, str], tenant: Tenant = DEFAULT) -> Inbound:
+        """The request of `tenant` to a path whose requests have no keys. It is as long as its body."""
+        policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
+        asked = asked_model(fields, is_required=path not in BY_LOAD)
+        name = self._meant(asked, tenant, body)
+        model, _ = self._model(name, tenant)
+        new: dict[str, str | int] = {}
+        if name is not None and name != asked:
+            new["model"] = name
+        if self._isolation is not None and tenant.is_isolated and path not in FREE:
+            new["cache_salt"] = self._isolation.salt(tenant, "")
+        estimate = self._estimates.of(model)
+        prompt_tokens = 1 if path in FREE else max(1, round(len(body) * estimate.tokens_per_byte))
+        return Inbound(
+            endpoint=path,
+            model=model,
+            stream=False,
+            policy=policy,
+            keys=(),
+            prompt_bytes=0,
+            prompt_tokens=prompt_tokens,
+            tokens_per_stride=self._stride * estimate.tokens_per_byte,
+            output_tokens=max(1, round(estimate.output_tokens)) if path in LONG else 1,
+            teaches_tokens=False,
+            body=with_fields(body, fields, new) if new else body,
+            priority=_priority(incoming.get(headers.PRIORITY), tenant),
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, fields, tenant.name),
+            is_by_load=True,
         )
 
     def _policy(self, asked: str | None) -> str:
@@ -158,14 +230,19 @@ class Reader:
             )
         return asked
 
-    def _meant(self, asked: str | None, tenant: Tenant, endpoint: Endpoint, fields: Mapping[str, Any]) -> str | None:
-        """The name that engines are asked for. Raises Forbidden: the tenant has to be allowed the name that it asks
-        for and the one that this stands for."""
+    def _meant(
+        self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]
+    ) -> str | None:
+        """The name that engines are asked for. `words`: what tells the conversation from others, or where it is.
+
+        Raises Forbidden: the tenant has to be allowed the name that it asks for and the one that this stands for.
+        """
         name = self._names.default if asked is None else asked
         if name is None or name not in self._names:
             return name
         check_allowed(tenant, name)
-        return self._names.model(name, tenant, self._is_served, first_words(endpoint, fields))
+        known = words if isinstance(words, bytes) else first_words(*words)
+        return self._names.model(name, tenant, self._is_served, known)
 
     def _is_served(self, name: str) -> bool:
         return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
@@ -247,7 +324,7 @@ def _endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
     """The generating endpoint that a body is for. A chat without a system text may be for either of two: its keys are
     the same there."""
     if "messages" not in fields:
-        return Endpoint.COMPLETIONS
+        return Endpoint.RESPONSES if "input" in fields else Endpoint.COMPLETIONS
     return Endpoint.MESSAGES if "system" in fields else Endpoint.CHAT
 
 
@@ -256,9 +333,5 @@ def _is_token_ids(prompt: object) -> bool:
 
 
 def _expected_output(fields: Mapping[str, Any], learnt_tokens: float) -> int:
-    limits = [
-        value
-        for value in (fields.get("max_completion_tokens"), fields.get("max_tokens"))
-        if isinstance(value, int) and value > 0
-    ]
+    limits = [value for value in [fields.get(name) for name in _LIMITS] if isinstance(value, int) and value > 0]
     return max(1, min([round(learnt_tokens), *limits]))

@@ -11,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 from engine.contract.errors import BadRequest, quoted
 from engine.contract.keys import FIELD_SEPARATOR, content_parts
 from engine.contract.requests import Endpoint, prompt_bytes
+from engine.contract.responses import response_messages
 from router.fleet.probe import ServedModel
 from router.gateway.errors import Forbidden
 from router.tenants.tenant import DEFAULT, Tenant
@@ -87,6 +88,8 @@ def first_words(endpoint: Endpoint, fields: Mapping[str, Any]) -> bytes:
     try:
         if endpoint is Endpoint.COMPLETIONS:
             return prompt_bytes(fields.get("prompt"))[:PROMPT_BYTES]
+        if endpoint is Endpoint.RESPONSES:
+            return _first_message(response_messages(None, fields.get("input")))
         return _first_message(fields.get("messages"))
     except BadRequest:
         return b""

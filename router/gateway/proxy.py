@@ -11,12 +11,14 @@ from multidict import CIMultiDict
 from engine.contract import headers
 from engine.contract.errors import TooManyRequests, Unavailable
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
+from engine.contract.requests import Endpoint
 from router.fleet.fleet import Fleet
 from router.gateway.admission import Admitted
 from router.gateway.attempt import Attempt
 from router.gateway.begun import Begun, Passed, RestBody, no_stream
 from router.gateway.blame import Blame
 from router.gateway.chooser import Choice, Chooser
+from router.gateway.conversations import Conversations
 from router.gateway.door import leave_gate
 from router.gateway.engine_client import Answer, EngineClient
 from router.gateway.exchange import Exchange
@@ -25,6 +27,7 @@ from router.gateway.hedge import Hedges, Race, Steps
 from router.gateway.inbound import Inbound
 from router.gateway.limits import Limits
 from router.gateway.outcome import Outcome
+from router.gateway.reach import NoSuchPath, Reach, is_unknown_path
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
 from router.gateway.resume import RESUMED, Way
 from router.gateway.said import Record
@@ -55,7 +58,11 @@ class Proxy:
         metrics: Metrics,
         limits: Limits,
         sessions: Sessions,
+        reach: Reach,
+        conversations: Conversations,
     ) -> None:
+        self._reach = reach
+        self._conversations = conversations
         self._client = client
         self._upstream = upstream
         self._fleet = fleet
@@ -88,7 +95,7 @@ class Proxy:
         attempts = exchange.attempts
         while exchange.spent <= self._limits.retries:
             if not attempts:
-                choice = self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+                choice = self._chooser.choose(inbound, await self._reach.place(request, inbound, exchange))
             else:
                 again = await self._choose_again(request, exchange, inbound)
                 if again is None:
@@ -102,7 +109,7 @@ class Proxy:
                     break
             attempt = self._begin(exchange, inbound, choice)
             attempt.is_on_budget = len(attempts) > 1 and is_on_budget
-            if self._hedges is None or len(attempts) > 1:
+            if self._hedges is None or len(attempts) > 1 or inbound.only is not None:
                 response = await self._try(request, exchange, inbound, admitted, attempt)
             else:
                 steps = self._steps(request, exchange, inbound, admitted)
@@ -138,14 +145,16 @@ class Proxy:
 
         It waits if that is because every pod is full, and where the last pod has left.
         """
-        tried = {attempt.pod.pod_id for attempt in exchange.attempts}
+        if inbound.only is not None:
+            return None
+        tried = self._reach.lacking(inbound) | {attempt.pod.pod_id for attempt in exchange.attempts}
         full = self._room.full(inbound.model)
         was_full = exchange.attempts[-1].outcome is Outcome.FULL
         try:
             if (full is None and was_full) or not self._fleet.pods(inbound.model):
-                return self._chooser.choose(inbound, await self._room.place(request, inbound, exchange))
+                return self._chooser.choose(inbound, await self._reach.place(request, inbound, exchange))
             return self._chooser.choose(inbound, self._blame.to_avoid(inbound, tried | (full or set())))
-        except (TooManyRequests, Unavailable):
+        except (NoSuchPath, TooManyRequests, Unavailable):
             return None
 
     def _begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
@@ -175,7 +184,7 @@ class Proxy:
         now_s = self._clock()
         if inbound.stream:
             return min(exchange.deadline_s, now_s + self._limits.first_byte_s)
-        if exchange.spent > self._limits.retries:
+        if exchange.spent > self._limits.retries or inbound.only is not None:
             return exchange.deadline_s
         pods, attempts = self._fleet.pods(inbound.model), exchange.attempts
         if len(pods) <= len(attempts):  # else there is one that was not tried
@@ -218,6 +227,9 @@ class Proxy:
                     partial(leave_gate, request),
                 )
                 outcome = opened.outcome
+                if outcome is Outcome.REFUSED and is_unknown_path(opened.response.status, opened.first):
+                    outcome = Outcome.UNABLE
+                    self._reach.lacks(attempt.pod.pod_id, inbound)
                 if outcome.is_retried:
                     attempt.reason = "status"
                     attempt.error = failure_of(outcome, opened)
@@ -239,6 +251,7 @@ class Proxy:
                     exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
                     return None
                 attempt.has_run = True
+                self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
                 self._end_retry(attempt)
                 attempt.pod.faults.began(now_s)
                 self._blame.settle(exchange, is_made_good=True)
@@ -351,7 +364,7 @@ class Proxy:
         assert writer is not None  # only a HEAD request has none
         is_kept = self._limits.resumes and opened.is_stream and inbound.prompts == 1
         is_kept &= inbound.endpoint in RESUMED
-        record = Record(inbound.endpoint, admitted.keep) if is_kept else None
+        record = Record(Endpoint(inbound.endpoint), admitted.keep) if is_kept else None
         return Begun(response, writer, opened.is_stream, record)
 
     async def _stop(self, request: web.Request, exchange: Exchange, inbound: Inbound, begun: Begun) -> bool:

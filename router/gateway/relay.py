@@ -12,6 +12,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body as message_error_body
+from engine.contract.requests import Endpoint
+from engine.contract.responses import response_error
 from engine.contract.sse import named_event, sse_event
 from router.gateway.error_events import before_error, engine_error, error_event
 from router.gateway.errors import BadGateway
@@ -54,6 +56,8 @@ class UpstreamBroke(Exception):
         """The error event that ends a stream of `path`: in the engine's words, where it has any."""
         if path in MESSAGE_PATHS:
             return self._said or named_event("error", message_error_body(BadGateway(str(self))))
+        if path == Endpoint.RESPONSES:
+            return self._said or named_event("error", response_error(BadGateway(str(self))))
         return self._said or sse_event(BadGateway(str(self)).body())
 
 

@@ -80,7 +80,7 @@ class Tail:
         tail = self.last_bytes()
         usage = usage_in(tail)
         event = _last_usage_event(tail)
-        ends = _NO_CHOICES.search(event) or b'"message_delta"' in event
+        ends = _NO_CHOICES.search(event) or b'"message_delta"' in event or b'"input_tokens_details"' in event
         usage.is_final = not is_broken and bool(_USAGE.search(event) and ends) and not has_error(tail)
         usage.is_final &= not _is_silent_of_cache(usage, event)
         if is_broken:
@@ -111,8 +111,11 @@ def usage_in(tail: bytes) -> Usage:
 
 
 def _message_usage(tail: bytes) -> Usage:
-    """Those of `/v1/messages`."""
+    """Those of `/v1/messages` and `/v1/responses`."""
     said = tail[max(0, tail.rfind(b'"usage"')) :]
+    if b'"input_tokens_details"' in said:  # of /v1/responses: all input tokens are in one count
+        prompt, cached = _last(_MESSAGE_PROMPT[0], said), _last(_NUMBER["cached_tokens"], said)
+        return Usage(prompt, _last(_MESSAGE_OUTPUT, said), cached)
     parts = [_last(pattern, said) for pattern in _MESSAGE_PROMPT]
     prompt_tokens = None if parts[0] is None else sum(part or 0 for part in parts)
     return Usage(prompt_tokens, _last(_MESSAGE_OUTPUT, said), parts[2])

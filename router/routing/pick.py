@@ -31,8 +31,11 @@ def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float
 
 
 def by_hash(request: RequestInfo, tied: Sequence[tuple[PodId, int]]) -> int:
-    """Of pods with their places, the place of the one that the request's deepest key falls to."""
-    seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
+    """Of pods with their places, the place of the one that the request's session falls to, or else its deepest key."""
+    if request.session:
+        seed = request.session
+    else:
+        seed = request.keys[-1] if request.keys else xxh3_64_intdigest(struct.pack("<d", request.now_s))
     return max([(xxh3_64_intdigest(pod_id.encode(), seed), pod_id, place) for pod_id, place in tied])[2]
 
 

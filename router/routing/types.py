@@ -35,6 +35,9 @@ class RequestInfo:
     """Which pods this gateway tries before others do; None where it is the only one."""
     regret: float = 0.0
     """Probability that what a full pod evicts for the request is asked for again, 0 to 1."""
+    session: int = 0
+    """What its client calls a session, as a 64-bit number: among pods that are equal in all else, requests of one
+    session go to one. 0: it names none."""
 
 
 @dataclass(slots=True)

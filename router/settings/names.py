@@ -1,4 +1,4 @@
-"""Settings of models' names: aliases, splits between two models, and the one for requests that name none."""
+"""Settings of what clients may ask for: names of models, and paths that the gateway does not know."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class NameSettings(Settings):
         min_length=1,
         description="model, alias or split for requests that name no model; none: the only one that is served, if "
         "there is one",
+    )
+
+    pass_through: bool = Field(
+        False,
+        description="let other POST requests below /v1/ pass to the engines of the model in their JSON body, by load; "
+        "whatever engines serve there is open to clients then, but for loading adapters",
     )
 
     @property

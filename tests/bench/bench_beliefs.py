@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
-from router.registry.beliefs import Life
+from router.registry.beliefs import Life, Routed
 from router.registry.beliefs_codec import decode, encode
 from router.registry.beliefs_others import Others
 from router.registry.beliefs_own import Notebook
@@ -110,9 +109,9 @@ class Listening(End):
         self.late_s: list[float] = []
         routed = self.sink.routed
 
-        def heard(pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-            self.late_s.append(asyncio.get_running_loop().time() - int(session_id, 16) / 1e9)
-            routed(pod, session_id, keys, prompt_tokens, at_s)
+        def heard(event: Routed, at_s: float) -> None:
+            self.late_s.append(asyncio.get_running_loop().time() - int(event.session_id, 16) / 1e9)
+            routed(event, at_s)
 
         self.sink.routed = heard  # type: ignore[method-assign]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.contract.requests import Endpoint
+from router.gateway.by_load import BY_LOAD
 from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, container, containers, named, of_kind, pod_templates
 
 ALL_VALUES = [*CI_VALUES, *PROFILES]
@@ -253,15 +255,26 @@ def test_images(any_helm: Helm):
 
 def test_only_the_api_is_exposed(any_helm: Helm):
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
-    wanted = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"}
+    wanted = {*map(str, Endpoint), *BY_LOAD, "/v1/models"}
     (ingress,) = of_kind(objects, "Ingress")
     paths = ingress["spec"]["rules"][0]["http"]["paths"]
     assert {(p["path"], p["pathType"]) for p in paths} == {(path, "Exact") for path in wanted}
     (route,) = of_kind(objects, "HTTPRoute")
-    matches = route["spec"]["rules"][0]["matches"]
+    rules = route["spec"]["rules"]
+    assert max(len(rule["matches"]) for rule in rules) <= 8
+    assert len({str({**rule, "matches": []}) for rule in rules}) == 1
+    matches = [match for rule in rules for match in rule["matches"]]
     assert [m["path"] for m in matches] == [{"type": "Exact", "value": path} for path in sorted(wanted)]
     services = [s for s in of_kind(objects, "Service") if s["spec"].get("type") == "LoadBalancer"]
     assert [port["targetPort"] for port in services[0]["spec"]["ports"]] == ["http"]
+
+
+def test_other_paths_are_exposed_where_the_gateway_passes_them(any_helm: Helm):
+    objects = any_helm.render(CHART / "ci" / "exposed-values.yaml", "--set", "gateway.settings.pass_through=true")
+    (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "HTTPRoute")
+    last = ingress["spec"]["rules"][0]["http"]["paths"][-1]
+    assert (last["path"], last["pathType"]) == ("/v1", "Prefix")
+    assert route["spec"]["rules"][-1]["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
 
 
 def test_a_route_waits_for_the_longest_answer(any_helm: Helm):

@@ -46,6 +46,17 @@ CASES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "completion in two-byte letters": (Endpoint.COMPLETIONS, {"prompt": "x" + "éà" * 500}),
     "completion in four-byte letters": (Endpoint.COMPLETIONS, {"prompt": "abc" + "🚀🎉" * 200}),
     "token ids": (Endpoint.COMPLETIONS, {"prompt": [5 + (7 * i) % 1500 for i in range(700)]}),
+    "responses": (
+        Endpoint.RESPONSES,
+        {
+            "instructions": "Responses. " + LONG,
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "What? "}]},
+                {"type": "message", "id": "msg_1", "role": "assistant", "content": "That. " * 80},
+                {"role": "user", "content": "And then?"},
+            ],
+        },
+    ),
     "with a salt": chat("Salted. " + LONG, "What?", cache_salt="tenant-7"),
 }
 
@@ -53,7 +64,8 @@ CASES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 async def test_both_sides_compute_the_same_keys(stack: Stack, name: str):
     endpoint, fields = CASES[name]
-    fields = {"model": "tiny", "max_tokens": 2, **fields}
+    limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
+    fields = {"model": "tiny", limit: 2, **fields}
     head = request_head(endpoint, fields)
     computed = prefix_keys(head.canonical, key_seed("tiny", "", head.salt))
     assert len(computed) >= 4
@@ -85,4 +97,7 @@ async def ask(stack: Stack, endpoint: Endpoint, fields: dict[str, Any]) -> tuple
     async with asyncio.timeout(20), stack.http.post(stack.gateway + endpoint, json=fields) as answer:
         body = await answer.json()
         assert answer.status == 200, body
-        return body["usage"], int(answer.headers[headers.PREDICTED_CACHED])
+        usage = body["usage"]
+        if endpoint is Endpoint.RESPONSES:
+            usage = {"prompt_tokens": usage["input_tokens"], "prompt_tokens_details": usage["input_tokens_details"]}
+        return usage, int(answer.headers[headers.PREDICTED_CACHED])

@@ -24,10 +24,12 @@ from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventua
 BLOCK = 32
 TOKENS_PER_BYTE = 0.42
 """Not the 0.25 that a gateway takes for granted, by far."""
-PREFIXES, PREFIX_BYTES, REQUESTS = 8, 1700, 96
-"""Of 714 tokens each. Every second request goes to an engine, and each prefix comes to it once in eight."""
-BLOCKS = 200
-"""Of each engine: room for all prefixes and the ends of ten prompts."""
+PREFIXES, PREFIX_BYTES, REQUESTS = 8, 1540, 96
+"""Six keys of 107 tokens, and each prompt a few more. A prefix is asked for twelve times on end, every second time at
+the same engine."""
+BLOCKS = 280
+"""Of each engine, 8,960 tokens: room for all prefixes and the ends of a hundred prompts. Who takes 43 tokens of a key
+for the prompt's own finds it full four times over."""
 
 
 class FullCache(ScriptedEngine):
@@ -109,7 +111,7 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
     async with engines() as both, contextlib.AsyncExitStack() as stack:
         old = await stack.enter_async_context(gateway(redis_server, both))
         for number in range(REQUESTS):
-            await ask(old, PREFIX_TEXTS[number // 2 % PREFIXES] + rng.randbytes(20).hex())
+            await ask(old, PREFIX_TEXTS[number * PREFIXES // REQUESTS] + rng.randbytes(20).hex())
         known, index, pods = believed(old), old.app[INDEX], old.app[FLEET].pods("m")
         pool, rooms = pods[0].state.speed.pool.learnt, {pod.pod_id: index.learnt_room(pod.pod_id) for pod in pods}
         predictions = [await predicted(old, text) for text in PREFIX_TEXTS]

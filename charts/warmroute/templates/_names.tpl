@@ -111,3 +111,8 @@ http{{ if .Values.gateway.tls.existingSecret }}s{{ end }}://{{ include "warmrout
 {{- define "warmroute.gatewayAdminUrl" -}}
 http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-admin") }}.{{ include "warmroute.namespace" . }}:8081
 {{- end }}
+
+{{/* What Ingress and HTTPRoute let pass to the gateway, as JSON: paths that are meant exactly. */}}
+{{- define "warmroute.paths" -}}
+{{- list "/classify" "/detokenize" "/pooling" "/rerank" "/score" "/tokenize" "/v1/audio/speech" "/v1/chat/completions" "/v1/completions" "/v1/embeddings" "/v1/messages" "/v1/messages/count_tokens" "/v1/models" "/v1/rerank" "/v1/responses" "/v1/score" "/v2/rerank" | toJson }}
+{{- end }}

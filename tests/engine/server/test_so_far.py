@@ -96,7 +96,7 @@ async def test_only_one_answer_of_one_prompt_goes_on(engine: Engine, fields: dic
 
 async def test_the_model_card_says_that_it_is_taken(engine: Engine) -> None:
     async with engine.http.get(f"{engine.url}/v1/models") as response:
-        assert (await response.json())["data"][0]["accepts"] == [ANSWER_SO_FAR]
+        assert (await response.json())["data"][0]["accepts"] == [ANSWER_SO_FAR, "cache_control"]
 
 
 async def test_a_chat_whose_last_message_is_continued(start: Start, loaded: LoadedModel) -> None:

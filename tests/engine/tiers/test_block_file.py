@@ -263,6 +263,9 @@ def readable(copies: DiskCopies, index: PrefixCache, memory: memoryview, tokens:
     return len(index.find(sequence, len(sequence.digests)))
 
 
+RED = "the salt of the tenant red"
+
+
 def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
     """In any slots: the second engine numbers its blocks anew, and writes on into what is free."""
     long, branch, tenants = [1] * 12, [1] * 8 + [2] * 4, [1] * 8
@@ -270,10 +273,12 @@ def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
     memory = memoryview(bytearray(2 * BLOCK_BYTES))
     disk = open_disk(tmp_path, shape, memory)
     index = PrefixCache(8, BLOCK_SIZE)
-    for tokens, salt in ((tenants, "red"), (long, ""), (branch, "")):
+    for tokens, salt in ((tenants, RED), (long, ""), (branch, "")):
         filled(disk.copies, index, memory, tokens, salt)
     keys = index.held_keys()[0]
     disk.close()
+    (file,) = tmp_path.glob(f"*{SUFFIX}")
+    assert RED.encode() not in file.read_bytes()
     for _ in range(3):
         disk = open_disk(tmp_path, shape, memory)
         index = PrefixCache(8, BLOCK_SIZE)
@@ -282,7 +287,7 @@ def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
         assert set(index.held_keys()[0]) == set(keys)
         found = [readable(disk.copies, index, memory, tokens) for tokens in (long, branch, [3] * 8)]
         assert found == [3, 3, 0]
-        assert readable(disk.copies, index, memory, tenants, "red") == 2
+        assert readable(disk.copies, index, memory, tenants, RED) == 2
         assert readable(disk.copies, index, memory, tenants, "blue") == 0
         disk.close()
     disk = open_disk(tmp_path, shape, memory)

@@ -13,6 +13,7 @@ from aiohttp import web
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
+from router.gateway.by_load import BY_LOAD
 from router.parts import FLEET, INDEX
 from tests.router.gateway.helpers import (
     Answer,
@@ -348,6 +349,6 @@ async def test_openai_shape_for_a_path_and_a_method_that_do_not_exist() -> None:
         assert (missing.status, wrong.status, wrong.headers["Allow"]) == (404, 405, "POST")
         told, _, served = missing.json["error"]["message"].partition("; served here: ")
         assert told == "GET /v1/nothing: 404: Not Found"
-        assert {*Endpoint, "/v1/models", "/v1/models/{model}", "/health", "/ready"} == set(served.split(", "))
+        assert {*Endpoint, *BY_LOAD, "/v1/models", "/v1/models/{model}", "/health", "/ready"} == set(served.split(", "))
         async with aiohttp.ClientSession() as session, session.put(f"{gateway.url}/health") as put:
             assert put.status == 405

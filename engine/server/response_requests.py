@@ -1,0 +1,162 @@
+"""From the body of `/v1/responses` to a sequence the scheduler can run. Pure work for a thread: nothing here waits.
+
+A subset: text in, text out, and nothing kept of an answer. Each other field is refused by name.
+Field meanings: https://platform.openai.com/docs/api-reference/responses/create; top_k, min_p, repetition_penalty, seed,
+stop_token_ids, ignore_eos, cache_salt and chat_template_kwargs are those of the other endpoints (`fields.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.contract.errors import ApiError, BadRequest, quoted
+from engine.contract.keys import canonical_chat
+from engine.contract.requests import MAX_LISTED, parse_body
+from engine.contract.responses import response_messages
+from engine.sched.sampling import MIN_REPETITION_PENALTY
+from engine.server.fields import GenerationFields, parse_fields
+from engine.server.marks import kept_marks
+from engine.server.requests import (
+    GenerationJob,
+    ModelText,
+    Prompt,
+    check_model,
+    encode_text,
+    keys_of,
+    make_job,
+    render_chat,
+    room_for,
+)
+from engine.text.key_spans import chat_spans
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXTS = ("input_text", "output_text")
+_ITEM = ("type", "role", "content", "id", "status", "phase")
+_SHARED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+    *("stop_token_ids", "ignore_eos", "stream", "cache_salt", "prompt_cache_retention"),
+)
+_Anything = Any
+
+
+class ResponsesFields(BaseModel):
+    """What is read of the body. None: not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    input: _Anything
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Harmless: they ask nothing of the answer.
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+
+class NotKept(ApiError):
+    """404: this engine keeps no responses."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
+    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound and NotKept."""
+    fields = parse_fields(ResponsesFields, parse_body(body), REFUSED)
+    check_model(model, fields.model)
+    if fields.previous_response_id is not None:
+        raise NotKept(
+            f"Previous response with id {quoted(fields.previous_response_id)} not found: this engine keeps no "
+            "responses; send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    _check_input(fields.input)
+    messages = response_messages(fields.instructions, fields.input)
+    text = render_chat(model, messages, None, fields.chat_template_kwargs)
+    encoded = encode_text(model, text, "input", add_special_tokens=False)
+    keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
+    spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
+    room = room_for(model, len(encoded.ids), None, "input")
+    shared = GenerationFields(**{name: getattr(fields, name) for name in _SHARED})
+    limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
+    kept = kept_marks(model, shared, (), len(encoded.ids))
+    told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
+    sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
+    return make_job(model, shared, (Prompt(encoded.ids, spans, limit, None, marks=kept),), None, told=told | sampled)
+
+
+def _check_input(given: object) -> None:
+    """Raises BadRequest, naming what is no text."""
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_LISTED:
+        raise _bad("input", f"must be a string, or a list of 1 to {MAX_LISTED} items")
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        if not isinstance(item, dict):
+            raise _bad(where, "must be an object")
+        if (kind := item.get("type", "message")) != "message":
+            raise _bad(f"{where}.type", f"{str(kind)[:40]!r} is not supported: this engine reads messages only", True)
+        if item.get("role") not in _ROLES:
+            raise _bad(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        for name in item.keys() - set(_ITEM):
+            raise _bad(f"{where}.{name}", "is not a field of a message", True)
+        _check_content(item.get("content"), f"{where}.content")
+
+
+def _check_content(content: object, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _bad(where, "must be a string or a list of text parts")
+    for j, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise _bad(f"{where}[{j}]", "must be an object with a 'type'")
+        if (kind := part.get("type")) not in _TEXTS:
+            raise _bad(f"{where}[{j}].type", f"{str(kind)[:40]!r} is not supported: this engine reads text only", True)
+        if not isinstance(part.get("text"), str):
+            raise _bad(f"{where}[{j}].text", "must be a string")
+
+
+def _bad(param: str, message: str, is_unsupported: bool = False) -> BadRequest:
+    code = "unsupported_parameter" if is_unsupported else "invalid_value"
+    return BadRequest(f"{param} {message}", param=param, code=code)

@@ -1,0 +1,247 @@
+"""Where named caches are kept: in this gateway's memory, or in Redis for all gateways."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import orjson
+from redis.asyncio import Redis
+
+from engine.contract.errors import BadRequest, Unavailable
+from engine.contract.redis_client import REDIS_ERRORS
+from engine.contract.redis_keys import named_cache_key, named_caches_key
+from router.gateway.named_cache import CacheMeta
+
+RETRY_AFTER_S = 1.0
+MIB = 2**20
+_SLACK_MS = 1000
+"""Contents outlive what is said of them by so much, so that who has read the one finds the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBounds:
+    """Of each tenant."""
+
+    count: int
+    size: int
+    """Bytes of contents."""
+
+
+class CacheStore(Protocol):
+    """Named caches by tenant. None of the methods tells of an expired one. Raises Unavailable where it is away."""
+
+    async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
+        """Store one. Raises BadRequest, naming the bound, where the tenant has as much as it may have."""
+        ...
+
+    async def get(self, owner: str, cache_id: str) -> tuple[CacheMeta, bytes] | None:
+        """One with its contents, which are never changed."""
+        ...
+
+    async def all_of(self, owner: str) -> list[CacheMeta]:
+        """All of the tenant's, oldest first."""
+        ...
+
+    async def renew(self, owner: str, cache_id: str, until_s: float) -> CacheMeta | None:
+        """Keep one until then; None: it is gone."""
+        ...
+
+    async def remove(self, owner: str, cache_id: str) -> bool:
+        """Forget one. False: it was gone."""
+        ...
+
+
+class MemoryCaches:
+    """In this process, and gone with it."""
+
+    def __init__(self, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since 1970."""
+        self._bounds = bounds
+        self._clock = clock
+        self._kept: dict[str, dict[str, tuple[CacheMeta, bytes]]] = {}
+
+    async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
+        """See CacheStore."""
+        check_bounds([*await self.all_of(owner), meta], self._bounds)
+        self._kept.setdefault(owner, {})[meta.id] = (meta, contents)
+
+    async def get(self, owner: str, cache_id: str) -> tuple[CacheMeta, bytes] | None:
+        """See CacheStore."""
+        return self._alive(owner).get(cache_id)
+
+    async def all_of(self, owner: str) -> list[CacheMeta]:
+        """See CacheStore."""
+        return in_order([meta for meta, _ in self._alive(owner).values()])
+
+    async def renew(self, owner: str, cache_id: str, until_s: float) -> CacheMeta | None:
+        """See CacheStore."""
+        found = self._alive(owner).get(cache_id)
+        if found is None:
+            return None
+        meta = replace(found[0], until_s=until_s, updated_s=self._clock())
+        self._kept[owner][cache_id] = (meta, found[1])
+        return meta
+
+    async def remove(self, owner: str, cache_id: str) -> bool:
+        """See CacheStore."""
+        return self._alive(owner).pop(cache_id, None) is not None
+
+    def _alive(self, owner: str) -> dict[str, tuple[CacheMeta, bytes]]:
+        """Those of the tenant that have not expired: the others are dropped at every look."""
+        kept, now_s = self._kept.get(owner, {}), self._clock()
+        for cache_id in [cache_id for cache_id, (meta, _) in kept.items() if meta.until_s <= now_s]:
+            del kept[cache_id]
+        return kept
+
+
+class RedisCaches:
+    """In Redis: a hash for each tenant with what is said of its caches, and a string with the contents of each.
+
+    Contents that this gateway has read stay in its memory, the latest used ones, so a request reads the hash alone.
+    While Redis is away, requests go on with those that were known to be alive.
+    """
+
+    def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since 1970."""
+        self._redis = redis
+        self._bounds = bounds
+        self._clock = clock
+        self._near: OrderedDict[tuple[str, str], tuple[CacheMeta, bytes]] = OrderedDict()
+        self._near_size = 0
+
+    async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
+        """See CacheStore."""
+        check_bounds([*await self.all_of(owner), meta], self._bounds)
+        left_ms = self._left_ms(meta)
+        try:
+            await self._redis.set(named_cache_key(owner, meta.id), contents, px=left_ms)
+            await self._say(owner, meta)
+            check_bounds(await self.all_of(owner), self._bounds)  # another gateway may have added one meanwhile
+        except BadRequest:
+            await self.remove(owner, meta.id)
+            raise
+        except REDIS_ERRORS as error:
+            raise _away(error) from None
+
+    async def get(self, owner: str, cache_id: str) -> tuple[CacheMeta, bytes] | None:
+        """See CacheStore."""
+        near = self._near.get((owner, cache_id))
+        try:
+            meta = next((meta for meta in await self._all(owner) if meta.id == cache_id), None)
+            if meta is None:
+                self._forget(owner, cache_id)
+                return None
+            contents: Any = near[1] if near else (await self._redis.mget(named_cache_key(owner, cache_id)))[0]
+        except REDIS_ERRORS as error:
+            if near is None or near[0].until_s <= self._clock():
+                raise _away(error) from None
+            return near
+        if contents is None:
+            return None
+        self._remember(owner, meta, contents)
+        return meta, contents
+
+    async def all_of(self, owner: str) -> list[CacheMeta]:
+        """See CacheStore."""
+        try:
+            return in_order(await self._all(owner))
+        except REDIS_ERRORS as error:
+            raise _away(error) from None
+
+    async def renew(self, owner: str, cache_id: str, until_s: float) -> CacheMeta | None:
+        """See CacheStore."""
+        try:
+            found = next((meta for meta in await self._all(owner) if meta.id == cache_id), None)
+            if found is None:
+                return None
+            meta = replace(found, until_s=until_s, updated_s=self._clock())
+            if not await self._redis.pexpire(named_cache_key(owner, cache_id), self._left_ms(meta)):
+                return None
+            await self._say(owner, meta)
+        except REDIS_ERRORS as error:
+            raise _away(error) from None
+        return meta
+
+    async def remove(self, owner: str, cache_id: str) -> bool:
+        """See CacheStore."""
+        self._forget(owner, cache_id)
+        try:
+            was_there = await self._redis.hdel(named_caches_key(owner), cache_id)
+            await self._redis.pexpire(named_cache_key(owner, cache_id), 1)
+        except REDIS_ERRORS as error:
+            raise _away(error) from None
+        return bool(was_there)
+
+    async def _all(self, owner: str) -> list[CacheMeta]:
+        """Those of the tenant that have not expired; the others leave the hash."""
+        said: Any = await self._redis.hgetall(named_caches_key(owner))
+        metas = [meta for value in said.values() if (meta := _read(value)) is not None]
+        alive = [meta for meta in metas if meta.until_s > self._clock()]
+        gone = said.keys() - {meta.id.encode() for meta in alive}
+        if gone:
+            await self._redis.hdel(named_caches_key(owner), *gone)
+        return alive
+
+    async def _say(self, owner: str, meta: CacheMeta) -> None:
+        await self._redis.hset(named_caches_key(owner), meta.id, orjson.dumps(asdict(meta)))
+        longest_s = max(other.until_s for other in await self._all(owner))
+        await self._redis.pexpire(named_caches_key(owner), int(1000 * (longest_s - self._clock())) + _SLACK_MS)
+
+    def _left_ms(self, meta: CacheMeta) -> int:
+        return max(1, int(1000 * (meta.until_s - self._clock()))) + _SLACK_MS
+
+    def _remember(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
+        self._forget(owner, meta.id)
+        self._near[owner, meta.id] = (meta, contents)
+        self._near_size += len(contents)
+        while self._near_size > self._bounds.size:
+            _, (_, dropped) = self._near.popitem(last=False)
+            self._near_size -= len(dropped)
+
+    def _forget(self, owner: str, cache_id: str) -> None:
+        found = self._near.pop((owner, cache_id), None)
+        if found is not None:
+            self._near_size -= len(found[1])
+
+
+def check_bounds(metas: Collection[CacheMeta], bounds: CacheBounds) -> None:
+    """Raises BadRequest, naming the bound, where these are more than a tenant may have."""
+    if len(metas) > bounds.count:
+        raise BadRequest(
+            f"there are {len(metas) - 1} named caches already, as many as --named-caches allows: delete one, or let "
+            "them expire",
+            code="too_many_caches",
+        )
+    size = sum(meta.size for meta in metas)
+    if size > bounds.size:
+        raise BadRequest(
+            f"with this one, named caches have {size / MIB:.1f} MiB; --named-cache-mib allows {bounds.size / MIB:g}: "
+            "delete one, or store less",
+            code="caches_too_large",
+        )
+
+
+def in_order(metas: Collection[CacheMeta]) -> list[CacheMeta]:
+    """Oldest first."""
+    return sorted(metas, key=lambda meta: (meta.created_s, meta.id))
+
+
+def _read(value: bytes) -> CacheMeta | None:
+    """What another gateway has written; None for what cannot be read, of another version."""
+    try:
+        fields: Any = orjson.loads(value)
+        return CacheMeta(**fields)
+    except (orjson.JSONDecodeError, TypeError):
+        return None
+
+
+def _away(error: Exception) -> Unavailable:
+    return Unavailable(
+        f"named caches cannot be read at the moment: Redis does not answer ({type(error).__name__})",
+        code="caches_unavailable",
+        retry_after_s=RETRY_AFTER_S,
+    )

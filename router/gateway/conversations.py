@@ -1,0 +1,104 @@
+"""Conversations that an engine keeps: `previous_response_id` and `conversation` go to the pod that has them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from engine.contract.errors import ApiError, Unavailable, quoted
+from engine.contract.requests import Endpoint
+from router.fleet.fleet import Fleet
+from router.gateway.exchange import Exchange
+from router.gateway.inbound import RETRY_AFTER_S, Inbound
+from router.registry.places import Place, Places
+from router.routing.types import PodId
+
+_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.-]{1,200})"')
+HEAD_BYTES = 2**14
+"""Of an answer: its id is among its first fields, and those of its first event."""
+_CODES = {"previous_response_id": "previous_response_not_found", "conversation": "conversation_not_found"}
+
+
+class NotKept(ApiError):
+    """404: no engine has the conversation that the request goes on with. `param` is the field that names it."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+def response_id(head: bytes) -> str:
+    """The id of the response that an answer begins; empty where it is not told."""
+    found = _ID.search(head[:HEAD_BYTES])
+    return found[1].decode() if found else ""
+
+
+class Conversations:
+    """Where they are. Another tenant's are as unknown as those that never were."""
+
+    def __init__(self, fleet: Fleet, places: Places) -> None:
+        self._fleet = fleet
+        self._places = places
+
+    async def place(self, inbound: Inbound, tenant: str) -> Place | None:
+        """Where the conversation is that the request goes on with; None where it may begin anywhere.
+
+        Raises NotKept for a response that nobody knows. With a single pod, that one is asked: it says so itself.
+        """
+        if inbound.continues is None:
+            return None
+        name, key = inbound.continues
+        found = await self._places.find(key)
+        if found is not None and found.tenant == tenant:
+            return found
+        if name == "conversation" or len(self._fleet.pods(inbound.model)) == 1:
+            return None
+        raise NotKept(
+            f"Previous response with id {quoted(key)} not found: it is unknown here, or was forgotten; send the whole "
+            "conversation as input",
+            param=name,
+            code=_CODES[name],
+        )
+
+    def bound(self, inbound: Inbound, place: Place) -> Inbound:
+        """The request as one for that place alone. Raises NotKept if its pod is gone, Unavailable if it is away."""
+        assert inbound.continues is not None
+        name, key = inbound.continues
+        pod = self._fleet.pod(PodId(place.pod))
+        if pod is None or inbound.model not in {model.name for model in pod.identity.models}:
+            why = "the engine that had it is gone" if pod is None else f"it is of model {quoted(place.model)}"
+            raise NotKept(
+                f"{name} {quoted(key)} not found: {why}; send the whole conversation as input",
+                param=name,
+                code=_CODES[name],
+            )
+        if pod not in self._fleet.pods(inbound.model):
+            raise Unavailable(
+                f"the engine that has {name} {quoted(key)} takes no requests at the moment: try again, or send the "
+                "whole conversation as input",
+                param=name,
+                code="no_engine",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return replace(inbound, only=pod.pod_id, prompt_tokens=inbound.prompt_tokens + place.tokens)
+
+    def began(self, exchange: Exchange, head: bytes, pod: PodId) -> None:
+        """An engine began to answer: what it keeps of it is known before the client can ask for it."""
+        inbound = exchange.inbound
+        if inbound is None or inbound.endpoint != Endpoint.RESPONSES:
+            return
+        exchange.keeps = [response_id(head)] if inbound.stores else []
+        if inbound.continues is not None and inbound.continues[0] == "conversation":
+            exchange.keeps.append(inbound.continues[1])
+        exchange.keeps = list(filter(None, exchange.keeps))
+        for name in exchange.keeps:
+            self._places.put(name, Place(pod, inbound.model, exchange.tenant.name))
+
+    def ended(self, exchange: Exchange) -> None:
+        """The answer ended: now it is known how long the conversation is."""
+        if not exchange.keeps or exchange.last is None or exchange.inbound is None:
+            return
+        usage = exchange.usage
+        tokens = (usage.prompt_tokens or exchange.inbound.prompt_tokens) + (usage.completion_tokens or 0)
+        place = Place(exchange.last.pod.pod_id, exchange.inbound.model, exchange.tenant.name, tokens)
+        for name in exchange.keeps:
+            self._places.share(name, place)

@@ -1,0 +1,377 @@
+"""`/v1/caches`: stored once, named by requests, kept for its time, invisible to others, in memory and in Redis."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from blockbuster import BlockBuster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.contract.errors import ApiError, BadRequest, Unavailable
+from engine.contract.keys import canonical_chat
+from engine.contract.redis_client import connect
+from engine.contract.requests import Endpoint, request_head
+from router.gateway.cache_store import MIB, CacheBounds, CacheStore, MemoryCaches, RedisCaches
+from router.gateway.named_cache import CacheMeta, expanded, new_id, parse_expiry, parse_new
+from tests.redis_server import RedisServer
+from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, running
+
+CHAT, MESSAGES, CACHES = "/v1/chat/completions", "/v1/messages", "/v1/caches"
+BOOK = "The handbook says that pods restart when their probes fail. " * 60
+STORED = {"model": "m", "system": "Be brief.", "messages": [{"role": "user", "content": BOOK}]}
+ASK = [{"role": "user", "content": "Why?"}]
+NOW_S = 1_700_000_000.0
+DONE = answers(200, orjson.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}))
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class Engine(ScriptedEngine):
+    """Says that it keeps what is marked, where `keeps`."""
+
+    keeps = False
+
+    async def _models(self, request: web.Request) -> web.Response:
+        response = await super()._models(request)
+        if self.keeps:
+            told = orjson.loads(response.body)  # type: ignore[arg-type]
+            told["data"][0]["accepts"] = ["cache_control"]
+            response.body = orjson.dumps(told)
+        return response
+
+    def last(self) -> Any:
+        return orjson.loads(self.received[-1].body)
+
+
+async def call(gateway: Gateway, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else orjson.dumps(body)
+    async with gateway.session.request(method, gateway.address(path), data=data, headers=sent) as response:
+        return response.status, await response.json()
+
+
+async def test_a_stored_beginning_is_put_in_front_of_what_names_it() -> None:
+    engine = Engine("a", DONE)
+    async with running(engine) as gateway:
+        status, made = await call(gateway, "POST", CACHES, {**STORED, "ttl": "300s", "displayName": "book"})
+        assert (status, made["model"], made["displayName"]) == (200, "m", "book")
+        assert made["usageMetadata"]["totalTokenCount"] > 500
+        assert await call(gateway, "GET", "/v1/" + made["name"]) == (200, made)
+        asked = {"messages": ASK, "cached_content": made["name"], "max_tokens": 5, "seed": 1}
+        assert (await call(gateway, "POST", CHAT, asked))[0] == 200
+        whole = [{"role": "system", "content": "Be brief."}, *STORED["messages"], *ASK]
+        assert engine.last() == {"messages": whole, "max_tokens": 5, "seed": 1, "model": "m"}
+        assert (await call(gateway, "POST", MESSAGES, asked))[0] == 200
+        told = engine.last()
+        assert (told["system"], told["messages"], "cached_content" in told) == ("Be brief.", whole[1:], False)
+        plain = {"messages": [{"role": "user", "content": 'the word "cached_content"'}], "model": "m"}
+        await call(gateway, "POST", CHAT, plain)
+        assert engine.last() == plain
+        assert (await gateway.post(asked, path="/v1/route/explain")).status == 400
+
+
+async def test_an_engine_that_keeps_marks_is_asked_to_keep_the_contents() -> None:
+    engine = Engine("a", DONE)
+    engine.keeps = True
+    async with running(engine) as gateway:
+        for ttl, kept in (("300s", "5m"), ("2000s", "1h")):
+            made = (await call(gateway, "POST", CACHES, {**STORED, "ttl": ttl}))[1]
+            await call(gateway, "POST", CHAT, {"messages": ASK, "cached_content": made["name"]})
+            marked = {"type": "text", "text": BOOK, "cache_control": {"type": "ephemeral", "ttl": kept}}
+            assert engine.last()["messages"][1] == {"role": "user", "content": [marked]}
+
+
+async def test_changes_lists_pages_and_ends() -> None:
+    async with running(Engine("a", DONE)) as gateway:
+        names = [(await call(gateway, "POST", CACHES, {**STORED, "ttl": "60s"}))[1]["name"] for _ in range(5)]
+        assert len(set(names)) == 5
+        seen, token = [], ""
+        while True:
+            page = (await call(gateway, "GET", f"{CACHES}?pageSize=2&pageToken={token}"))[1]
+            seen += [one["name"] for one in page["cachedContents"]]
+            if not (token := page.get("nextPageToken", "")):
+                break
+        assert sorted(seen) == sorted(names)
+        path = "/v1/" + names[0]
+        before = (await call(gateway, "GET", path))[1]
+        until = (datetime.now(UTC) + timedelta(hours=3)).replace(microsecond=0)
+        after = (await call(gateway, "PATCH", path, {"expireTime": until.isoformat()}))[1]
+        assert datetime.fromisoformat(after["expireTime"]) == until
+        assert after["updateTime"] > before["updateTime"]
+        assert await call(gateway, "DELETE", path) == (200, {})
+        for method, body in (("GET", None), ("PATCH", {"ttl": "5s"}), ("DELETE", None)):
+            status, answer = await call(gateway, method, path, body)
+            assert (status, answer["error"]["code"]) == (404, "cache_not_found")
+        asked = {"messages": ASK, "cached_content": names[0], "max_tokens": 1}
+        status, answer = await call(gateway, "POST", CHAT, asked)
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (
+            *(404, "cached_content"),
+            "cache_not_found",
+        )
+        status, answer = await call(gateway, "POST", MESSAGES, asked)
+        assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**STORED, "model": None}, "model"),
+        ({"model": "m"}, "messages"),
+        ({**STORED, "contents": []}, "contents"),
+        ({**STORED, "messages": "x"}, "messages"),
+        ({**STORED, "messages": [{"content": "x"}]}, "messages[0].role"),
+        ({**STORED, "messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({**STORED, "system": 7}, "system"),
+        ({**STORED, "tools": [7]}, "tools"),
+        ({**STORED, "displayName": "x" * 129}, "displayName"),
+        ({**STORED, "ttl": "5m"}, "ttl"),
+        ({**STORED, "ttl": "0s"}, "ttl"),
+        ({**STORED, "ttl": 300}, "ttl"),
+        ({**STORED, "ttl": "999999999s"}, "ttl"),
+        ({**STORED, "ttl": "5s", "expireTime": "2999-01-01T00:00:00Z"}, "ttl"),
+        ({**STORED, "expireTime": "2001-01-01T00:00:00Z"}, "expireTime"),
+        ({**STORED, "expireTime": "2999-01-01"}, "expireTime"),
+    ],
+)
+async def test_what_cannot_be_stored_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    async with running(Engine("a", DONE)) as gateway:
+        status, answer = await call(gateway, "POST", CACHES, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (MESSAGES, {"system": "Else."}, "system"),
+        (CHAT, {"model": "other"}, "model"),
+        (CHAT, {"messages": []}, "messages"),
+        ("/v1/completions", {"prompt": "x"}, "cached_content"),
+        (CHAT, {"cached_content": 7}, "cached_content"),
+        (CHAT, {"cached_content": "handbook"}, "cached_content"),
+    ],
+)
+async def test_requests_that_cannot_go_on_from_a_cache_are_refused_by_name(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    async with running(Engine("a", DONE)) as gateway:
+        name = (await call(gateway, "POST", CACHES, STORED))[1]["name"]
+        status, answer = await call(gateway, "POST", path, {"messages": ASK, "cached_content": name, **fields})
+        assert status == 400
+        assert param in answer["error"].get("param", answer["error"]["message"])
+
+
+async def test_bounds_are_named_and_nothing_is_stored_where_they_are_off() -> None:
+    async with running(Engine("a", DONE), named_caches=2, named_cache_mib=1) as gateway:
+        large = {**STORED, "system": "x" * (MIB - 5000)}
+        assert (await call(gateway, "POST", CACHES, STORED))[0] == 200
+        status, answer = await call(gateway, "POST", CACHES, large)
+        assert (status, answer["error"]["code"]) == (400, "caches_too_large")
+        assert "--named-cache-mib" in answer["error"]["message"]
+        assert (await call(gateway, "POST", CACHES, STORED))[0] == 200
+        status, answer = await call(gateway, "POST", CACHES, STORED)
+        assert (status, answer["error"]["code"]) == (400, "too_many_caches")
+        assert "--named-caches" in answer["error"]["message"]
+        assert (await call(gateway, "POST", CACHES, {**STORED, "model": "nosuch"}))[0] == 404
+    async with running(Engine("a", DONE), named_caches=0) as gateway:
+        status, answer = await call(gateway, "POST", CACHES, STORED)
+        assert (status, "--named-caches" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_tenant_sees_nothing_of_anothers(tmp_path: Path, no_blocking_calls: BlockBuster) -> None:
+    no_blocking_calls.deactivate()
+    digest = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("one", "two")}
+    tenants = tmp_path / "tenants"
+    tenants.write_text(
+        "tenants:\n" + "".join(f"  - name: {name}\n    keys: [{{sha256: {digest[name]}}}]\n" for name in digest)
+    )
+    async with running(Engine("a", DONE), tenants_file=str(tenants)) as gateway:
+        name = (await call(gateway, "POST", CACHES, STORED, key="one"))[1]["name"]
+        assert (await call(gateway, "GET", CACHES, key="two"))[1]["cachedContents"] == []
+        for method, body in (("GET", None), ("PATCH", {"ttl": "5s"}), ("DELETE", None)):
+            assert (await call(gateway, method, "/v1/" + name, body, key="two"))[0] == 404
+        asked = {"messages": ASK, "cached_content": name}
+        assert (await call(gateway, "POST", CHAT, asked, key="two"))[0] == 404
+        assert (await call(gateway, "POST", CHAT, asked, key="one"))[0] == 200
+        assert (await call(gateway, "GET", CACHES))[0] == 401
+
+
+async def test_the_pod_that_has_it_is_asked_and_another_one_when_it_dies_whatever_gateway(
+    redis_server: RedisServer, no_blocking_calls: BlockBuster
+) -> None:
+    no_blocking_calls.deactivate()
+    one, two = Engine("a", DONE), Engine("b", DONE)
+    shared = {"redis_url": redis_server.url, "policy": "cache_aware"}
+    async with running(one, two, **shared) as gateway:
+        name = (await call(gateway, "POST", CACHES, STORED))[1]["name"]
+        asked = {"messages": ASK, "cached_content": name}
+        for _ in range(4):
+            assert (await call(gateway, "POST", CHAT, asked))[0] == 200
+        first, other = sorted((one, two), key=lambda engine: -len(engine.received))
+        assert (len(first.received), len(other.received)) == (4, 0)
+        await first.stop()
+        assert (await call(gateway, "POST", CHAT, asked))[0] == 200
+        assert other.last()["messages"][1:] == [*STORED["messages"], *ASK]
+    third = Engine("c", DONE)
+    async with running(third, **shared) as restarted:  # it has never seen the contents
+        assert (await call(restarted, "POST", CHAT, asked))[0] == 200
+        assert third.last()["messages"][1:] == [*STORED["messages"], *ASK]
+        assert (await call(restarted, "DELETE", "/v1/" + name))[0] == 200
+        assert (await call(restarted, "POST", CHAT, asked))[0] == 404
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def store_of(kind: str, url: str, clock: Clock, bounds: CacheBounds) -> AsyncIterator[CacheStore]:
+    if kind == "memory":
+        yield MemoryCaches(bounds, clock)
+        return
+    async with connect(url) as redis:
+        await redis.flushall()
+        yield RedisCaches(redis, bounds, clock)
+
+
+def meta_of(clock: Clock, ttl_s: float, contents: bytes = b"{}") -> CacheMeta:
+    return CacheMeta(new_id(), "m", "", clock.now_s, clock.now_s, clock.now_s + ttl_s, len(contents), 1)
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_store_keeps_each_for_its_time(
+    kind: str, redis_server: RedisServer, no_blocking_calls: BlockBuster
+) -> None:
+    no_blocking_calls.deactivate()
+    clock, bounds = Clock(), CacheBounds(2, 100)
+    async with store_of(kind, redis_server.url, clock, bounds) as store:
+        short, long = meta_of(clock, 10), meta_of(clock, 100)
+        await store.add("t", short, b"short")
+        await store.add("t", long, b"long")
+        with pytest.raises(BadRequest, match="--named-caches"):
+            await store.add("t", meta_of(clock, 10), b"x")
+        await store.add("other", short, b"theirs")
+        assert await store.get("other", short.id) == (short, b"theirs")
+        assert await store.get("t", short.id) == (short, b"short")
+        clock.now_s += 9
+        renewed = await store.renew("t", short.id, clock.now_s + 20)
+        assert renewed == replace(short, until_s=NOW_S + 29, updated_s=NOW_S + 9)
+        clock.now_s += 19
+        assert await store.get("t", short.id) == (renewed, b"short")
+        assert await store.get("other", short.id) is None
+        clock.now_s += 1
+        assert await store.get("t", short.id) is None
+        assert await store.renew("t", short.id, clock.now_s + 20) is None
+        assert [meta.id for meta in await store.all_of("t")] == [long.id]
+        await store.add("t", meta_of(clock, 10), b"room again")
+        assert await store.remove("t", long.id)
+        assert not await store.remove("t", long.id)
+        assert await store.get("t", long.id) is None
+
+
+async def test_what_was_read_is_used_while_redis_is_away_and_nothing_else(
+    tmp_path: Path, no_blocking_calls: BlockBuster
+) -> None:
+    no_blocking_calls.deactivate()
+    server, clock = RedisServer(tmp_path), Clock()
+    server.start()
+    try:
+        async with store_of("redis", server.url, clock, CacheBounds(9, 10)) as store:
+            known, dropped = meta_of(clock, 100), meta_of(clock, 100)
+            await store.add("t", dropped, b"abcdef")
+            await store.add("t", known, b"uvwxyz")
+            for meta in (dropped, known):  # together they are more than is kept near
+                assert await store.get("t", meta.id)
+            server.stop()
+            assert await store.get("t", known.id) == (known, b"uvwxyz")
+            with pytest.raises(Unavailable):
+                await store.get("t", dropped.id)
+            with pytest.raises(Unavailable):
+                await store.all_of("t")
+            clock.now_s += 100
+            with pytest.raises(Unavailable):
+                await store.get("t", known.id)
+    finally:
+        server.stop()
+
+
+TEXTS = st.text(max_size=8)
+CONTENTS = TEXTS | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=3)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": CONTENTS}), max_size=3
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(system=CONTENTS, stored=TURNS, own=TURNS.filter(bool), mark_s=st.sampled_from([None, 10.0, 1000.0]))
+def test_a_request_has_the_keys_of_the_whole_chat_marked_or_not(
+    system: Any, stored: list[Any], own: list[Any], mark_s: float | None
+) -> None:
+    """So it is sent where those are held, and renders as they do."""
+    fields = {"model": "m", "system": system, "messages": stored}
+    try:
+        contents = orjson.loads(parse_new(fields, NOW_S, 100.0).contents)
+    except BadRequest:
+        assert not system
+        assert not stored
+        return
+    whole = [*([{"role": "system", "content": system}] if system else []), *stored, *own]
+    meta = CacheMeta(new_id(), "m", "", 0, 0, 1, 2, 3)
+    for endpoint in (Endpoint.CHAT, Endpoint.MESSAGES):
+        body = expanded(endpoint, {"messages": own, "cached_content": "x"}, meta, contents, mark_s=mark_s)
+        assert request_head(endpoint, orjson.loads(body)).canonical == canonical_chat(whole, [])
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    st.dictionaries(
+        st.sampled_from(["model", "messages", "system", "tools", "ttl", "expireTime", "displayName", "x"]),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | TEXTS
+            | st.sampled_from(["5s", "1e400s", "9999-12-31T23:59:59Z"]),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+            max_leaves=6,
+        ),
+    )
+)
+def test_whatever_is_sent_is_stored_or_refused(fields: dict[str, Any]) -> None:
+    try:
+        wanted = parse_new(fields, NOW_S, 100.0)
+    except ApiError:
+        return
+    assert wanted.until_s > NOW_S
+    assert parse_expiry({"ttl": "1.5s"}, NOW_S, 100.0) == NOW_S + 1.5
+    assert orjson.loads(wanted.contents)
+
+
+async def test_a_body_that_is_too_large_with_its_contents_is_refused() -> None:
+    engine = Engine("a", DONE)
+    async with running(engine, max_in_flight_body_mib=2, max_body_bytes=MIB) as gateway:
+        name = (await call(gateway, "POST", CACHES, {**STORED, "system": "x" * (MIB - 20_000)}))[1]["name"]
+        asked = {"messages": [{"role": "user", "content": "y" * 30_000}], "cached_content": name}
+        status, answer = await call(gateway, "POST", CHAT, asked)
+        assert (status, answer["error"]["param"]) == (413, "cached_content")
+        assert not engine.received
