@@ -127,6 +127,7 @@ BY_PATH: dict[str, Schema] = {
     "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
     # Kubernetes takes a failureThreshold of 0 for its default, 3: a pod would be restarted after 3 seconds.
     "engines.defaults.loadTimeoutSeconds": POSITIVE,
+    "engines.defaults.tiers.disk.volume": {"enum": ["emptyDir", "ephemeral"]},
     "engines.defaults.autoscaling.queuedTokens": POSITIVE,
     "engines.defaults.autoscaling.waitingRequests": POSITIVE,
     "engines.defaults.autoscaling.minReplicas": {"type": "integer", "minimum": 0},
@@ -177,6 +178,7 @@ OWNED = {
     "engine": {
         *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id", "stride"),
         *("drain_s", "api_key_file", "metrics_port", "admin_host", "admin_port"),
+        *("host_cache_bytes", "disk_cache_bytes", "disk_cache_path", "shared_cache_bytes", "shared_cache_path"),
     },
     "loadgen": {"config", "url", "admin_url", "out"},
 }

@@ -334,7 +334,13 @@ async def engine_tasks(
         step_deadline_s=settings.step_deadline_s,
         check_in_s=tiers.check_in_s if tiers is not None else None,
     )
-    wake.call = loop.wake
+
+    def copied() -> None:
+        if tiers is not None:
+            tiers.poll()  # further copies begin now, and not with the next step
+        loop.wake()
+
+    wake.call = copied
     workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())

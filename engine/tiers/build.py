@@ -177,14 +177,22 @@ def shared_store(
 
 
 def emulated_store(
-    timers: Timers, tier: Place, tier_bytes: int, *, pool_blocks: int, block_bytes: int, bytes_per_s: float
+    timers: Timers,
+    tier: Place,
+    tier_bytes: int,
+    *,
+    pool_blocks: int,
+    block_bytes: int,
+    bytes_per_s: float,
+    limits: CopyLimits | None = LIMITS,
 ) -> Store:
-    """An emulated tier; `pool_blocks`: of the tier above it. Raises TierError."""
+    """An emulated tier; `pool_blocks`: of the tier above it; `limits`: of its copies, None: those of a card's. Raises
+    TierError."""
     slots = _slots(f"--{tier.name.lower()}-cache-bytes", tier_bytes, block_bytes)
     copies = EmulatedCopies(
         timers, pool_blocks=pool_blocks, host_slots=slots, block_bytes=block_bytes, bytes_per_s=bytes_per_s
     )
-    copier = BlockCopier(copies, timers.time, LIMITS)
+    copier = BlockCopier(copies, timers.time, limits)
     for direction in Direction:
         copier.learn_rate(direction, int(bytes_per_s), 1.0)
     return Store(tier, slots, block_bytes, copier, copies)

@@ -13,8 +13,9 @@ from engine.tiers.link import Link, leading
 
 PIECES = 32
 """A fetch arrives in about as many pieces. Nothing is gained before the first one is there, so it is small."""
-LEAST_GAIN = 0.07
-"""A fetch is to gain so much of what computing everything takes: what a step costs is learnt, and not exact."""
+LEAST_GAIN, LEAST_GAIN_S = 0.07, 0.002
+"""A fetch is to gain so much of what computing everything takes, and so many seconds: what a step costs is learnt, and
+not exact, least of all that of a short one."""
 LATE_SHARE, LATE_S = 0.04, 0.0002
 """A fetch is given up once its request has lost so much: a share of what computing everything takes, and seconds."""
 
@@ -38,7 +39,7 @@ def plan(prefill: Prefill, held: Sequence[Held]) -> Choice:
         ready_s = max(ready_s, part.queue_s + part.blocks * part.block_s)
         taken += part.blocks
         cached += part.blocks * part.block_tokens
-    if best is None or best.first_token_s > (1 - LEAST_GAIN) * recompute_s:
+    if best is None or best.first_token_s > recompute_s - max(LEAST_GAIN_S, LEAST_GAIN * recompute_s):
         return Choice(0, recompute_s, recompute_s)
     return best
 

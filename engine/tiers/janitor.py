@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from engine.tiers.shared_folder import PARENT_DIGITS, TEMPORARY
 
@@ -28,6 +29,9 @@ _LOCK = "janitor.lock"
 _GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
 _GONE = re.compile(r"gone-.*")
 _BLOCK = re.compile(rf"([0-9a-f]{{64}})-([0-9a-f]{{{PARENT_DIGITS}}})")
+
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ class Janitor:
         held_bytes = sum(file.size for file in files.values())
         evicted = 0
         if held_bytes > FULL * self._max_bytes:
-            for file in _by_use(files, parents):
+            for key in by_use({key: file.used_s for key, file in files.items()}, parents):
+                file = files[key]
                 if held_bytes <= FILL * self._max_bytes:
                     break
                 with suppress(FileNotFoundError):
@@ -174,15 +179,15 @@ class Janitor:
             probe.unlink(missing_ok=True)
 
 
-def _by_use(files: dict[tuple[str, str], _File], parents: dict[tuple[str, str], tuple[str, str]]) -> list[_File]:
-    """Least lately used first, but every file before the one that it needs: that counts as used with it."""
-    kept: list[_File] = []
-    seen: set[tuple[str, str]] = set()
-    for key in sorted(files, key=lambda key: files[key].used_s, reverse=True):
-        chain: list[_File] = []
-        while key in files and key not in seen:
+def by_use(used_s: Mapping[Key, float], parents: Mapping[Key, Key]) -> list[Key]:
+    """Least lately used first, but every block before the one that it needs: that counts as used with it."""
+    kept: list[Key] = []
+    seen: set[Key] = set()
+    for key in sorted(used_s, key=used_s.__getitem__, reverse=True):
+        chain: list[Key] = []
+        while key in used_s and key not in seen:
             seen.add(key)
-            chain.append(files[key])
+            chain.append(key)
             key = parents[key]
         kept += reversed(chain)
     kept.reverse()

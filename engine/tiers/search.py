@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from engine.backend.tiers.fetch import Prefill, compute_s
 from engine.cache.sequence import CachedSequence
 from engine.tiers.block_file import NO_DIGEST
-from engine.tiers.fetches import LATE_S
+from engine.tiers.fetches import LATE_S, LATE_SHARE
 from engine.tiers.link import Link
 from engine.tiers.lookups import Lookup, Lookups
 from engine.tiers.stats import LookupEnd, TierStats
 
-LOOKUP_SHARE = 0.02
-"""An answer is waited for as long as that share of what computing everything takes, beside the device's queue."""
+LOOKUP_SHARE = LATE_SHARE
+"""An answer is waited for as long as that share of what computing everything takes, beside the device's queue. A fetch
+that follows is late by the time since the question, so both together lose no more than either."""
 
 
 @dataclass(slots=True, eq=False)

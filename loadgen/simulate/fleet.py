@@ -10,12 +10,14 @@ from functools import partial
 from engine.contract.keys import key_seed
 from engine.sched.request import Request
 from engine.sched.scheduler import QueueFull, TokenOutput
+from engine.tiers.emulated_shared import EmulatedFolder
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.digests import SharedDigests
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
 from loadgen.simulate.pod import PodSpec, Report, SimPod
+from loadgen.simulate.pod_tiers import VirtualTimers
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.timeline import Timeline
@@ -44,6 +46,8 @@ class FleetSpec:
     """Whether the pods publish what they hold and their load; foreign engines do not."""
     tells_capacity: bool = True
     """Whether a pod that publishes nothing says how many tokens its cache holds."""
+    shared_tokens: int = 0
+    """Tokens whose KV the folder holds that pods with a shared tier share."""
     shares: bool = False
     """Whether gateways tell each other of pods that publish nothing, when and as often as real ones do."""
     share_delay_s: float = 0.003
@@ -109,6 +113,7 @@ class Simulation:
         self._prompts = PromptMaker(key_seed(MODEL), spec.stride)
         self._spans = SharedSpans(spec.stride)
         self._digests = SharedDigests()
+        self.folder = self._make_folder()
         self._flights: dict[int, _Flight] = {}
         self._count = 0
         self._unstarted = 0
@@ -313,8 +318,13 @@ class Simulation:
 
     # -- pods -----------------------------------------------------------------------------------------------------
 
+    def _make_folder(self) -> EmulatedFolder | None:
+        if not self.spec.shared_tokens:
+            return None
+        return EmulatedFolder(VirtualTimers(self.timeline), self.spec.shared_tokens // self.spec.pods[0].block_size)
+
     def _start_pod(self, spec: PodSpec) -> None:
-        self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published, self._digests)
+        self.pods[spec.name] = SimPod(spec, self.timeline, self._output, self._published, self._digests, self.folder)
 
     def _fault(self, fault: Fault) -> None:
         self._resume()

@@ -205,7 +205,7 @@ class Gateway:
         """See `Router`."""
         known = self._serving.by_name.get(PodId(pod))
         if known is not None:
-            self._index.apply(PodId(pod), report.removed, (report.stored, (), ()))
+            self._index.apply(PodId(pod), report.removed, (report.stored, *report.below))
             known.report(report.load, now_s=now_s)
 
     def tell_with(self, on_first: Callable[[], None]) -> None:

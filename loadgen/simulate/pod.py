@@ -10,14 +10,17 @@ from engine.backend.profiles import SimProfile
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
-from engine.contract.events import Keys
+from engine.contract.events import Keys, Tier
 from engine.contract.load import LoadReport
 from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from engine.tiers.emulated_shared import EmulatedFolder
+from engine.tiers.tiers import Tiers
 from loadgen.simulate.digests import SharedDigests, SharingCache
 from loadgen.simulate.noise import StepNoise
+from loadgen.simulate.pod_tiers import TierSpec, pod_tiers
 from loadgen.simulate.timeline import Timeline
 
 MAX_RUN_STEPS = 100_000
@@ -47,6 +50,8 @@ class PodSpec:
     """Of the pool, that may stay unasked while a tool runs."""
     noise: StepNoise | None = None
     """None: steps take exactly the profile's time."""
+    tiers: TierSpec | None = None
+    """None: what the pool loses is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,16 @@ class Report:
 
     removed: Keys
     stored: Keys
+    """In the pool, where they were not before."""
     load: LoadReport
+    below: tuple[Keys, Keys] = ((), ())
+    """The same of host memory and disk."""
 
 
 class SimPod:
     """One life of one engine. `on_output` hears of first tokens and ends, `on_report` of what it publishes.
 
-    Pods of one fleet share `digests`.
+    Pods of one fleet share `digests`, and `folder` where they have a shared tier.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class SimPod:
         on_output: Callable[[TokenOutput], None],
         on_report: Callable[[str, Report], None],
         digests: SharedDigests | None = None,
+        folder: EmulatedFolder | None = None,
     ) -> None:
         self.spec = spec
         self.speed = self._next_speed = spec.speed
@@ -89,7 +98,18 @@ class SimPod:
             else PrefixCache(blocks, spec.block_size, index=IndexKind.OFF)
         )
         config = SchedulerConfig(spec.max_step_tokens, spec.max_running, spec.max_waiting)
-        self.scheduler = Scheduler(self.cache, config)
+        self.tiers: Tiers | None = None
+        if spec.tiers is not None:
+            self.tiers = pod_tiers(
+                spec.tiers,
+                self.cache,
+                spec.profile,
+                timeline,
+                folder,
+                step_tokens=spec.max_step_tokens,
+                on_end=self._copied,
+            )
+        self.scheduler = Scheduler(self.cache, config, self.tiers)
         self._timeline = timeline
         self._on_output = on_output
         self._on_report = on_report
@@ -102,6 +122,7 @@ class SimPod:
         """Grows when a step's end is moved: the end asked for before is void."""
         self._started: set[int] = set()
         self._is_waking = False
+        self._again_s = math.inf
         self._tell_at_s = math.inf
         self._begun = 0
         """Steps and runs that have begun."""
@@ -156,6 +177,8 @@ class SimPod:
         self.scheduler.advance(self._timeline.now_s)
         plan = self._plan = self.scheduler.schedule(MAX_RUN_STEPS)
         if plan is None:
+            if self.tiers is not None:
+                self._look_again(self.tiers)
             return
         self._began_s = self._timeline.now_s
         self._step_s = self.spec.profile.step_s(plan)
@@ -164,6 +187,22 @@ class SimPod:
             self._begun += 1
         self._steps = plan.steps
         self._end_at(self._end_s(self._steps))
+
+    def _copied(self) -> None:
+        """A copy has ended, or what a shared tier holds is known."""
+        if self._plan is not None:
+            assert self.tiers is not None
+            self.tiers.poll()  # further copies begin now, as in the engine
+        elif not self._is_waking:
+            self._is_waking = True
+            self._timeline.after(0, self._begin)
+
+    def _look_again(self, tiers: Tiers) -> None:
+        """A request waits for a copy: it is given up in time, if it does not end before."""
+        again_s = self._timeline.now_s + tiers.check_in_s()
+        if again_s < math.inf and again_s != self._again_s:
+            self._again_s = again_s
+            self._timeline.at(again_s, self._copied)
 
     def _cut_run(self) -> None:
         steps = self._steps_begun()
@@ -222,8 +261,8 @@ class SimPod:
             return
         self._tell_at_s = math.inf
         changes, load = self.scheduler.take_changes(), self.scheduler.load()
-        stored = tuple([key for key, _ in changes.stored])
-        self._on_report(self.spec.name, Report(tuple(changes.removed), stored, load))
+        stored, host, disk = (tuple([key for key, at in changes.stored if at is tier]) for tier in Tier)
+        self._on_report(self.spec.name, Report(tuple(changes.removed), stored, load, (host, disk)))
         if self.scheduler.has_work:
             self._tell_at(due_s + HEARTBEAT_S)
 

@@ -1,6 +1,6 @@
 """Fetch or recompute: the first token of a prompt that a slower tier holds, by its length and the tier's bandwidth.
 
-    python -m tests.bench.bench_tiers [--profile h100-8b] [--out out/tiers.png]
+    python -m tests.bench.bench_tiers [--profile h100-8b] [--tokens 256] [--out out/tiers.png]
 
 In virtual time, with the engine's own scheduler, tiers and step loop. The bars: at most 1.05 of what it takes without
 tiers, and at most 1.15 of the better of fetching all and computing all. In the second table the tier's rate falls after
@@ -27,20 +27,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=list(PROFILES), default="h100-8b", help="emulated device")
     parser.add_argument("--out", type=Path, default=Path("out/tiers.png"), help="plot to write")
+    parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length; may be given again")
     args = parser.parse_args()
+    lengths = args.tokens or LENGTHS
     profile = PROFILES[args.profile]
     points, missed = [], 0
     print(f"{args.profile}: seconds to the first token\n")
     print("| tokens | GB/s | computed | fetched | with tiers | fetched share | of computing | of the better |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for tokens in LENGTHS:
+    for tokens in lengths:
         for gb_s in GB_S:
             point = in_virtual_time(race(profile, tokens, gb_s * 1e9))
             points.append(point)
             print(row(point), flush=True)
             missed += point.of_computing > MAX_OF_COMPUTING or point.of_the_better > MAX_OF_THE_BETTER
     print("\nThe rate falls after it was learnt at 20 GB/s:\n")
-    for tokens in LENGTHS:
+    for tokens in lengths:
         for factor in CHANGES:
             point = in_virtual_time(race(profile, tokens, 20e9 / factor, believed=20e9))
             print(row(point), flush=True)
@@ -59,32 +61,31 @@ def row(point: Point) -> str:
 
 
 def draw(points: list[Point], path: Path, name: str) -> None:
-    """One line for each length: with tiers against computing."""
+    """Heat maps over length and bandwidth: against computing everything, and against the better of both ways."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for tokens in LENGTHS:
-        mine = [point for point in points if point.tokens == tokens]
-        axes.plot(
-            [p.bytes_per_s / 1e9 for p in mine], [p.of_computing for p in mine], marker="o", label=f"{tokens:,} tokens"
-        )
-        axes.plot(
-            [p.bytes_per_s / 1e9 for p in mine], [min(p.fetched_s / p.computed_s, 1.6) for p in mine], ":", color="grey"
-        )
-    axes.axhline(MAX_OF_COMPUTING, color="black", linewidth=0.8)
-    axes.set(
-        xscale="log",
-        ylim=(0, 1.6),
-        xlabel="bandwidth of the tier, GB/s",
-        ylabel="time to first token, of computing all (grey: fetching all)",
-        title=f"Fetch or recompute, {name}",
-    )
-    axes.legend()
+    lengths, rates = sorted({p.tokens for p in points}), sorted({p.bytes_per_s for p in points})
+    at = {(p.tokens, p.bytes_per_s): p for p in points}
+    figure, both = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for axes, title, bar, ratio in (
+        (both[0], "of computing all", MAX_OF_COMPUTING, lambda p: p.of_computing),
+        (both[1], "of the better of fetching and computing all", MAX_OF_THE_BETTER, lambda p: p.of_the_better),
+    ):
+        grid = [[ratio(at[tokens, rate]) for rate in rates] for tokens in lengths]
+        axes.imshow(grid, cmap="RdYlGn_r", vmin=0, vmax=2, aspect="auto", origin="lower")
+        for y, row_of in enumerate(grid):
+            for x, value in enumerate(row_of):
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", weight="bold" if value > bar else "normal")
+        axes.set_xticks(range(len(rates)), [f"{rate / 1e9:g}" for rate in rates])
+        axes.set_yticks(range(len(lengths)), [f"{tokens:,}" for tokens in lengths])
+        axes.set(xlabel="bandwidth of the tier, GB/s", ylabel="tokens of the prompt", title=f"{title} (bar {bar})")
+    figure.suptitle(f"Time to the first token of a prompt that a tier holds, {name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.backend.tiers.base import BlockRun
-from engine.backend.tiers.copier import BlockCopier
+from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import LoadReport
 from engine.metrics import EngineMetrics, RegistryState
+from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
 from engine.tiers.exported import TierCollector
-from engine.tiers.link import Link
 from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 from router.telemetry.metrics import GaugeValues, Metrics
@@ -35,6 +34,7 @@ def gateway_text() -> str:
     metrics.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
     metrics.decided(1e-4)
     metrics.predicted(0.1, 0.2)
+    metrics.looked_back(0.1)
     metrics.shadowed(
         "predicted_ttft", "cache_aware", is_same=False, prompt_tokens=3, cached_tokens=(2, 1), ttft_s=(0.1, 0.2)
     )
@@ -84,16 +84,6 @@ def gateway_text() -> str:
     return metrics.render(values).decode()
 
 
-class _NoCopies:
-    """A tier to which nothing is copied."""
-
-    block_bytes = pool_blocks = host_slots = 1
-
-    def start(self, run: BlockRun) -> NoReturn:
-        """See `CopyEngine.start`."""
-        raise AssertionError("nothing asks for a copy")
-
-
 def engine_text() -> str:
     """`/metrics` of an engine to which everything has happened once."""
     metrics = EngineMetrics("m")
@@ -101,9 +91,32 @@ def engine_text() -> str:
     metrics.observe_response("/v1/models", 200)
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
-    host = Link(Place.HOST, (pool := PrefixCache(1, 1)), PrefixCache(1, 1), BlockCopier(_NoCopies(), lambda: 0.0), 1)
-    metrics.registry.register(TierCollector(Tiers(pool, [host], step_tokens=1, clock=lambda: 0.0), "m"))
+    metrics.registry.register(TierCollector(all_tiers(), "m"))
     return metrics.exposition().decode()
+
+
+class StoppedClock:
+    """Nothing happens."""
+
+    def time(self) -> float:
+        return 0.0
+
+    def call_at(self, when: float, callback: object, /) -> None:
+        """Never."""
+
+
+def all_tiers() -> Tiers:
+    """Host memory, disk and a shared folder, empty."""
+    clock = StoppedClock()
+    stores = [
+        emulated_store(clock, place, 100, pool_blocks=10, block_bytes=10, bytes_per_s=1.0)
+        for place in (Place.HOST, Place.DISK)
+    ]
+    folder = EmulatedFolder(clock, 10)
+    stores.append(emulated_shared_store(folder, pool_blocks=10, block_bytes=10, bytes_per_s=1.0, lookup_s=0.0))
+    return make_tiers(
+        PrefixCache(10, 1), stores, eviction=Eviction.LRU, step_tokens=1, clock=clock.time, on_end=lambda: None
+    )
 
 
 def samples(text: str) -> Names:

@@ -15,6 +15,8 @@ from tests.charts.promtool import promtool, write
 VALUES = CHART / "ci" / "monitoring-values.yaml"
 EXPORTED = {**samples(gateway_text()), **samples(engine_text())}
 FOREIGN = CHART / "ci" / "foreign-values.yaml"
+OF_BUNDLED = {"WarmrouteQueueGrowing", "WarmrouteStepFailures", "WarmrouteTierErrors", "WarmrouteTierTooSlow"}
+"""Alerts on what bundled engines alone export."""
 GATEWAY = 'namespace="ns",job="rel-warmroute-gateway-metrics",pod="gw-0"'
 ENGINE = 'namespace="ns",job="ns/rel-warmroute-engine",pod="e-0",model_name="m"'
 HOUR, DAY = 60, 25 * 60
@@ -27,6 +29,10 @@ def gateway(name: str, **labels: str) -> str:
 
 def engine(name: str) -> str:
     return f"{name}{{{ENGINE}}}"
+
+
+def tier(name: str, **labels: str) -> str:
+    return f"{name}{{{','.join([ENGINE, *(f'{k}={v!r}' for k, v in labels.items())])}}}"
 
 
 HEALTH = {
@@ -58,6 +64,9 @@ HEALTH = {
     engine("warmroute_registry_connected"): "1x1600",
     engine("warmroute_uncached_tokens"): "90000x1600",
     engine("warmroute_step_failures_total"): "0x1600",
+    tier("warmroute_tier_errors_total", tier="disk"): "0+1x1600",
+    tier("warmroute_tier_fetches_total", outcome="arrived"): "0+9x1600",
+    tier("warmroute_tier_fetches_total", outcome="given_up"): "0+2x1600",
 }
 """A fleet that is busy, with a long queue that does not grow, and well."""
 
@@ -85,6 +94,8 @@ TROUBLE: dict[str, tuple[int, dict[str, str]]] = {
     "WarmrouteEngineEjected": (HOUR, {gateway("engine_ejected", engine="b"): "0x40 1x1600"}),
     "WarmrouteQueueGrowing": (HOUR, {engine("warmroute_uncached_tokens"): "1000+2000x1600"}),
     "WarmrouteStepFailures": (HOUR, {engine("warmroute_step_failures_total"): "0x55 1x1600"}),
+    "WarmrouteTierErrors": (HOUR, {tier("warmroute_tier_errors_total", tier="disk"): "0+3x1600"}),
+    "WarmrouteTierTooSlow": (HOUR, {tier("warmroute_tier_fetches_total", outcome="given_up"): "0+6x1600"}),
 }
 HARMLESS: dict[str, tuple[int, dict[str, str]]] = {
     "all is well": (HOUR, {}),

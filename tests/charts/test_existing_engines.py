@@ -17,7 +17,7 @@ from router.fleet import kubernetes_pods
 from router.gateway.by_load import BY_LOAD
 from router.routing.policies import POLICY_NAMES
 from tests.charts.chart import CHART, ROOT, Helm, container, named, of_kind
-from tests.charts.test_alerts import FOREIGN, groups
+from tests.charts.test_alerts import FOREIGN, OF_BUNDLED, groups
 from tests.charts.test_chart_notes import notes
 
 TITLE = "In front of vLLM and SGLang"
@@ -82,7 +82,7 @@ def test_the_alerts_it_names_are_made_where_it_says(any_helm: Helm):
     said = {words for words in QUOTED if words.startswith("Warmroute")}
     everywhere = {rule["alert"] for group in groups(any_helm, FOREIGN) for rule in group["rules"]}
     assert said <= everywhere
-    assert said - here.keys() == {"WarmrouteQueueGrowing", "WarmrouteStepFailures"}, "of bundled engines alone"
+    assert said - here.keys() == OF_BUNDLED, "of bundled engines alone"
     of_cached_tokens = {name for name, rule in here.items() if 'kind="cached"' in rule}
     of_publishing = {name for name, rule in here.items() if "warmroute_gateway_registry_expired" in rule}
     of_engines = {name for name, rule in here.items() if re.search(r"\b(vllm|sglang):", rule)}

@@ -11,7 +11,7 @@ from tests.charts.chart import Helm, of_kind
 from tests.charts.exported import mistakes
 from tests.charts.foreign import SGLANG, VLLM
 from tests.charts.promtool import promtool, write
-from tests.charts.test_alerts import EXPORTED, FOREIGN, groups
+from tests.charts.test_alerts import EXPORTED, FOREIGN, OF_BUNDLED, groups
 
 VLLM_POD = 'namespace="ns",job="ns/rel-warmroute-engine-vllm",pod="llama-0",model_name="llama",engine="0"'
 SECOND_RANK = VLLM_POD.replace('engine="0"', 'engine="1"')
@@ -89,7 +89,7 @@ def test_they_name_what_is_exported(any_helm: Helm) -> None:
 @pytest.mark.parametrize(
     ("values", "alerts"),
     [
-        ({}, {"WarmrouteQueueGrowing", "WarmrouteStepFailures"}),
+        ({}, OF_BUNDLED),
         ({"engines.existing": [{"selector": {"app": "vllm"}}]}, {WAITING, ERRORS}),
         ({"models.a": {"engine": "sglang", "source": "/m"}}, {WAITING, ERRORS}),
     ],

@@ -8,7 +8,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
@@ -22,10 +21,12 @@ from engine.contract.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from tests.e2e.programs import Program
 from tests.e2e.programs import running as programs
-from tests.otel.collector import Collector
+from tests.otel.collector import LONGEST_HANG_S, Collector
 
 NEVER_MS = "600000"
 """Between two batches: only the end of a program sends."""
+STOPS_WITHIN_S = LONGEST_HANG_S - 10.0
+"""On a busy machine; whoever waited for the collector would take longer."""
 BOTH = pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 
 
@@ -142,6 +143,7 @@ def ask(url: str, trace_id: str) -> None:
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.timeout(300)
 def test_gateway_and_engine_join_their_spans_and_live_on_when_the_collector_hangs(
     tmp_path: Path, collector: Collector
 ) -> None:
@@ -159,11 +161,9 @@ def test_gateway_and_engine_join_their_spans_and_live_on_when_the_collector_hang
             collector.mode("hang")
             for _ in range(3):
                 ask(url, later)
-            began_s = time.monotonic()
-            assert gateway.stop() == 0
-            assert time.monotonic() - began_s < 14.0
+            assert gateway.stop(deadline_s=STOPS_WITHIN_S) == 0, "or it would have been killed"
         collector.mode("take")
-        assert engine.stop() == 0
+        assert engine.stop(deadline_s=STOPS_WITHIN_S) == 0
     spans = {(span.service.removeprefix("warmroute-"), span.name): span for span in collector.spans(first)}
     request, attempt = spans["gateway", "text_completion tiny"], spans["gateway", "attempt"]
     served = spans["engine", "text_completion tiny"]

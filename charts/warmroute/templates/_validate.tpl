@@ -132,10 +132,34 @@ wrong is in values.schema.json.
 {{- end }}
 {{- end }}
 
+{{- define "warmroute.validateTiers" -}}
+{{- $path := .path }}
+{{- with .values.tiers }}
+{{- range $key, $bytes := dict "disk" .disk.bytes "shared" .shared.bytes }}
+{{- if and $bytes (not $.values.tiers.hostBytes) }}
+{{- fail (printf "%s.tiers.%s.bytes needs %s.tiers.hostBytes: blocks pass through the host's memory" $path $key $path) }}
+{{- end }}
+{{- end }}
+{{- if and .disk.storageClassName (ne .disk.volume "ephemeral") }}
+{{- fail (printf "%s.tiers.disk.storageClassName is for volume ephemeral alone, and it is %s" $path .disk.volume) }}
+{{- end }}
+{{- if and .shared.bytes (not .shared.claim) }}
+{{- fail (printf "%s.tiers.shared.bytes needs %s.tiers.shared.claim: a PersistentVolumeClaim with access mode ReadWriteMany" $path $path) }}
+{{- end }}
+{{- if and (or .shared.claim .shared.subPath) (not .shared.bytes) }}
+{{- fail (printf "%s.tiers.shared.bytes is 0, so its claim is not used: say how many bytes all pods together may keep there" $path) }}
+{{- end }}
+{{- if and .shared.bytes (eq $.values.device "sim") }}
+{{- fail (printf "%s.tiers.shared is not there with device sim: there is no KV to share" $path) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "warmroute.validateModel" -}}
 {{- $model := .values }}
 {{- include "warmroute.validateGrace" . }}
 {{- include "warmroute.validateKind" . }}
+{{- include "warmroute.validateTiers" . }}
 {{- if not $model.source }}
 {{- fail (printf "%s.source is empty: say where the checkpoint is, e.g. hf://Qwen/Qwen3-8B, pvc://models/qwen3-8b, or random:// for a demo" .path) }}
 {{- end }}
@@ -179,6 +203,9 @@ wrong is in values.schema.json.
 {{- end }}
 {{- if hasPrefix "random://" $model.source }}
 {{- fail (printf "%s.source is random://, which the bundled engine alone makes, and %s.engine is %s: give hf://, pvc://, hostPath:// or oci://" $path $path $model.engine) }}
+{{- end }}
+{{- if $own.tiers }}
+{{- fail (printf "%s.tiers is of the bundled engine, and %s.engine is %s: give its own flags for KV in host memory in %s.flags" $path $path $model.engine $path) }}
 {{- end }}
 {{- if $own.settings }}
 {{- fail (printf "%s.settings is of the bundled engine, and %s.engine is %s: give its flags in %s.flags" $path $path $model.engine $path) }}

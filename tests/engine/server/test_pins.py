@@ -133,7 +133,7 @@ async def test_a_chat_with_tools_outlives_a_flood_until_its_result_comes(start: 
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
     turns = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": "Found.", "tool_call_id": "c1"}
-    async with small(start, keep_share=0.5) as engine:
+    async with small(start, keep_share=0.5, pin_min_tokens=16) as engine:
         asked = {"messages": [question], "max_tokens": 4}
         await ask(engine, CHAT, {**asked, "tools": [TOOL]})
         kept = len(engine.service.scheduler.pins[1])

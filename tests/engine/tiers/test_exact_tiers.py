@@ -24,6 +24,7 @@ from tests.engine.model.test_transformers_oracle import CASES
 
 BLOCKS = 80
 DEADLINE_S = 60.0
+FINGERPRINT = b"f" * 32
 PROMPT = tokens(22, seed=1)
 IN_BLOCKS = 20
 """Of the prompt's tokens, those in whole blocks: what tiers have of it."""
@@ -54,9 +55,9 @@ class Copies:
 def stores_below(backend: TorchBackend, folder: Path) -> Sequence[Store]:
     """Every kind of tier, from the pool downwards."""
     host = host_store(backend.pool, 2**20)
-    shape = {"block_size": BLOCK_SIZE, "fingerprint": b"f" * 32}
-    disk = disk_store(host, folder / "disk", 2**20, **shape)
-    return host, disk, shared_store(disk, host, folder / "shared", 2**20, **shape)
+    disk = disk_store(host, folder / "disk", 2**20, block_size=BLOCK_SIZE, fingerprint=FINGERPRINT)
+    shared = shared_store(disk, host, folder / "shared", 2**20, block_size=BLOCK_SIZE, fingerprint=FINGERPRINT)
+    return host, disk, shared
 
 
 def spoil(backend: TorchBackend, stores: Sequence[Store]) -> None:

@@ -1,0 +1,89 @@
+"""A real engine with tiers behind a gateway: tenants share nothing in any of them, and the gateway sees the tiers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from tests.e2e.stack import Stack, gateway_before
+from tests.engine.tiers.test_host_tier import Engine, engine
+from tests.redis_server import RedisServer, running_redis
+
+PROMPT = "All tenants begin their requests with these very words, as a shared template has it. " * 12
+OTHER = "Nobody has asked this before, and nobody is going to ask it again either, so it only takes room. " * 12
+TENANTS = ("a", "b", "c", "d")
+
+
+@asynccontextmanager
+async def started(
+    server: RedisServer, checkpoint: Path, folder: Path, **settings: object
+) -> AsyncIterator[tuple[Engine, Stack]]:
+    """An engine whose pool holds a prompt and a half, with what is on disk in `folder`; and a gateway before it."""
+    fields = {"host_cache_bytes": 2**23, "disk_cache_bytes": 2**23, "disk_cache_path": folder, "redis_url": server.url}
+    async with engine(checkpoint, **fields) as pod, gateway_before(server, [pod], **settings) as stack:  # type: ignore[list-item]
+        yield pod, stack
+
+
+async def reused(pod: Engine, stack: Stack, prompt: str, tenant: str = "") -> int:
+    """Prompt tokens that the engine had. What it keeps of the request has been copied when this returns."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+    sent = {"Authorization": f"Bearer key-{tenant}"} if tenant else {}
+    async with stack.http.post(f"{stack.gateway}/v1/completions", json=body, headers=sent) as answer:
+        assert answer.status == 200, await answer.text()
+        cached = (await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+    await pod.settled()
+    return int(cached)
+
+
+async def eventually_sees(stack: Stack, condition: Callable[[int, int, int], bool]) -> None:
+    """Until it holds for what the gateway believes of the prompt: tokens in any tier, in host memory, and on disk."""
+    seen = (0, 0, 0)
+    body = {"model": "tiny", "prompt": PROMPT}
+    for _ in range(400):
+        async with stack.http.post(f"{stack.admin}/v1/route/explain", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            (pod,) = (await answer.json())["pods"]
+        seen = tuple(pod["view"][name] for name in ("matched_tokens", "host_tokens", "disk_tokens"))
+        if condition(*seen):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"the gateway sees {seen}")
+
+
+async def test_tenants_share_nothing_in_any_tier_nor_after_a_restart(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    entries = [
+        f"  - {{name: {name}, isolation: tenant, keys: [{{sha256: '{sha256(f'key-{name}'.encode()).hexdigest()}'}}]}}"
+        for name in TENANTS
+    ]
+    (tmp_path / "tenants").write_text("\n".join(["tenants:", *entries]))
+    (tmp_path / "secret").write_text("0" * 64)
+    files = {"tenants_file": str(tmp_path / "tenants"), "tenant_secret_file": str(tmp_path / "secret")}
+    hits = "warmroute_tier_hit_tokens_total"
+    with running_redis() as server:
+        async with started(server, tiny_checkpoint, tmp_path / "kv", **files) as (pod, stack):
+            assert await reused(pod, stack, PROMPT, "a") == 0
+            assert await reused(pod, stack, PROMPT, "b") == 0, "a's are in the pool"
+            assert pod.metric(hits, tier="host") == 0
+            assert await reused(pod, stack, PROMPT, "a") > 200
+            assert pod.metric(hits, tier="host") > 0, "b's had pushed them out of the pool"
+            assert await reused(pod, stack, PROMPT, "c") == 0, "others' are in the pool, in host memory and on disk"
+        async with started(server, tiny_checkpoint, tmp_path / "kv", **files) as (pod, stack):
+            assert await reused(pod, stack, PROMPT, "d") == 0, "others' are on disk, after a restart"
+            for tenant in ("a", "b", "c"):
+                assert await reused(pod, stack, PROMPT, tenant) > 200, "its own"
+            assert pod.metric(hits, tier="disk") > 3 * 200
+
+
+async def test_a_gateway_sees_in_which_tier_a_prefix_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """In host memory once the pool has lost it, on disk after a restart: in the registry, and so in explain."""
+    with running_redis() as server:
+        async with started(server, tiny_checkpoint, tmp_path / "kv") as (pod, stack):
+            await reused(pod, stack, PROMPT)
+            await eventually_sees(stack, lambda held, host, disk: held > 200 and host == disk == 0)
+            await reused(pod, stack, OTHER)
+            await eventually_sees(stack, lambda held, host, disk: held > 200 and host > 0 and disk == 0)
+        async with started(server, tiny_checkpoint, tmp_path / "kv") as (pod, stack):
+            await eventually_sees(stack, lambda held, host, disk: held == disk > 200 and host == 0)
