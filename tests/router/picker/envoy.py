@@ -113,6 +113,7 @@ def config(
         override = {
             "@type": f"{API}.load_balancing_policies.override_host.v3.OverrideHost",
             "override_host_sources": [{"metadata": where}],
+            "selected_host_key": {"key": "envoy.lb", "path": [{"key": "x-gateway-destination-endpoint-served"}]},
             "fallback_policy": {"policies": [{"typed_extension_config": {"name": "any", "typed_config": round_robin}}]},
         }
         cluster |= {
