@@ -258,13 +258,15 @@ def test_only_the_api_is_exposed(any_helm: Helm):
     wanted = {*map(str, Endpoint), *BY_LOAD, "/v1/models"}
     (ingress,) = of_kind(objects, "Ingress")
     paths = ingress["spec"]["rules"][0]["http"]["paths"]
-    assert {(p["path"], p["pathType"]) for p in paths} == {(path, "Exact") for path in wanted}
+    exact = {(path, "Exact") for path in wanted}
+    assert {(p["path"], p["pathType"]) for p in paths} == {*exact, ("/v1/caches", "Prefix")}
     (route,) = of_kind(objects, "HTTPRoute")
     rules = route["spec"]["rules"]
     assert max(len(rule["matches"]) for rule in rules) <= 8
     assert len({str({**rule, "matches": []}) for rule in rules}) == 1
     matches = [match for rule in rules for match in rule["matches"]]
-    assert [m["path"] for m in matches] == [{"type": "Exact", "value": path} for path in sorted(wanted)]
+    caches = {"type": "PathPrefix", "value": "/v1/caches"}
+    assert [m["path"] for m in matches] == [*({"type": "Exact", "value": path} for path in sorted(wanted)), caches]
     services = [s for s in of_kind(objects, "Service") if s["spec"].get("type") == "LoadBalancer"]
     assert [port["targetPort"] for port in services[0]["spec"]["ports"]] == ["http"]
 

@@ -116,3 +116,8 @@ http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-
 {{- define "warmroute.paths" -}}
 {{- list "/classify" "/detokenize" "/pooling" "/rerank" "/score" "/tokenize" "/v1/audio/speech" "/v1/chat/completions" "/v1/completions" "/v1/embeddings" "/v1/messages" "/v1/messages/count_tokens" "/v1/models" "/v1/rerank" "/v1/responses" "/v1/score" "/v2/rerank" | toJson }}
 {{- end }}
+
+{{/* The same for paths that others are below, as JSON. */}}
+{{- define "warmroute.pathPrefixes" -}}
+{{- ternary (list "/v1") (list "/v1/caches") (eq true .Values.gateway.settings.pass_through) | toJson }}
+{{- end }}
