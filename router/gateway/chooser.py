@@ -123,7 +123,7 @@ class Chooser:
 
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
         """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
-        scores = self._scores(inbound) if self.observer is not None and not excluded else ()
+        scores = () if self.observer is None or excluded else self._scores(inbound, self.observer)
         started_s = time.perf_counter()
         now_s = self._clock()
         choice, _, views = self._decide(inbound, excluded, now_s)
@@ -148,13 +148,13 @@ class Chooser:
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
 
-    def _scores(self, inbound: Inbound) -> tuple[PodScore, ...]:
-        """Every pod's, where somebody looks on who wants them."""
-        if self.observer is None or not self.observer.wants_scores():
+    def _scores(self, inbound: Inbound, observer: Observer) -> tuple[PodScore, ...]:
+        """Every pod's, if the observer wants them."""
+        if not observer.wants_scores():
             return ()
         started_s = time.perf_counter()
         scores = self.explain(inbound)[0].decision.scores
-        self.observer.scored(time.perf_counter() - started_s)
+        observer.scored(time.perf_counter() - started_s)
         return scores
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:

@@ -45,8 +45,10 @@ class Live:
         self._about = about
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
+        self._totals = metrics.totals()
+        """As of the last point."""
         self._history = History()
-        self._history.add(metrics.totals(), self._started_s, in_flight=0, waiting=0)
+        self._history.add(self._totals, self._started_s, in_flight=0, waiting=0)
         self._prefixes = HotPrefixes()
         self._hottest: list[dict[str, Any]] = []
         self._decisions = DecisionLog()
@@ -128,8 +130,8 @@ class Live:
     def _tick(self) -> None:
         now_s = self._clock()
         waiting = sum(self._snapshots.waiting_by_model().values())
-        totals = self._metrics.totals()
-        self._history.add(totals, now_s, in_flight=self._admission.in_flight, waiting=waiting)
+        self._totals = self._metrics.totals()
+        self._history.add(self._totals, now_s, in_flight=self._admission.in_flight, waiting=waiting)
         if not self._viewers:
             return
         if self._frames % PREFIXES_EVERY == 0:
@@ -150,5 +152,5 @@ class Live:
             "pods": self._snapshots.pods(self._history.engine_rates(), now_s),
             "waiting": self._snapshots.waiting(),
             "prefixes": self._hottest,
-            "shadows": shadow_rows(self._metrics.totals()),
+            "shadows": shadow_rows(self._totals),
         }

@@ -6,6 +6,7 @@ Bounded whatever the fleet and its traffic: of many pods those with trouble and 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,10 +40,7 @@ class Snapshots:
         """
         members = self._fleet.members()
         each = [(member, pod) for member in members for pod in member.pods or (None,)]
-        counts: dict[str, int] = {}
-        for member, pod in each:
-            state = _state(member, pod)
-            counts[state] = counts.get(state, 0) + 1
+        counts = Counter(_state(member, pod) for member, pod in each)
         if len(each) > MOST_PODS:
             each = heapq.nlargest(MOST_PODS, each, key=_worth)
         rows = [self._pod(member, pod, rates, now_s) for member, pod in each]
