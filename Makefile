@@ -10,7 +10,7 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
-.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart protos manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test kind-up clean
+.PHONY: help demo demo-fleet test check format bench soak policy-table literature chart protos manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test pictures kind-up clean
 
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +27,7 @@ test: check ## everything: format, lint, types, import contracts, file sizes, te
 check: $(STAMP) ## all but the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict -p engine -p router -p loadgen
+	$(BIN)/mypy --strict -p engine -p router -p loadgen -p tests -p charts -p manifests
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python .ci/file_sizes.py
 
@@ -44,10 +44,10 @@ soak: $(STAMP) ## five minutes of load while engines die, Redis restarts and gat
 	$(BIN)/python -m tests.bench.soak $(SOAK_ARGS)
 
 policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
-	$(BIN)/python -m loadgen.simulate.study $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
+	$(BIN)/python -m tests.bench.policy_table $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
 
 literature: $(STAMP) ## published evaluations' tables measured on the simulated fleet, writes out/literature (half an hour)
-	$(BIN)/python -m loadgen.simulate.literature $(LITERATURE_ARGS)
+	$(BIN)/python -m tests.bench.literature $(LITERATURE_ARGS)
 
 chart: $(STAMP) ## write the chart's README and schema from its values and the programs' settings
 	$(BIN)/python -m charts.generate
@@ -73,7 +73,7 @@ gpu-test: ## the CUDA backend on this machine's card; GPU_PYTHON names a Python 
 	@"$(GPU_PYTHON)" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu-test needs a CUDA device; the torch of $(GPU_PYTHON) sees none")'
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$(GPU_PYTHON)" -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. tests/engine/cuda $(PYTEST_ARGS)
 
-emulated-test: $(STAMP) ## the same on an emulated card, in minutes (tests/README.md); EMULATED_CARD=lazy, eager or random:SEED
+emulated-test: $(STAMP) ## the same on an emulated card, in minutes (tests/MACHINES.md); EMULATED_CARD=lazy, eager or random:SEED
 	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -c tests/engine/cuda/gpu.ini --rootdir=. -p tests.emulated_card.plugin \
 		-k "not bfloat16 and not llama_8b and not runs_beside_computing" tests/engine/cuda $(PYTEST_ARGS)
 
@@ -96,6 +96,9 @@ compile-versions: $(STAMP) ## the same with each Triton that a supported release
 
 cpu-test: $(STAMP) ## the tests that compute, as other processors would: PROCESSORS="zen haswell nehalem skylake-avx512"
 	$(BIN)/python -m tests.processors $(PROCESSORS) -- -n auto --maxprocesses=4 --dist=worksteal $(PYTEST_ARGS)
+
+pictures: $(STAMP) ## take the README's pictures anew while the demo runs (five minutes); needs chromium
+	$(BIN)/python -m tests.pictures
 
 kind-up: ## with Docker and kind: a cluster, the images, the chart with the demo's values
 	@.ci/kind-up.sh

@@ -24,7 +24,7 @@ DEADLINE_S = 180
 
 
 class FetchError(Exception):
-    """A program cannot be had; the text says why."""
+    """A program cannot be fetched; the text says why."""
 
 
 def fetch(name: str, folder: Path) -> Path:

@@ -11,11 +11,14 @@ from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 
 TABLE = ("| value | default | |", "|---|---|---|")
 HEAD = CHART.parent / "README.head.md"
+GENERATED = "<!-- generated -->"
+END_OF_GENERATED = "<!-- end of generated -->"
+"""The text between these marks is generated, so `tests/test_pages.py` bounds neither its words nor its columns."""
 
 
 def readme(values: Iterable[Value]) -> str:
-    """README.md: the text of README.head.md, then a table of values for each top-level key."""
-    lines = [HEAD.read_text(encoding="utf-8").rstrip(), "", "## Values", "", *TABLE]
+    """Return README.md: the text of README.head.md, then a table of values for each top-level key."""
+    lines = [HEAD.read_text(encoding="utf-8").rstrip(), "", "## Values", "", GENERATED, "", *TABLE]
     for value in values:
         name = ".".join(value.path)
         if len(value.path) == 1 and value.is_section:
@@ -24,7 +27,7 @@ def readme(values: Iterable[Value]) -> str:
             lines += [f"| **{name}** | | {_cell(value.about)} |"] if value.about else []
         else:
             lines.append(f"| `{name}` | {_code(value.default)} | {_cell(value.about)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", END_OF_GENERATED]) + "\n"
 
 
 def _code(default: object) -> str:
@@ -37,12 +40,12 @@ def _cell(text: str) -> str:
 
 
 def schema() -> str:
-    """values.schema.json."""
+    """Return values.schema.json."""
     return json.dumps(build_schema(read_values()), indent=2) + "\n"
 
 
 def redis_rules() -> dict[str, str]:
-    """What the users of Redis may do, by the name of the file that the chart reads it from."""
+    """Return the rights of each user of Redis, by the name of the file from which the chart reads them."""
     return {"redis-gateway.acl": f"{GATEWAY_RULES}\n", "redis-engine.acl": f"{ENGINE_RULES}\n"}
 
 

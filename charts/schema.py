@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 KUBERNETES_LIST: Schema = {"type": "array", "items": {"type": "object"}}
-"""Passed on as they are: the API server knows what may be in them."""
+"""Lists that are passed on unchanged: the API server checks what is in them."""
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
 PORT: Schema = {**POSITIVE, "maximum": 65535}
@@ -61,9 +61,12 @@ EXISTING: Schema = {
         "kvEventsPort": PORT,
         "kvEventsReplayPort": PORT,
         "ranks": {**POSITIVE, "maximum": 256},
+        "tls": {"type": "boolean"},
     },
 }
 """A set of pods in engines.existing."""
+
+DNS_NAME = "[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 
 NAMED: Schema = {"type": "string", "pattern": "^[^\\s,=]+$"}
 """A model, or a name that stands for one."""
@@ -122,6 +125,17 @@ BY_PATH: dict[str, Schema] = {
     "gateway.autoscaling.targetCPUPercent": POSITIVE,
     "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "gateway.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "endpointPicker.port": PORT,
+    "endpointPicker.fallbacks": {**COUNT, "maximum": 8},
+    "endpointPicker.pool.name": {"type": "string", "maxLength": 253, "pattern": f"^({DNS_NAME})?$"},
+    "endpointPicker.pool.selector": {**LABELS, "maxProperties": 64},
+    "endpointPicker.pool.targetPorts": {**PORTS, "maxItems": 8, "uniqueItems": True},
+    "endpointPicker.pool.failureMode": {"enum": ["FailClose", "FailOpen"]},
+    "endpointPicker.objectives.priorities": {
+        "type": "object",
+        "propertyNames": {"pattern": f"^{DNS_NAME}$"},
+        "additionalProperties": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
+    },
     "engines.defaults.device": {"enum": ["cuda", "cpu", "sim"]},
     "engines.defaults.shmSize": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti))?$"},
     "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
@@ -163,11 +177,12 @@ PROGRAMS: dict[str, type[Settings]] = {
     "engine": EngineSettings,
     "loadgen": CompareSettings,
 }
-"""Whose settings stand under `settings`."""
+"""The settings class behind each `settings` of the chart."""
 OWNED = {
     "gateway": {
         *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
-        "kube_targets",
+        *("kube_targets", "inference_pool", "inference_objectives"),
+        *("ext_proc_port", "ext_proc_fallbacks", "ext_proc_service", "ext_proc_tls_cert_file", "ext_proc_tls_key_file"),
         *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
         *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
         *("tenants_file", "tenant_secret_file", "usage_log"),
@@ -182,7 +197,7 @@ OWNED = {
     },
     "loadgen": {"config", "url", "admin_url", "out"},
 }
-"""Settings that the chart gives by values of its own."""
+"""Settings that the chart derives from other values, and that `settings` therefore refuses."""
 BY_SETTING: dict[str, Schema] = {
     "block_size": {"enum": [16, 32, 64]},
     "prefix_cache": {
@@ -190,12 +205,12 @@ BY_SETTING: dict[str, Schema] = {
         "type": ["string", "boolean"],
     },  # YAML reads `off` as false
 }
-"""Where a program's own check says more than the type."""
+"""Settings for which the program's own check is stricter than the type."""
 MODEL_NAME = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
 
 
 def build_schema(values: Iterable[Value]) -> Schema:
-    """The whole schema, draft-07, without references to other files."""
+    """Return the whole schema, draft-07, without references to other files."""
     root: Schema = _section("Values of the warmroute chart.")
     for value in values:
         parent = root
@@ -263,7 +278,7 @@ def _schema_of(value: Value) -> Schema:
 
 
 def settings_schema(settings: type[Settings], owned: Iterable[str]) -> Schema:
-    """A program's settings without those that the chart gives itself."""
+    """Return the schema of a program's settings, without those that the chart gives itself."""
     properties = settings.model_json_schema()["properties"]
     kept = {
         name: {**_clean(properties[name]), **BY_SETTING.get(name, {})} for name in properties if name not in set(owned)
@@ -272,7 +287,7 @@ def settings_schema(settings: type[Settings], owned: Iterable[str]) -> Schema:
 
 
 def _clean(field: Schema) -> Schema:
-    """Without pydantic's titles and defaults, and without null: a value that is not given is not in the map."""
+    """Return the schema without pydantic's titles and defaults, and without null: a value may be left out instead."""
     variants = [variant for variant in field.get("anyOf", []) if variant != {"type": "null"}]
     merged = {**field, **(variants[0] if len(variants) == 1 else {})}
     dropped = ("title", "default", "anyOf") if len(variants) <= 1 else ("title", "default")

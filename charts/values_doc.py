@@ -1,4 +1,4 @@
-"""The chart's values.yaml with its comments: what README.md and values.schema.json are written from."""
+"""Read the chart's values.yaml with its comments, from which README.md and values.schema.json are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Value:
 
 
 def read_values() -> Iterator[Value]:
-    """Every value in the file's order. Raises ValueError for a leaf without a comment above it."""
+    """Yield every value in the file's order. Raises ValueError for a leaf without a comment above it."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     defaults = yaml.safe_load(text)
     path: list[str] = []

@@ -12,8 +12,8 @@ from engine.contract.signals import end_on_sigterm
 def main() -> None:
     """Serve until SIGTERM or SIGINT, or run the subcommand `calibrate`."""
     end_on_sigterm(0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
-    # Imported here: it takes seconds, in which a SIGTERM must not be lost.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback, until the event loop sets its own handler
+    # Imported here, after the handlers: importing takes seconds, in which a SIGTERM must not be lost.
     if sys.argv[1:2] == ["calibrate"]:
         from engine.calibrate import run as calibrate
 

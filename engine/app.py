@@ -58,26 +58,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CPU_KV_BYTES = 2**30
-"""KV pool on the CPU unless the settings say more."""
+"""Bytes of the KV pool on the CPU by default."""
 _LOADING = "load"
 """Name of the thread that loads the model."""
 CLOSE_S = 1.0
-"""Seconds that connections get to close once the drain is over, and the backend once the end is forced."""
+"""Seconds that connections get to close after the drain, and the backend after a forced end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What loading yields: all that takes long and needs no event loop."""
+    """The result of loading: everything that takes long and needs no event loop."""
 
     text: ModelText
     backend: Backend
     blocks: int
     stores: tuple[Store, ...] = ()
-    """Tiers below the pool, but for those that are emulated."""
+    """Tiers below the pool, except emulated ones."""
 
 
 class BackendStuck(Exception):
-    """The backend does not close: a step in it has not ended, and its thread cannot be made to."""
+    """The backend does not close, because a step has not ended and its thread cannot be stopped."""
 
 
 class StartError(Exception):
@@ -85,7 +85,7 @@ class StartError(Exception):
 
 
 def run(settings: EngineSettings) -> int:
-    """Serve until a signal; the program's exit status."""
+    """Serve until a signal. Return the program's exit status."""
     configure(settings.log_level, settings.log_format)
     configure_audit()
     try:
@@ -95,15 +95,15 @@ def run(settings: EngineSettings) -> int:
         print(f"warmroute-engine: {error}", file=sys.stderr)
         return 2
     if any(thread.name == _LOADING for thread in threading.enumerate()):
-        _leave(0)  # a thread inside torch, which the interpreter ends together with itself, aborts the process
+        _leave(0)  # a thread inside torch would abort the process when the interpreter ends
     return 0
 
 
 async def serve(settings: EngineSettings) -> None:
     """Open the ports, load, serve, drain. Raises ModelError, TokenizerError, StartError, TierError, UnusableFile,
-    ConfigError where it cannot start.
+    ConfigError if the engine cannot start.
 
-    Ends the process where a step never ends.
+    Ends the process if a step never ends.
     """
     stop, force = asyncio.Event(), asyncio.Event()
     _on_signals(lambda: (force if stop.is_set() else stop).set())
@@ -136,7 +136,7 @@ async def serve(settings: EngineSettings) -> None:
                         await _unless(force, asyncio.ensure_future(state.wait_idle()))
         except BackendStuck as error:
             log.critical("ending without closing the backend: %s", error)
-            _leave(1)  # the interpreter, too, would wait for the step's thread
+            _leave(1)  # the interpreter would also wait for the step's thread
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -180,7 +180,7 @@ def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, in
 
 
 def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend, int]:
-    """The model on its device, and the blocks of its pool. Blocks. Raises ModelError, StartError."""
+    """Return the model on its device and the number of blocks in its pool. Blocks. Raises ModelError, StartError."""
     return _cuda_backend(settings) if settings.device_kind == "cuda" else _torch_backend(settings)
 
 
@@ -219,7 +219,7 @@ def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
     except NotExact as error:
         if "exact" in settings.model_fields_set:
             raise StartError(f"--exact cannot be kept on this machine: {error}; start with --no-exact") from None
-        log.warning("computing is not exact, as this machine's libraries sum in changing orders: %s", error)
+        log.warning("computing is not exact, because this machine's libraries sum in changing orders: %s", error)
         backend = TorchBackend(model, block_count=blocks, block_size=size, threads=settings.threads or None)
     except (MemoryError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -229,14 +229,14 @@ def _torch_backend(settings: EngineSettings) -> tuple[TorchBackend, int]:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The numbers of the open ports; None: not asked for."""
+    """The numbers of the open ports. None: the settings ask for no such port."""
 
     clients: int
     metrics: int | None = None
     admin: int | None = None
 
     def lines(self, settings: EngineSettings) -> list[str]:
-        """What is printed once the engine serves."""
+        """Return the lines that the engine prints when it serves."""
         host, admin_host = _in_url(settings.host), _in_url(settings.admin_host)
         lines = [f"listening on http://{host}:{self.clients}"]
         if self.metrics is not None:
@@ -248,7 +248,7 @@ class Ports:
 
 @asynccontextmanager
 async def listening(settings: EngineSettings, state: ServerState, metrics: EngineMetrics) -> AsyncIterator[Ports]:
-    """The open HTTP ports. On the way out, handlers still at work are cancelled. Raises StartError, UnusableFile."""
+    """Open the HTTP ports. The exit cancels handlers that still run. Raises StartError, UnusableFile."""
     keys: ApiKeys | None = None
     has_metrics, has_admin = settings.metrics_port is not None, settings.admin_port is not None
     async with AsyncExitStack() as stack:
@@ -274,7 +274,7 @@ async def listening(settings: EngineSettings, state: ServerState, metrics: Engin
 
 @asynccontextmanager
 async def _open(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """The number of an open port, behind which `app` is. Raises StartError."""
+    """Serve `app` on a port. Yields the port's number. Raises StartError."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
@@ -296,9 +296,9 @@ async def engine_tasks(
     port: int,
     force: asyncio.Event | None = None,
 ) -> AsyncIterator[Callable[[], object]]:
-    """Run the step loop and the publisher, with the service open to requests; yields what ends the publishing.
+    """Run the step loop and the publisher, with the service open to requests. Yields a call that ends the publishing.
 
-    Raises BackendStuck on the way out, where a step did not end before its deadline or does not once `force` is set.
+    Raises BackendStuck at the exit if a step did not end before its deadline, or does not end after `force` is set.
     """
     cache = PrefixCache(
         loaded.blocks,
@@ -310,7 +310,8 @@ async def engine_tasks(
     )
     wake = _Wake()
     stores = loaded.stores or emulated_stores(settings, loaded.blocks)
-    tiers = tiers_over(settings, cache, stores, wake) if stores else None
+    plans_ahead = loaded.backend.max_in_flight > 1
+    tiers = tiers_over(settings, cache, stores, wake, plans_ahead=plans_ahead) if stores else None
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
     scheduler = Scheduler(
@@ -337,7 +338,7 @@ async def engine_tasks(
 
     def copied() -> None:
         if tiers is not None:
-            tiers.poll()  # further copies begin now, and not with the next step
+            tiers.go_on()  # begins further copies now, not with the next step
         loop.wake()
 
     wake.call = copied
@@ -351,11 +352,21 @@ async def engine_tasks(
         publishing = None
         if publisher is not None:
             publishing = await stack.enter_async_context(_background(publisher.run(), "publisher"))
-            # An engine that computes nothing any more must not attract requests.
+            # An engine whose step loop has ended must not attract requests.
             stepping.add_done_callback(lambda _: publishing.cancel())
         registry = publisher.state if publisher is not None else RegistryState
         hear = publisher.follow_pace if publisher is not None else _ignore
-        state.service = EngineService(loaded.text, loop, scheduler, workers, metrics, pod_id, epoch, registry, hear)
+        state.service = EngineService(
+            model=loaded.text,
+            loop=loop,
+            scheduler=scheduler,
+            workers=workers,
+            metrics=metrics,
+            pod_id=pod_id,
+            epoch=epoch,
+            registry=registry,
+            on_fleet=hear,
+        )
         yield publishing.cancel if publishing is not None else lambda: None
 
 
@@ -367,7 +378,7 @@ class _Wake:
         self._loop = asyncio.get_running_loop()
 
     def __call__(self) -> None:
-        with suppress(RuntimeError):  # the event loop has closed: nobody steps any more
+        with suppress(RuntimeError):  # the event loop has closed, so there are no more steps
             self._loop.call_soon_threadsafe(self.call)
 
 
@@ -402,12 +413,12 @@ def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoc
 
 
 def _ignore(news: object) -> None:
-    """Nobody listens."""
+    """The listener if there is no publisher."""
 
 
 @asynccontextmanager
 async def _background(work: Coroutine[None, None, None], name: str) -> AsyncIterator[asyncio.Task[None]]:
-    """A task beside the block, cancelled and awaited after it. Its failure is logged when it happens."""
+    """Run `work` in a task during the block, then cancel and await the task. Its failure is logged at once."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_log_failure)
     try:
@@ -436,7 +447,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """The call's result. Unlike an executor's, the thread does not keep a process that is asked to end."""
+    """Return the call's future result. Unlike an executor's thread, this one does not delay the end of the process."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     outcome.set_running_or_notify_cancel()
 
@@ -451,7 +462,7 @@ def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def _unless(event: asyncio.Event, future: asyncio.Future[T]) -> T | None:
-    """The future's result, or None when the event comes first."""
+    """Return the future's result, or None if the event comes first."""
     waiting = asyncio.ensure_future(event.wait())
     try:
         either: list[asyncio.Future[Any]] = [waiting, future]
@@ -463,4 +474,4 @@ async def _unless(event: asyncio.Event, future: asyncio.Future[T]) -> T | None:
 
 
 def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host or "0.0.0.0"  # none: every address of both families
+    return f"[{host}]" if ":" in host else host or "0.0.0.0"  # empty: every address of both families

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 PROG = "warmroute-engine calibrate"
 EXIT_FAILED = 2
 DISTURBED = 0.25
-"""Spread of repeats above which the user is told that something else ran."""
+"""Spread of repeats above which the user is told that something else uses the machine."""
 MIN_STEPS = 24
-"""Steps to fit six constants to."""
+"""Fewest kinds of steps to fit the six constants to."""
 
 
 class CalibrateSettings(Settings):
-    """What is measured, for how long, and where the profile goes."""
+    """Settings: the device to measure, the time to measure for, and the profile's path."""
 
     beside = (EngineSettings,)
 
@@ -45,10 +45,10 @@ class CalibrateSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
-    out: Path = Field(Path("profile.yaml"), description="Profile to write, a .yaml file, replaced where it exists")
+    out: Path = Field(Path("profile.yaml"), description="Profile to write, a .yaml file; an existing one is replaced")
     seconds: float = Field(60.0, ge=1, le=3600, description="Seconds to measure for, loading the model not counted")
     kv_cache_bytes: int = Field(
-        0, ge=0, description="Bytes of the KV pool, whose tokens are the profile's; 0: as warmroute-engine has it"
+        0, ge=0, description="Bytes of the KV pool, whose tokens are the profile's; 0: the default of warmroute-engine"
     )
     kv_pool_tokens: int = Field(0, ge=0, description="Tokens of the KV pool; 0: as many as fit kv_cache_bytes")
     block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
@@ -69,7 +69,9 @@ class CalibrateSettings(Settings):
     @classmethod
     def _is_yaml(cls, path: Path) -> Path:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"must end in {' or '.join(SUFFIXES)}: --sim-profile tells a file from a name by that")
+            raise ValueError(
+                f"must end in {' or '.join(SUFFIXES)}: by that --sim-profile distinguishes files from names"
+            )
         return path
 
     @model_validator(mode="after")
@@ -83,13 +85,16 @@ class CalibrateSettings(Settings):
         return self
 
     def engine(self) -> EngineSettings:
-        """The engine that is measured. Raises ValidationError."""
+        """Return the settings of the measured engine. Raises ValidationError."""
         shared = set(CalibrateSettings.model_fields) & set(EngineSettings.model_fields) - {"config"}
         return EngineSettings(**{name: getattr(self, name) for name in shared})
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status: 0, 2 where the device or the model cannot be used, 130 on Ctrl-C; exits with 2 on bad flags."""
+    """Calibrate and return the exit status: 0, 2 if the device or model cannot be used, 130 on Ctrl-C.
+
+    Exits with 2 on bad flags.
+    """
     settings = load_or_exit(CalibrateSettings, argv, PROG)
     try:
         profile, found = asyncio.run(calibrate(settings))
@@ -115,7 +120,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     _say(f"loading {settings.model} on {settings.device}")
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
-        # Memory that was never written is slower to write and, on the CPU, faster to read than memory in use.
+        # Memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
         _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(
@@ -138,7 +143,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
 
 
 def _write(pool: Tensor) -> None:
-    """Zeros everywhere. When this returns they are written: a card's backend has a stream of its own, which does not
+    """Fill the pool with zeros and wait until they are written: a card's backend has its own stream, which does not
     wait for this one."""
     pool.zero_()
     if pool.is_cuda:
@@ -148,7 +153,7 @@ def _write(pool: Tensor) -> None:
 
 
 def _about(settings: CalibrateSettings, found: Measurement, profile: SimProfile) -> str:
-    """The comment over the profile."""
+    """Return the comment at the head of the profile."""
     return "\n".join(
         (
             f"Measured by {PROG} on {time.strftime('%Y-%m-%d', time.gmtime())}: {settings.model.resolve().name},"

@@ -19,9 +19,9 @@ DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables have traces sent
-    (engine/contract/otel/README.md). Exit status: 0 after a clean stop, 1 where a step did not end, 2 where it cannot
-    start.
+    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables turn on traces
+    (engine/contract/otel/VARIABLES.md). Exit status: 0 after a clean stop, 1 if a step did not end, 2 if the engine
+    cannot start.
     """
 
     model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
@@ -33,22 +33,22 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; empty: every one, 0.0.0.0: every IPv4 one")
+    host: str = Field("127.0.0.1", description="Address to listen on; empty: all, 0.0.0.0: all IPv4 addresses")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
     api_key_file: Path | None = Field(
         None,
-        description="File of API keys, one a line, # for comments, read again while running; clients and gateways show "
-        "one of them; none: whoever reaches the engine may use it",
+        description="File of API keys, one a line, # for comments, read again while running; clients and gateways must "
+        "show one of them; none: every client that reaches the engine may use it",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="TCP port of /metrics alone, at --host; 0: any free one; none: on --admin-port, else on --port",
+        description="Separate TCP port of /metrics, at --host; 0: any free one; none: on --admin-port, else on --port",
     )
     admin_host: str = Field(
         "127.0.0.1",
-        description="Address of --admin-port, which asks for no key; empty: every one, 0.0.0.0: every IPv4 one",
+        description="Address of --admin-port, which asks for no key; empty: all, 0.0.0.0: all IPv4 addresses",
     )
     admin_port: int | None = Field(
         None,
@@ -81,40 +81,40 @@ class EngineSettings(Settings):
     )
     prefix_cache: Literal["hash", "radix", "off"] = Field(
         "radix",
-        description="How equal beginnings of prompts are found, to reuse their KV. radix: to the token, by a tree; "
-        "hash: whole blocks, by digest; off: not at all",
+        description="How common prefixes of prompts are found, to reuse their KV. radix: to the token, by a tree; "
+        "hash: whole blocks, by digest; off: no reuse",
     )
     eviction: Literal["lru", "lfu", "cost"] = Field(
         "lfu",
-        description="Which unused KV block goes first. lru: the longest unused; lfu: the one common to the fewest "
-        "requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the seconds "
-        "that computing it again takes",
+        description="Which unused KV block is evicted first. lru: the longest unused; lfu: the block shared by the "
+        "fewest requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the "
+        "seconds to compute the block again",
     )
     pin_share: float = Field(
         0.25,
         ge=0,
         le=0.9,
-        description="Share of the KV pool that prompts may take which clients ask to keep (cache_control, "
-        "prompt_cache_retention); what is beyond it is served and not kept; 0: nothing is",
+        description="Share of the KV pool for prompts that clients ask to keep (cache_control, "
+        "prompt_cache_retention); prompts beyond it are served and not kept; 0: no prompt is kept",
     )
     pin_min_tokens: int = Field(
         1024,
         ge=1,
         le=2**31,
-        description="Tokens of the shortest beginning of a prompt that is kept, asked for or not",
+        description="Tokens of the shortest prefix of a prompt that is kept, asked for or unasked",
     )
     keep_share: float = Field(
         0.0,
         ge=0,
         le=0.9,
-        description="Share of the KV pool where conversations stay unasked: while a tool runs, as long as tools have "
-        "taken lately, and before a regenerated answer; a request that needs the room gets it; 0: none stays",
+        description="Share of the KV pool where conversations are kept unasked: while a tool runs, as long as tools "
+        "took lately, and before a regenerated answer; a request that needs the room gets it; 0: none is kept",
     )
     host_cache_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of host memory for KV blocks below the pool: what requests leave is copied there, and "
-        "fetched where that is sooner than computing it again; 0: none",
+        description="Bytes of host memory for KV blocks below the pool: blocks that requests leave are copied there, "
+        "and fetched if that is faster than computing them again; 0: none",
     )
     disk_cache_bytes: int = Field(
         0,
@@ -123,25 +123,25 @@ class EngineSettings(Settings):
     )
     disk_cache_path: Path | None = Field(
         None,
-        description="Folder of the disk tier, this engine's own: what engines of other models or versions left in it "
-        "is removed",
+        description="Folder of the disk tier, used by this engine only: files that engines of other models or versions "
+        "left in it are removed",
     )
     shared_cache_path: Path | None = Field(
         None,
-        description="Folder of the shared tier below these, on a file system that the engines of a model share: what "
-        "one has stored all may fetch, also one that has just started; none: no such tier",
+        description="Folder of the shared tier below these, on a file system that the engines of a model share: each "
+        "engine, even one just started, may fetch what another has stored; none: no such tier",
     )
     shared_cache_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes that the whole folder may hold, of all models: give all engines the same; what was used "
-        "least lately is removed",
+        description="Bytes that the whole folder may hold, for all models: give all engines the same number; the "
+        "least recently used blocks are removed",
     )
     max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
     max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
-    max_waiting: int = Field(1024, ge=1, le=2**20, description="Requests that wait at most; beyond, 429")
+    max_waiting: int = Field(1024, ge=1, le=2**20, description="Most requests that wait; further ones get 429")
     max_model_len: int = Field(
-        0, ge=0, description="Tokens of prompt and answer together; 0: what model and KV pool allow"
+        0, ge=0, description="Most tokens of prompt and answer together; 0: as many as model and KV pool allow"
     )
     cuda_graphs: bool = Field(True, description="Launch decode steps on cuda as CUDA graphs, captured at start")
     attention: Literal["auto", "triton", "flashinfer", "flash_attn"] = Field(
@@ -149,8 +149,8 @@ class EngineSettings(Settings):
     )
     exact: bool = Field(
         True,
-        description="On cpu: compute a request's logits bit for bit alike whatever is cached, in every batch; costs "
-        "time on the device (engine/backend/README.md)",
+        description="On cpu: compute a request's logits bit for bit alike with any cache and in any batch; costs "
+        "time on the device (engine/backend/EXACT.md)",
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
@@ -160,7 +160,7 @@ class EngineSettings(Settings):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
     step_deadline_s: float = Field(
-        300.0, gt=0, le=86_400, description="Seconds a step may take; beyond, the device is lost and /health says 503"
+        300.0, gt=0, le=86_400, description="Seconds a step may take; beyond, the device is lost and /health is 503"
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
@@ -219,7 +219,7 @@ class EngineSettings(Settings):
             raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
         self._check_shared_cache()
         if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
-            raise ValueError(f"--exact is there on device cpu alone, not on {self.device}")
+            raise ValueError(f"--exact works only on device cpu, not on {self.device}")
         if 0 < self.kv_pool_tokens < self.block_size:
             raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self
@@ -232,4 +232,4 @@ class EngineSettings(Settings):
         if not self.host_cache_bytes:
             raise ValueError("--shared-cache-path needs --host-cache-bytes: blocks pass through the host's memory")
         if self.device == "sim":
-            raise ValueError("--shared-cache-path is not there on device sim: there is no KV to share")
+            raise ValueError("--shared-cache-path does not work on device sim: there is no KV to share")

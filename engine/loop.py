@@ -1,4 +1,4 @@
-"""The one task that steps the engine: schedule, compute, hand out tokens, report what the cache changed."""
+"""The one task that steps the engine: schedule, compute, hand out tokens, report the cache's changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
 
 if TYPE_CHECKING:
-    from engine.metrics import EngineMetrics  # exporting needs a package that computing does not
+    from engine.metrics import EngineMetrics  # needs a package that computing alone does not need
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ IDLE_CHECK_S = 1.0
 """An idle loop looks for work this often even when nothing wakes it."""
 
 MAX_FAILURES_IN_A_ROW = 8
-"""As many failed steps with no other between them are taken for a device that will not compute again."""
+"""After this many failed steps in a row the device is given up."""
 
 
 class StepFailed(Exception):
-    """The step that computed a request failed, or the one before it; the request is gone, others go on."""
+    """The step that computed a request, or the step before that, failed; the request is lost, others go on."""
 
 
 class RequestRefused(Exception):
@@ -42,7 +42,7 @@ class _NeverEnds(RuntimeError):
 
 
 class TokenStream:
-    """Outputs of requests submitted together, in the order they are made. Raises StepFailed where a step failed.
+    """Outputs of requests submitted together, in the order they are made. Raises StepFailed after a failed step.
 
     Holds at most as many outputs as the requests may generate.
     """
@@ -52,7 +52,7 @@ class TokenStream:
         self._queue: asyncio.Queue[TokenOutput | StepFailed] = asyncio.Queue(bound)
         self._open: set[int] = set()
         self.taken_up_s: float | None = None
-        """`time.perf_counter` when the first step took one of the requests up; None before."""
+        """`time.perf_counter` when a step first included one of the requests; None before."""
 
     def open(self, request_id: int) -> None:
         """Expect outputs of this request."""
@@ -63,13 +63,13 @@ class TokenStream:
         self._queue.put_nowait(output)
 
     def fail(self, error: StepFailed) -> None:
-        """Make the reader's next step raise `error`, instead of what it has not read yet."""
+        """Drop the outputs not read yet, and raise `error` at the reader's next step."""
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(error)
 
     def abort(self, request_id: int) -> None:
-        """End one of the requests: no more outputs of it."""
+        """End one of the requests: the stream gives no more outputs of it."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._abort(request_id)
@@ -97,7 +97,7 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step given to the backend."""
+    """A step that the backend has."""
 
     plan: StepPlan
     result: Awaitable[StepResult]
@@ -106,8 +106,8 @@ class _Flight:
 class EngineLoop:
     """Steps the scheduler and the backend. All methods are called on the event loop.
 
-    Where the backend takes two steps, the second is scheduled and given to it before the first's tokens are here, so
-    the device goes on while the host hands them out.
+    If the backend takes two steps, it gets the second one before the tokens of the first arrive. So the device goes on
+    while the host hands out tokens.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class EngineLoop:
         step_deadline_s: float,
         check_in_s: Callable[[], float] | None = None,
     ) -> None:
-        """`check_in_s`: seconds after which an idle loop must look for work again; None: `wake` tells it in time."""
+        """`check_in_s`: returns the seconds after which an idle loop must look for work; None: `wake` suffices."""
         self._check_in_s = check_in_s or (lambda: IDLE_CHECK_S)
         self._scheduler = scheduler
         self._backend = backend
         self._on_changes = on_changes
         self._metrics = metrics
         self._flights: deque[_Flight] = deque()
-        """Steps that the backend has and the scheduler has not heard of since, oldest first."""
+        """Steps that the backend has and whose results the scheduler has not got yet, oldest first."""
         self._streams: dict[int, TokenStream] = {}
         self._queued_s: dict[int, float] = {}
-        """When each request that no step has taken up yet was queued."""
+        """The time at which each request that was in no step yet was queued."""
         self._failures_in_a_row = 0
         self._step_deadline_s = step_deadline_s
         self._dead = False
@@ -144,7 +144,7 @@ class EngineLoop:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether `run` has ended because a step did not: the backend cannot be closed then."""
+        """Whether `run` has ended because a step never ended: the backend cannot be closed then."""
         return self._stuck
 
     @property
@@ -154,10 +154,10 @@ class EngineLoop:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[TokenStream]:
-        """The requests' outputs; leaving the context aborts what has not finished.
+        """Queue requests. Yields their outputs; leaving the context aborts unfinished requests.
 
         Raises QueueFull, RequestRefused for a request that can never run (in both cases none of them is queued), and
-        StepFailed when the loop has ended.
+        StepFailed if the loop has ended.
         """
         if self._dead:
             raise StepFailed("the engine has stopped")
@@ -177,11 +177,11 @@ class EngineLoop:
             stream.abort_all()
 
     def wake(self) -> None:
-        """There may be work: look for it if idle."""
+        """Make an idle loop look for work."""
         self._wake.set()
 
     def reset_cache(self) -> int:
-        """Forget all cached prefixes, and publish that; the number of blocks freed. Running requests go on."""
+        """Forget all cached prefixes, and publish that. Return the number of freed blocks. Running requests go on."""
         freed = self._scheduler.reset_cache()
         self._publish()
         return freed
@@ -189,9 +189,9 @@ class EngineLoop:
     async def run(self) -> None:
         """Step until cancelled.
 
-        A failed step costs the requests in it and in the one given to the backend behind it; a defect of the loop
-        itself ends it. So do `MAX_FAILURES_IN_A_ROW` failed steps: raises RuntimeError from the last one's error. So
-        does a step that has not ended when its deadline is over, counted from when the one before it ended.
+        A failed step ends the requests in it and in the step queued behind it. After `MAX_FAILURES_IN_A_ROW` failed
+        steps it raises RuntimeError from the last step's error, and also if a step has not ended by its deadline,
+        counted from the end of the step before it. A defect of the loop itself ends it, too.
         """
         try:
             while True:
@@ -214,7 +214,7 @@ class EngineLoop:
             await self._idle()
 
     async def _launch(self) -> bool:
-        """Give the backend a step; False where there is none to give now."""
+        """Give the backend a step. Return False if there is no step to give now."""
         self._scheduler.advance(asyncio.get_running_loop().time())
         plan = self._scheduler.schedule_ahead() if self._flights else self._scheduler.schedule()
         self._publish()
@@ -226,7 +226,7 @@ class EngineLoop:
             self._flights.append(_Flight(plan, run))
         else:
             self._flights.append(_Flight(plan, asyncio.create_task(run)))
-            await asyncio.sleep(0)  # the call begins here, before the host learns a token that the plan does not know
+            await asyncio.sleep(0)  # begins the call before the host learns a token that is not in the plan
         return True
 
     async def _land(self) -> None:
@@ -259,7 +259,7 @@ class EngineLoop:
         await asyncio.sleep(0)
 
     async def _give_up(self, reason: str) -> None:
-        """The oldest step is lost, and with it those given to the backend after it, whose blocks it may still use."""
+        """Fail the oldest step and the steps that the backend got after it: it may still use their blocks."""
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()
@@ -268,13 +268,13 @@ class EngineLoop:
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """For waiting for a step. Raises _NeverEnds."""
+        """Limit the wait for a step. Raises _NeverEnds."""
         try:
             async with asyncio.timeout(self._step_deadline_s) as timer:
                 yield
         except TimeoutError:
             if not timer.expired():
-                raise  # the backend's own
+                raise  # a TimeoutError of the backend itself
             self._stuck = True
             raise _NeverEnds(f"a step has not ended within {self._step_deadline_s:g} s") from None
 
@@ -293,7 +293,7 @@ class EngineLoop:
             pass
 
     def _observe_queue(self, plan: StepPlan) -> None:
-        """Requests that this step takes up first have waited until now."""
+        """Record the waiting times of the requests that are in a step for the first time."""
         if not self._queued_s:
             return
         now_s = time.perf_counter()

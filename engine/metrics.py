@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine: vLLM's names where vLLM has the metric, `warmroute_` names for the rest.
+"""Prometheus metrics of one engine, with vLLM's name if vLLM has the metric, else with a `warmroute_` name.
 
 vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
 """
@@ -21,7 +21,7 @@ _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 @dataclass(frozen=True, slots=True)
 class RegistryState:
-    """How publishing to the registry goes. Counters are since the start."""
+    """State of publishing to the registry. Counters are since the start."""
 
     configured: bool = False
     connected: bool = False
@@ -52,13 +52,13 @@ class EngineMetrics:
             "warmroute_kv_blocks_pinned", "KV blocks that stay because clients ask to keep prompts."
         )
         self.pins_given_up = counter(
-            "warmroute_pins_given_up", "Kept beginnings of prompts that went before their time, for want of blocks."
+            "warmroute_pins_given_up", "Kept prefixes given up before their time, for lack of blocks."
         )
         self.blocks_learnt = gauge(
             "warmroute_kv_blocks_kept_unasked", "KV blocks that stay while a tool runs or before a regenerated answer."
         )
         self.learnt_given_up = counter(
-            "warmroute_kept_unasked_given_up", "Those of such beginnings of prompts that went before their time."
+            "warmroute_kept_unasked_given_up", "Prefixes kept unasked and given up before their time."
         )
         self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
@@ -98,7 +98,7 @@ class EngineMetrics:
         self._registry_gauges = {
             name: gauge(f"warmroute_registry_{name}", text)
             for name, text in (
-                ("configured", "1 where a Redis URL is set."),
+                ("configured", "1 if a Redis URL is set."),
                 ("connected", "1 while Redis takes what is published."),
                 ("pending_keys", "Changed prefix keys that were not sent yet."),
             )
@@ -113,7 +113,7 @@ class EngineMetrics:
             )
         }
         self._counted: Tally[str] = Tally()
-        """What is counted elsewhere, as of the last scrape."""
+        """Totals that are counted elsewhere, as of the last scrape."""
 
     def observe_step(self, *, elapsed_s: float, prefill_tokens: int, sampled_tokens: int) -> None:
         """Count one step."""
@@ -122,19 +122,19 @@ class EngineMetrics:
         self.generation_tokens.inc(sampled_tokens)
 
     def observe_first_token(self, *, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count a sequence's prompt, at its first token, `elapsed_s` after the request came in."""
+        """Count a sequence's prompt at its first token, `elapsed_s` seconds after the request came in."""
         self.time_to_first_token.observe(elapsed_s)
         self.prompt_tokens.inc(prompt_tokens)
         self.queries.inc(prompt_tokens)
         self.hits.inc(cached_tokens)
 
     def observe_finish(self, *, elapsed_s: float, reason: str) -> None:
-        """Count a finished sequence, `elapsed_s` after the request came in."""
+        """Count a finished sequence, `elapsed_s` seconds after the request came in."""
         self.end_to_end.observe(elapsed_s)
         self._success.labels(self._model_name, reason).inc()
 
     def observe_response(self, path: str, status: int) -> None:
-        """Count an HTTP response; `path` is a route, never what a client made up."""
+        """Count an HTTP response. `path` is a route, never a path that a client made up."""
         self._responses.labels(self._model_name, path, str(status)).inc()
 
     def update(
@@ -146,7 +146,7 @@ class EngineMetrics:
         evicted_blocks: int = 0,
         evicted_too_soon: int = 0,
     ) -> None:
-        """Set what is read at a scrape. All but `load` and `cached_blocks` are since the engine started."""
+        """Set the values read at a scrape. Counts except `load` and `cached_blocks` are since the engine's start."""
         self.running.set(load.running)
         self.waiting.set(load.waiting)
         self.uncached_tokens.set(load.uncached_tokens)
@@ -159,30 +159,30 @@ class EngineMetrics:
         self._advance(self.evicted_too_soon, "evicted_too_soon", evicted_too_soon)
 
     def update_pins(self, blocks: int, given_up: int, learnt_blocks: int, learnt_given_up: int) -> None:
-        """Set what is read at a scrape. `given_up`: since the engine started."""
+        """Set the pins' values read at a scrape. `given_up` and `learnt_given_up`: since the engine's start."""
         self.blocks_pinned.set(blocks)
         self.blocks_learnt.set(learnt_blocks)
         self._advance(self.pins_given_up, "pins_given_up", given_up)
         self._advance(self.learnt_given_up, "learnt_given_up", learnt_given_up)
 
     def update_registry(self, state: RegistryState) -> None:
-        """Set what is read at a scrape of an engine that publishes."""
+        """Set the registry's values read at a scrape."""
         for name, gauge in self._registry_gauges.items():
             gauge.set(getattr(state, name))
         for name, counter in self._registry_counters.items():
             self._advance(counter, name, getattr(state, name))
 
     def _advance(self, counter: Counter, name: str, total: int) -> None:
-        """Bring a counter up to what is counted elsewhere."""
+        """Bring a counter up to a total that is counted elsewhere."""
         counter.inc(total - self._counted[name])
         self._counted[name] = total
 
     def families(self) -> list[Metric]:
-        """All series as they are now; they change no more."""
+        """Return a copy of all series as they are now."""
         return list(self.registry.collect())
 
     def exposition(self) -> bytes:
-        """All series in Prometheus' text format."""
+        """Return all series in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:

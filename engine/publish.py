@@ -1,6 +1,6 @@
-"""The engine's side of the registry: what the cache holds, told to Redis in small batches that never delay a step.
+"""The engine's side of the registry: publishes the cache's contents to Redis in small batches that never delay a step.
 
-Per model one capped Redis Stream takes every pod's deltas; each pod's snapshot is a string whose TTL is its lease.
+Each model has one capped Redis Stream for every pod's deltas. Each pod's snapshot is a string whose TTL is its lease.
 A reader that misses a delta sees the gap in `seq` and loads the snapshot (router/registry/reader.py).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from engine.cache.changes import KeyChanges
-from engine.contract.events import Keys, Kind, RegistryMessage, Tier, encode
+from engine.contract.events import Keys, MessageKind, RegistryMessage, Tier, encode
 from engine.contract.fetch_costs import pack_fetch_costs
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
@@ -43,12 +43,13 @@ log = logging.getLogger(__name__)
 
 BATCH_KEYS = 512
 HEARTBEATS_A_LEASE = 1 / 3
-"""However large the fleet, heartbeats are no rarer than this share of a lease: gateways drop who is silent for one."""
+"""Heartbeats come at least once in this share of a lease, in a fleet of any size: a pod silent for a lease is
+dropped."""
 MAX_BACKOFF_S = 2.0
 FLEET_REMEMBERED_S = 60.0
-"""Of several gateways that follow fleets of several sizes, the largest one heard of in this time counts."""
+"""If gateways report fleets of different sizes, the largest one reported within this time counts."""
 STREAM_TTL_S = 3600
-"""The stream of a model that nobody publishes any more goes after this."""
+"""Redis drops a model's stream after this time without a publisher."""
 
 
 @dataclass(slots=True)
@@ -65,8 +66,8 @@ class PublisherStats:
 class Publisher:
     """Publishes one engine's held prefix keys and load.
 
-    `load` and `held` answer for the present moment and are called on the event loop, between steps. `max_pending_keys`
-    bounds the queue: a longer backlog is dropped, and a snapshot takes its place.
+    `load` and `held` return the present state and are called on the event loop, between steps. `max_pending_keys`
+    bounds the queue: a longer backlog is dropped, and a snapshot replaces it.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Publisher:
         self.stats = PublisherStats()
 
     def offer(self, changes: KeyChanges) -> None:
-        """Queue changes. Never blocks; later changes of a key replace earlier ones not yet sent."""
+        """Queue changes. Never blocks. A later change of a key replaces an earlier one that was not sent."""
         pending = self._pending
         for key in changes.removed:
             pending.pop(key, None)
@@ -126,7 +127,7 @@ class Publisher:
             self._full.set()
 
     def follow_pace(self, pods: int) -> None:
-        """A gateway follows `pods` engines in all, this one among them: the more, the less often is published."""
+        """Adapt the pace to a gateway that follows `pods` engines: the more engines, the less often each publishes."""
         now_s = asyncio.get_running_loop().time()
         if pods >= self._fleet_pods or now_s - self._fleet_heard_at_s > FLEET_REMEMBERED_S:
             self._fleet_heard_at_s = now_s
@@ -137,13 +138,13 @@ class Publisher:
                 self._periods = replace(pace, heartbeat_s=min(pace.heartbeat_s, often_enough_s))
 
     def state(self) -> RegistryState:
-        """How it goes."""
+        """Return the state of publishing."""
         return RegistryState(
             configured=True, connected=self.connected, pending_keys=len(self._pending), **asdict(self.stats)
         )
 
     async def run(self) -> None:
-        """Publish until cancelled; no failure ends it. On cancellation the lease is given up."""
+        """Publish until cancelled. No failure ends it. On cancellation it gives up the lease."""
         backoff_s = 0.1
         redis = connect(self._redis_url)
         try:
@@ -155,7 +156,7 @@ class Publisher:
                     self._succeeded()
                     backoff_s = 0.1
                     await self._wait_for_work()
-                except Exception as error:  # outermost loop: a defect met once must not silence the engine for good
+                except Exception as error:  # outermost loop: one defect must not silence the engine for good
                     self._failed(error)
                     await drop_connections(redis)
                     await asyncio.sleep(backoff_s)
@@ -185,7 +186,7 @@ class Publisher:
             log.warning("registry: cannot publish to Redis, will keep trying: %s", text, exc_info=defect)
 
     async def _wait_for_work(self) -> None:
-        """Until a batch is full, its first change is old enough, the load is another, or the heartbeat is due."""
+        """Wait until a batch is full, its first change is old enough, the load has changed, or the heartbeat is due."""
         pace = self._periods
         clock = asyncio.get_running_loop().time
         heartbeat_at_s = clock() + pace.heartbeat_s
@@ -213,12 +214,14 @@ class Publisher:
         await self._append_delta(redis)
 
     async def _write_snapshot(self, redis: Redis, *, skip: bool) -> None:
-        """`skip`: a delta was lost, so leave a hole in `seq`; every reader sees it and takes this snapshot."""
+        """`skip`: a delta was lost. The skipped `seq` makes every reader take this snapshot."""
         if skip:
             self._seq += 1
             self._pending.clear()
         self._needs_snapshot = False
-        message = RegistryMessage(Kind.SNAPSHOT, self._stride, self._epoch, self._seq, self._load(), (), self._held())
+        message = RegistryMessage(
+            MessageKind.SNAPSHOT, self._stride, self._epoch, self._seq, self._load(), (), self._held()
+        )
         self._snapshot_seq, self._snapshot_at_s = self._seq, asyncio.get_running_loop().time()
         data = await asyncio.to_thread(encode, message)
         async with redis.pipeline(transaction=False) as pipe:
@@ -243,7 +246,7 @@ class Publisher:
         load = self._load()
         self._sent_occupancy = _occupancy(load)
         message = RegistryMessage(
-            Kind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
+            MessageKind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
         )
         entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
         if fetch := pack_fetch_costs(load.fetch):
@@ -265,5 +268,5 @@ class Publisher:
 
 
 def _occupancy(load: LoadReport) -> tuple[int, int, int]:
-    """What of a load report makes it worth sending."""
+    """Return the part of a load report whose change makes the report worth sending."""
     return load.running, load.waiting, load.uncached_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from engine.backend.profile_file import load_profile
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.config import EngineSettings
+from engine.tiers.allowance import HIDDEN_SHARE, STEP_SHARE
 from engine.tiers.build import Store, TierError, disk_store, emulated_store, host_store, make_tiers, shared_store
 from engine.tiers.fingerprint import model_fingerprint
 from engine.tiers.place import Place
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def real_stores(settings: EngineSettings, pool: KvPool) -> tuple[Store, ...]:
-    """Of a device that computes. Blocks. Raises TierError."""
+    """Return the tiers of a device that computes. Blocks. Raises TierError."""
     if not settings.host_cache_bytes:
         return ()
     host = host_store(pool, settings.host_cache_bytes)
@@ -46,7 +48,7 @@ def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
     """Raises TierError."""
     layout = (settings.device_kind, pool.data.dtype, *pool.data.shape[1:])
     if settings.device_kind == "cpu" and settings.exact:
-        # A block computed otherwise has other bits: by other instructions, too, as on another node.
+        # A block computed in another way has other bits, also if only the CPU's instructions differ.
         from engine.backend.arithmetic import cpu_arithmetic  # an emulated pod needs no torch
 
         layout += ("exact", settings.threads, *cpu_arithmetic())
@@ -57,7 +59,10 @@ def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
 
 
 def emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
-    """Of device sim, whose copies go by the event loop's clock; `blocks`: of the pool. Raises TierError."""
+    """Return the tiers of device sim, whose copies take time on the event loop's clock; `blocks`: of the pool.
+
+    Raises TierError.
+    """
     if settings.device != "sim" or not settings.host_cache_bytes:
         return ()
     profile = load_profile(settings.sim_profile)
@@ -81,9 +86,18 @@ def emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
 
 
 def tiers_over(
-    settings: EngineSettings, cache: PrefixCache, stores: Sequence[Store], wake: Callable[[], None]
+    settings: EngineSettings,
+    cache: PrefixCache,
+    stores: Sequence[Store],
+    wake: Callable[[], None],
+    *,
+    plans_ahead: bool,
 ) -> Tiers:
-    """The tiers over these stores; `wake`: called, on any thread, when a copy has ended."""
+    """Return the tiers over these stores.
+
+    `wake` makes the event loop look after the copies; the tiers call it on any thread, also when a copy has ended.
+    `plans_ahead`: a step is planned during the step before it.
+    """
     return make_tiers(
         cache,
         stores,
@@ -91,4 +105,7 @@ def tiers_over(
         step_tokens=settings.max_step_tokens,
         clock=asyncio.get_running_loop().time,
         on_end=wake,
+        step_share=HIDDEN_SHARE if plans_ahead else STEP_SHARE,
+        computed=None if settings.device == "sim" else time.thread_time,
+        later=wake,
     )

@@ -20,7 +20,9 @@ COMMANDS = {
     "demo": "start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report",
     "demo-fleet": "the same with eight emulated H100 pods instead of the CPU engines",
 }
-"""Each is a module of `loadgen.commands`, as `module_of` names it, with `run(argv) -> exit status`."""
+"""The modules that `module_of` names; each has `run(argv) -> exit status`."""
+DEMOS = ("demo", "demo-fleet")
+"""These commands start the servers they measure, so their package is above the other commands."""
 USAGE = """usage: warmroute-loadgen COMMAND [flags]
 
 Realistic traffic for LLM servers, and what it says about routing.
@@ -34,7 +36,7 @@ environment (WARMROUTE_SESSION_RATE=2) or in a YAML file (--config FILE); flags 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the subcommand; exits with 0, 1 (the run failed), 2 (bad flags) or 130 (interrupted)."""
+    """Run the subcommand. Exit with 0, 1 (the run failed), 2 (bad flags) or 130 (interrupted)."""
     if argv is None:
         end_on_sigterm(EXIT_INTERRUPTED)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -45,17 +47,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         print(f"warmroute-loadgen: unknown command {command!r}; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-    # Imported here: it takes a while, in which a SIGTERM must not be lost, and only what the command needs.
+    # Imported here for two reasons: the import takes a while, in which a SIGTERM must not be lost, and each command
+    # imports only what it needs.
     try:
         status = importlib.import_module(module_of(command)).run(rest)
-    except KeyboardInterrupt:  # before the command listens for it, or after its work
+    except KeyboardInterrupt:  # before the command handles SIGINT, or after its work
         status = EXIT_INTERRUPTED
     raise SystemExit(status)
 
 
 def module_of(command: str) -> str:
-    """Where the command is."""
-    return f"loadgen.commands.{command.replace('-', '_')}"
+    """Return the name of the command's module."""
+    package = "loadgen.demo" if command in DEMOS else "loadgen.commands"
+    return f"{package}.{command.replace('-', '_')}"
 
 
 if __name__ == "__main__":

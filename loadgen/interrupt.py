@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end. SIGINT, SIGTERM and SIGHUP cancel it, so it cleans up, and raise KeyboardInterrupt here.
+    """Run `work` to its end. SIGINT, SIGTERM and SIGHUP cancel it, so that it cleans up; then raise KeyboardInterrupt.
 
-    SIGHUP is left alone where it is ignored, as it is under nohup.
-    On uvloop: a request costs less CPU there and leaves more punctually.
+    If SIGHUP is ignored, as under nohup, it stays ignored. `work` runs on uvloop, where a request costs less CPU and
+    leaves more punctually.
     """
 
     async def main() -> T:

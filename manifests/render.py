@@ -1,7 +1,7 @@
 """Render the chart into kustomize's base and overlays: `python -m manifests.render [HELM]`, default helm on PATH.
 
-The base is the chart's defaults. An overlay is a values file: objects that the base has not go into `added.yaml`, those
-that are otherwise there into `replaced.yaml`, and what Prometheus and Grafana need into a component of its own.
+The base is the chart's defaults. An overlay is a values file. Objects that the base does not have go into `added.yaml`,
+objects that differ from the base's into `replaced.yaml`, and those for Prometheus and Grafana into a component.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KUBE_VERSION = "1.35.0"
 HEAD = "# Rendered from charts/warmroute by `make manifests`.\n"
 DEADLINE_S = 60
 MONITORING = ("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
-# helm makes up a password when it installs; plain manifests cannot.
+# helm makes a password when it installs; plain manifests cannot.
 FLAGS = ("--set", f"redis.auth.existingSecret={NAME}-redis")
 
 Object = dict[str, Any]
@@ -30,7 +30,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A folder of `overlays`, and the values file that it is."""
+    """A folder of `overlays`, and the values file from which it is rendered."""
 
     name: str
     values: str
@@ -40,14 +40,14 @@ OVERLAYS = (Overlay("demo", "values-demo.yaml"), Overlay("production", "values-p
 
 
 def render(helm: str) -> Iterator[tuple[Path, str]]:
-    """Every file and what is to be in it. Raises CalledProcessError, TimeoutExpired."""
+    """Yield every file and its content. Raises CalledProcessError, TimeoutExpired."""
     base = template(helm)
     yield HERE / "base" / "warmroute.yaml", _text(base)
     for overlay in OVERLAYS:
         objects = template(helm, f"--values={CHART / overlay.values}")
         missing = [_key(thing) for thing in base if _key(thing) not in map(_key, objects)]
         if missing:
-            raise ValueError(f"{overlay.values} takes away what the base has: {missing}")
+            raise ValueError(f"{overlay.values} lacks objects that the base has: {missing}")
         monitoring = [thing for thing in objects if _is_monitoring(thing)]
         rest = [thing for thing in objects if not _is_monitoring(thing)]
         in_base = {_key(thing): thing for thing in base}
@@ -60,7 +60,7 @@ def render(helm: str) -> Iterator[tuple[Path, str]]:
 
 
 def template(helm: str, *flags: str) -> list[Object]:
-    """The chart's objects without its hooks, labelled as kustomize's. Raises as `render` does."""
+    """Return the chart's objects without its hooks, with kustomize's labels. Raises as `render` does."""
     command = [helm, "template", NAME, str(CHART), "--namespace", NAME, "--kube-version", KUBE_VERSION, "--no-hooks"]
     done = subprocess.run([*command, *FLAGS, *flags], check=True, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     objects = [thing for thing in yaml.load_all(done.stdout, yaml.CSafeLoader) if thing]
@@ -72,14 +72,17 @@ def template(helm: str, *flags: str) -> list[Object]:
 
 
 def _replacing(thing: Object, base: Object) -> Object:
-    """A patch that replaces the whole spec: merged, lists such as a container's `args` would keep what the base has."""
+    """Return a patch that replaces the whole spec.
+
+    If it were merged, lists such as a container's `args` would keep what the base has.
+    """
     if {**base, "spec": None} != {**thing, "spec": None}:
         raise ValueError(f"{_key(thing)} differs from the base in more than its spec")
     return {**thing, "spec": {"$patch": "replace", **thing["spec"]}}
 
 
 def _is_monitoring(thing: Object) -> bool:
-    """Also the Service that only Prometheus uses."""
+    """Return whether the object is for Prometheus or Grafana alone, as a Service for Prometheus is."""
     return thing["kind"] in MONITORING or thing["metadata"]["name"].endswith("-metrics")
 
 
@@ -92,7 +95,7 @@ def _text(objects: Iterable[Object]) -> str:
 
 
 def main() -> None:
-    """Write all files. Exits with the reason where helm cannot be run, or says no."""
+    """Write all files. Exits with the reason if helm cannot be run, or fails."""
     try:
         files = list(render(sys.argv[1] if len(sys.argv) > 1 else "helm"))
     except FileNotFoundError as error:

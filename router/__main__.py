@@ -1,4 +1,5 @@
-"""`warmroute-gateway` and `python -m router`: read the settings, serve until told to stop; or `keys`, or `top`."""
+"""`warmroute-gateway` and `python -m router`: read the settings and serve until told to stop; or run `keys` or
+`top`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ PROG = "warmroute-gateway"
 def main() -> None:
     """Run the gateway. Exit status: 0 after a clean stop, 2 for bad settings, 1 for a used port or a task that died."""
     end_on_sigterm(0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop's own takes its place
-    # Imported here: it takes most of a second, in which a SIGTERM must not be lost.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop replaces it
+    # Imported here: the import takes most of a second, in which a SIGTERM must not be lost.
     import_redis()
     import asyncio
 
@@ -32,7 +33,7 @@ def main() -> None:
     if sys.argv[1:2] == ["top"]:
         from router.live.top import top_command
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the screen is given back first
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal is restored first
         raise SystemExit(top_command(sys.argv[2:]))
     if sys.argv[1:2] == ["keys"]:
         raise SystemExit(keys_command(sys.argv[2:]))

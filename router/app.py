@@ -1,4 +1,4 @@
-"""The gateway put together: the one place that names concrete classes, and the order of starting and stopping."""
+"""Assembles the gateway: the one place that names concrete classes, and sets the order of starting and stopping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from engine.contract.redis_client import connect as connect_redis
 from router.config import GatewaySettings
 from router.events.feed import EventFeed
 from router.events.follow import Streams
-from router.fleet.discovery import OverTls
 from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.lack import Lacks
@@ -34,7 +33,7 @@ from router.gateway.admission import MIB, Admission
 from router.gateway.cache_store import CacheBounds, MemoryCaches, RedisCaches
 from router.gateway.door import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
 from router.gateway.engine_client import EngineClient
-from router.gateway.errors import errors
+from router.gateway.errors import end_connection, end_unread, errors
 from router.gateway.event_sources import sources
 from router.gateway.headers import UpstreamHeaders
 from router.gateway.keys import ClientKeys, counting_refusals, require_key
@@ -62,6 +61,7 @@ from router.parts import (
     LIMITER,
     METRICS,
     NAMES,
+    OBJECTIVES,
     PLACES,
     REGISTRY,
     SCRAPER,
@@ -78,7 +78,7 @@ from router.registry.places import Places
 from router.registry.reader import RegistryReader
 from router.registry.share_sync import ShareSync
 from router.routes import add_routes
-from router.sources import make_discovery
+from router.sources import make_discovery, make_objectives
 from router.telemetry.metrics import Metrics
 from router.tenants.isolation import Isolation, parse_secret
 from router.tenants.limiter import Limiter
@@ -90,14 +90,15 @@ from router.tenants.usage_log import UsageLog
 log = logging.getLogger(__name__)
 
 PROBES_IDLE_S = 3.0
-"""Idle connections of probes are given up before the engine does so (uvicorn: 5 s), lest a probe meets the end."""
+"""Idle connections of probes are closed before the engine closes them (uvicorn: 5 s), so that no probe meets the
+end."""
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
-"""Keys of dropped pods looked at in one go: well under a millisecond."""
+"""Keys of dropped pods looked at in one step: well under a millisecond."""
 
 
 def build_app(settings: GatewaySettings) -> web.Application:
-    """The application, not started. What needs a running loop is made by the contexts, in this order."""
+    """Return the application, not started. The contexts make what needs a running loop, in this order."""
     metrics, client_keys = Metrics(), ClientKeys()
     guards = [require_key(client_keys, counting_refusals(metrics))] if settings.has_client_keys else []
     app = web.Application(middlewares=[errors, refuse_extra, *guards], client_max_size=settings.max_body_bytes)
@@ -142,19 +143,18 @@ def build_app(settings: GatewaySettings) -> web.Application:
         )
     )
     app.cleanup_ctx.append(_metrics_sent)
-    app.on_response_prepare.append(_leave_when_draining)
+    app.on_response_prepare.extend((end_unread, _leave_when_draining))
     add_routes(app)
     return app
 
 
 async def _leave_when_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Let kept connections end with their next answer: one left idle would meet a client's next request."""
+    """End kept connections with their next answer: an idle one would break the client's next request."""
     if request.app[ADMISSION].is_draining:
-        response.force_close()
-        response.headers["Connection"] = "close"
+        end_connection(response)
 
 
-# -- contexts: each makes one thing, yields, and ends it; ended in reverse order -------------------------------------
+# -- contexts: each makes one part, yields, and ends it; they end in reverse order ------------------------------------
 
 
 async def _supervision(app: web.Application) -> AsyncIterator[None]:
@@ -163,7 +163,7 @@ async def _supervision(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _usage_log(app: web.Application) -> AsyncIterator[None]:
-    """What tenants have used, written to its end when the last request has ended."""
+    """Open the usage log. It is written to its end after the last request has ended."""
     app[USAGE_LOG] = None
     folder = app[SETTINGS].usage_log
     if folder is None:
@@ -204,7 +204,7 @@ async def _cache_store(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _keys(app: web.Application) -> AsyncIterator[None]:
-    """Who the tenants are, and the keys of clients and of the engines: read before anything is served, and followed."""
+    """Read the tenants and the keys of clients and engines before anything is served, then follow their files."""
     settings, keys, metrics = app[SETTINGS], app[CLIENT_KEYS], app[METRICS]
 
     def use_tenants(tenants: Sequence[Tenant]) -> None:
@@ -235,11 +235,12 @@ async def _keys(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _clients(app: web.Application) -> AsyncIterator[None]:
-    """Connections to the engines. Their number is bounded by the requests in flight; nothing queues for one."""
+    """Open the client for engines. The requests in flight bound its connections; nothing queues for a connection."""
     settings = app[SETTINGS]
     context: ssl.SSLContext | None = None
     certificate: Certificate | None = None
-    if settings.has_engine_tls or any(url.startswith("https:") for url in settings.engines):
+    has_tls_sets = any(target.tls for target in settings.targets)
+    if settings.has_engine_tls or has_tls_sets or any(url.startswith("https:") for url in settings.engines):
         context = engine_context(settings.engine_tls_ca_file, settings.engine_tls_server_name)
         if settings.engine_tls_cert_file and settings.engine_tls_key_file:
             certificate = Certificate(context, settings.engine_tls_cert_file, settings.engine_tls_key_file)
@@ -263,8 +264,8 @@ async def _clients(app: web.Application) -> AsyncIterator[None]:
 
 async def _fleet(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
-    discovery = make_discovery(settings)
-    app[DISCOVERY] = OverTls(discovery) if settings.has_engine_tls else discovery
+    app[DISCOVERY] = make_discovery(settings)
+    app[OBJECTIVES] = make_objectives(settings)
     app[FLEET] = Fleet(
         app[DISCOVERY],
         HttpProbe(
@@ -289,7 +290,7 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         )
 
     def give_up(pod: Pod) -> None:
-        """What a pod that sleeps has not begun to answer goes to another one, where there is one."""
+        """Move the requests that a sleeping pod has not begun to answer to another pod, if there is one."""
         if any(app[FLEET].pods(model.name) for model in pod.identity.models):
             for target in pod.targets.values():
                 app[ENGINES].give_up(target)
@@ -315,7 +316,7 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _places(app: web.Application) -> AsyncIterator[None]:
-    """Where conversations are that engines keep, shared with the other gateways where there is a Redis."""
+    """Follow where engines keep conversations, shared with the other gateways if there is a Redis."""
     url = app[SETTINGS].redis_url
     async with contextlib.AsyncExitStack() as running:
         redis = None if url is None else await running.enter_async_context(connect_redis(url))
@@ -338,20 +339,20 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
-    """The metrics over OTLP, where the environment asks for that."""
+    """Send the metrics over OTLP, if the environment asks for that."""
     async with metrics_sent(SERVICE, app[STATUS].families):
         yield
 
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
-    """What goes on beside the requests: forgetting what is gone, and finding out when the gateway is warm."""
+    """Run the background work: forget what is gone, and find out when the gateway is warm."""
     index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
         for pod in change.ended:
             streams.leave(pod)
-            if not registry.reports(pod):  # the registry reader sees the end of a publishing pod's life by itself
+            if not registry.reports(pod):  # the registry reader handles pods that publish
                 index.drop(pod)
                 app[CHOOSER].tell_forgotten(pod, is_sure=False)
         if isinstance(sharing, Sharing):
@@ -385,6 +386,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
                 await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
+        if (objectives := app[OBJECTIVES]) is not None:
+            await running.enter_async_context(kept(app, "following InferenceObjectives", objectives.run()))
         if (scraper := app[SCRAPER]) is not None:
             await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
@@ -395,14 +398,15 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def kept(app: web.Application, name: str, work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
-    """`work` as a task while the block lasts. If it fails, the gateway ends: `serve` waits for the first to do so."""
+    """Run `work` as a task while the block lasts. If it fails, the gateway ends: `serve` waits for the first
+    failure."""
 
     def look(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("%s died: the gateway stops", name, exc_info=error)
-            app[ADMISSION].is_draining = True  # nothing may be sent to it any more
+            log.critical("%s failed: the gateway stops", name, exc_info=error)
+            app[ADMISSION].is_draining = True  # the gateway takes no more requests
             if not app[DIED].done():
-                app[DIED].set_result(f"{name} died: {type(error).__name__}: {error}")
+                app[DIED].set_result(f"{name} failed: {type(error).__name__}: {error}")
 
     async with running_task(work) as task:
         task.add_done_callback(look)

@@ -32,9 +32,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
     shows a running gateway.
 
-    Traces are sent where the standard OTEL_* variables ask for them (engine/contract/otel/README.md).
+    Traces are sent if the standard OTEL_* variables ask for them (engine/contract/otel/VARIABLES.md).
 
-    Exit status: 0 after a clean stop, 1 where the port cannot be had or a part of it has died, 2 for bad flags or key
+    Exit status: 0 after a clean stop, 1 if the port is not available or a part of it has died, 2 for bad flags or key
     files.
     """
 
@@ -67,12 +67,12 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         [],
         json_schema_extra={"uniqueItems": True},
         description="policies, comma-separated, that are asked about every request beside --policy and never followed: "
-        "metrics tell what each would choose as caches and loads are under --policy, not what they would be under it; "
-        "that, warmroute-loadgen compare and simulate tell",
+        "metrics show what each would choose with the caches and loads that --policy leads to. To see what caches and "
+        "loads the policy itself would lead to, use warmroute-loadgen compare and simulate",
     )
     hash_depth_strides: int = Field(8, ge=1, description="strides of the prompt that prefix_hash and bounded_hash hash")
     load_bound: float = Field(
-        1.25, gt=1, description="load a pod may have relative to the mean, for bounded_hash and affinity_groups"
+        1.25, gt=1, description="highest load of a pod relative to the mean, for bounded_hash and affinity_groups"
     )
     speculation_ttl_s: float = Field(
         SPECULATION_TTL_S,
@@ -82,29 +82,30 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     foreign_ttl_s: float = Field(
         FOREIGN_TTL_S,
         gt=0,
-        description="seconds a routed prefix counts as held by a pod that publishes nothing and tells no KV capacity",
+        description="seconds a routed prefix counts as held by a pod that publishes nothing and does not tell its KV "
+        "capacity",
     )
 
     kv_events: bool = Field(
         True,
         description="follow the KV events of engines whose ports are known: from the engine's /kv_event_sources, from "
         "a pod's annotations warmroute.io/kv-events-port and warmroute.io/kv-events-replay-port, or from "
-        "--kv-events-port; false: go by beliefs alone",
+        "--kv-events-port; false: estimate what such engines hold from the requests that they get",
     )
     kv_events_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="TCP port at which every engine publishes KV events over ZMQ, as vLLM's and SGLang's "
-        "--kv-events-config has it; rank r of an engine is at this port + r. 0: where the engine or its pod says so",
+        description="TCP port at which every engine publishes KV events over ZMQ, as set in vLLM's and SGLang's "
+        "--kv-events-config; rank r of an engine is at this port + r. 0: the port that the engine or its pod tells",
     )
     kv_events_replay_port: int = Field(
         0,
         ge=0,
         le=65535,
         description="TCP port at which every engine replays KV events that were missed (replay_endpoint of "
-        "--kv-events-config); rank r is at this port + r. 0: where the engine or its pod says so. Without it a gateway "
-        "that misses an event forgets what the engine holds",
+        "--kv-events-config); rank r is at this port + r. 0: the port that the engine or its pod tells. Without it, a "
+        "gateway that misses an event forgets what the engine holds",
     )
     kv_events_topic: str = Field(
         "", description="topic, or its beginning, of the KV events that are followed; empty: all that engines publish"
@@ -113,11 +114,11 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         None,
         description="ZMQ address, such as tcp://*:5557, at which the gateway waits for engines that connect to publish "
         "their KV events; an engine is known by its IP address, or by HOST:PORT between @ in its topic. "
-        "none: the gateway connects to engines. For one gateway only: an engine connects to one",
+        "none: the gateway connects to engines. Only for a single gateway, because an engine connects to one",
     )
 
     connect_timeout_s: float = Field(2.0, gt=0, description="seconds to connect to an engine")
-    first_byte_timeout_s: float = Field(120.0, gt=0, description="seconds of one attempt until its first body byte")
+    first_byte_timeout_s: float = Field(120.0, gt=0, description="seconds from an attempt to its first body byte")
     idle_timeout_s: float = Field(60.0, gt=0, description="seconds a started answer may stay silent")
     total_timeout_s: float = Field(900.0, gt=0, description="seconds for the whole request, retries included")
     retries: int = Field(RETRIES, ge=0, le=10, description="further pods to try while nothing was sent to the client")
@@ -125,24 +126,26 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         0.0,
         ge=0,
         description="seconds without a byte of a stream, and at least twice its predicted time to the first token, "
-        "after which a second engine is asked too; the first to answer serves the client. It is one of --retries, and "
-        "at most 2 % of the requests. A good value is the p99 of the time to the first byte. 0: never",
+        "after which a second engine is asked too; the first to answer serves the client. The second attempt counts "
+        "as one of --retries, and at most 2 % of the requests get one. A good value is the p99 of the time to the "
+        "first byte. 0: never",
     )
     queue_timeout_s: float = Field(
         10.0,
         ge=0,
         description="seconds after its arrival that a request may wait while every engine of its model is saturated; "
-        "then, or at once if it would be later, it is answered 429. 0: requests never wait, engines queue them",
+        "a request that would wait longer is answered 429, at once if that is predicted. 0: requests never wait, "
+        "engines queue them",
     )
     queue_requests: int = Field(
-        1024, ge=1, description="requests of one model that may wait; of one more, the least urgent is answered 429"
+        1024, ge=1, description="requests of one model that may wait; beyond that, the least urgent is answered 429"
     )
     queue_mib: int = Field(64, ge=1, description="MiB of the bodies of one model's requests that may wait")
     max_pod_requests: int = Field(
         0,
         ge=0,
         description="requests that one engine gets at a time, those of other gateways included if it reports them; "
-        "0: as many as it is found to take. Fewer make each answer faster. Needs --queue-timeout-s",
+        "0: as many as the engine turns out to run at once. With fewer, each answer is faster. Needs --queue-timeout-s",
     )
     activation_timeout_s: float = Field(
         0.0,
@@ -152,12 +155,12 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     )
     engine_priority: Literal["none", "vllm", "sglang"] = Field(
         "none",
-        description="how a request's priority (header x-warmroute-priority) goes on to engines, as the body's field "
-        "priority: vllm: lower is sooner, sglang: higher is sooner; a client's own field is replaced. none: not at all",
+        description="how a request's priority (header x-warmroute-priority) is passed to engines, in the body's field "
+        "priority, replacing a client's own: vllm: lower is sooner; sglang: higher is sooner; none: not at all",
     )
     resume_streams: bool = Field(
         True,
-        description="when a pod breaks a stream, ask another one for the rest where the request allows it; false: the "
+        description="when a pod breaks a stream, ask another one for the rest if the request allows it; false: the "
         "stream ends in an error event",
     )
     max_in_flight: int = Field(4096, ge=1, description="requests in flight; one more is answered 429")
@@ -169,15 +172,21 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     max_in_flight_answer_mib: int = Field(
         128,
         ge=1,
-        description="MiB of answers that are kept until they are whole, so that a pod's death can be made good; those "
-        "that do not fit, and those of more than 1 MiB, are passed on as they come",
+        description="MiB of answers that are kept until they are whole, so that another pod can replace a pod that "
+        "dies; answers that do not fit, or have more than 1 MiB, are passed on as they come",
     )
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest request body in bytes; more is answered 413")
+    max_upload_mib: int = Field(
+        100,
+        ge=1,
+        description="MiB of a form with a recording (/v1/audio/transcriptions, /v1/audio/translations), which is sent "
+        "to an engine as it comes; more is answered 413. At most --max-body-bytes are held until the field model comes",
+    )
     body_timeout_s: float = Field(
         60.0, gt=0, description="seconds in which a request's body must arrive; later is answered 408"
     )
     body_min_rate: int = Field(
-        4096, ge=0, description="bytes/s that a body must come with, on average over each 5 s; slower is answered 408"
+        4096, ge=0, description="least bytes/s of a request's body, on average over each 5 s; slower is answered 408"
     )
     max_connections: int = Field(
         8192,
@@ -192,7 +201,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         75.0,
         gt=0,
         description="seconds that a client's connection may stay open without a request; "
-        "more than a load balancer in front keeps its own",
+        "set it above the idle timeout of a load balancer in front",
     )
     drain_delay_s: float = Field(
         0.0, ge=0, description="seconds that new requests are still taken after SIGTERM, while /ready answers 503"
@@ -201,8 +210,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
 
     engine_metrics: bool = Field(
         True,
-        description="read the metrics of vLLM and SGLang once a second, or less often where that takes their time: "
-        "they tell of others' requests, KV capacity, data-parallel ranks and loaded adapters. Ours publish that",
+        description="read the metrics of vLLM and SGLang once a second, or less often if that takes much of their "
+        "time: they show other gateways' requests, KV capacity, data-parallel ranks and loaded adapters. The bundled "
+        "engine publishes these to the registry",
     )
     engine_metrics_path: str = Field(
         "/metrics", pattern=r"^/[^\s?#]*$", description="path of the engines' metrics, with no query"
@@ -214,8 +224,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         None,
         ge=1,
         le=MAX_RANKS,
-        description="data-parallel ranks of every engine, each a target of its own, named in X-data-parallel-rank; the "
-        "annotation warmroute.io/ranks goes first; 1: engines place requests themselves; none: as their metrics tell",
+        description="data-parallel ranks of every engine, each a separate target, named in X-data-parallel-rank; the "
+        "annotation warmroute.io/ranks overrides it. 1: each engine assigns requests to its ranks itself; none: as its "
+        "metrics tell",
     )
     probe_interval_s: float = Field(
         2.0, gt=0, description="seconds between two probes of an engine, plus or minus 20 % at random"
@@ -226,7 +237,8 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level to log")
     log_format: Format = Field(
         "text",
-        description="log lines on stderr: text, or json, an object a line; lines of requests are json either way",
+        description="format of log lines on stderr: text, or json with one object a line; lines of requests are json "
+        "either way",
     )
     log_requests: bool = Field(False, description="log one JSON line per finished request to stderr")
 
@@ -249,7 +261,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     @model_validator(mode="after")
     def _check_queue(self) -> Self:
         if self.max_pod_requests and not self.queue_timeout_s:
-            raise ValueError("--max-pod-requests needs --queue-timeout-s: what an engine may not get has to wait")
+            raise ValueError("--max-pod-requests needs --queue-timeout-s: requests beyond it have to wait")
         return self
 
     @model_validator(mode="after")
@@ -270,7 +282,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
                     raise ValueError(f"{flag_of(given)} needs {flag_of(missing)}")
         plain = [url for url in self.engines if url.startswith("http:")]
         if self.has_engine_tls and plain:
-            raise ValueError(f"--engines has {plain[0]}, which is not https, as the engine_tls settings want it")
+            raise ValueError(f"--engines has {plain[0]}, which is not https, but the engine_tls settings need https")
         return self
 
     @model_validator(mode="after")

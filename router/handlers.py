@@ -1,4 +1,4 @@
-"""The way of a request put together: from its reader to the answers of status and administration."""
+"""Assembles the path of a request, from its reader to the answers, and the handlers of status and administration."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ from router.gateway.sessions import Sessions
 from router.gateway.shadow import Shadows
 from router.gateway.sharing import make_sharing, new_notebook
 from router.gateway.status import Status
+from router.gateway.stored import Stored
 from router.gateway.telling import Telling
 from router.gateway.tracing import TRACER
+from router.gateway.uploads import Uploads
 from router.gateway.waiting import RoomLimits, WaitingRoom
 from router.overload.line import LineLimits
 from router.parts import (
@@ -56,6 +58,7 @@ from router.parts import (
     METRICS,
     NAMED_CACHES,
     NAMES,
+    OBJECTIVES,
     PICKER,
     PLACES,
     RECORDER,
@@ -66,6 +69,7 @@ from router.parts import (
     SETTINGS,
     SHARING,
     STATUS,
+    STORED,
     STREAMS,
     TELLING,
     UPSTREAM,
@@ -78,12 +82,12 @@ from router.routing.types import Policy
 from router.telemetry.log import RequestLog
 
 ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
-"""Of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it is told
+"""Order of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it has
 --schedule-low-priority-values-first)."""
 
 
 async def handlers(app: web.Application) -> AsyncIterator[None]:
-    """Makes what reads requests, decides, sends them on and tells of it, of parts that exist already."""
+    """Make what reads requests, decides, sends them on and reports, from parts that exist already."""
     settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
     registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()
@@ -173,15 +177,25 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     )
     reading = Reading(reader, app[NAMED_CACHES], conversations)
     app[GENERATE] = Generate(
-        app[ADMISSION],
-        reading,
-        proxy,
-        metrics,
-        bodies,
-        app[LIMITER],
-        app[RECORDER],
-        app[TRACER],
+        admission=app[ADMISSION],
+        reading=reading,
+        uploads=Uploads(reader, bodies, settings.max_body_bytes, settings.max_upload_mib * MIB),
+        proxy=proxy,
+        metrics=metrics,
+        bodies=bodies,
+        limiter=app[LIMITER],
+        recorder=app[RECORDER],
+        tracer=app[TRACER],
         total_timeout_s=settings.total_timeout_s,
+    )
+    app[STORED] = Stored(
+        app[ADMISSION],
+        fleet,
+        app[PLACES],
+        proxy,
+        app[RECORDER],
+        settings.policy,
+        settings.total_timeout_s,
     )
     app[PICKER] = PickerParts(
         admission=app[ADMISSION],
@@ -207,24 +221,30 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
             fallbacks=settings.ext_proc_fallbacks,
             tells_cache=settings.cache_headers,
             takes_tests=settings.ext_proc_test_headers,
+            has_tenants=settings.tenants_file is not None,
         ),
+        objectives=app[OBJECTIVES],
     )
     app[STATUS] = Status(
-        app[DISCOVERY],
-        fleet,
-        registry,
-        isinstance(app[REGISTRY], RegistryReader),
-        app[ADMISSION],
-        app[DOOR],
-        app[LACKS],
-        app[ROOM],
-        metrics,
-        app[LIMITER],
-        app[USAGE_LOG],
-        app[SHARING],
-        app[STREAMS],
-        app[SCRAPER],
-        app[NAMES],
+        discovery=app[DISCOVERY],
+        fleet=fleet,
+        registry=registry,
+        has_registry=isinstance(app[REGISTRY], RegistryReader),
+        admission=app[ADMISSION],
+        door=app[DOOR],
+        lacks=app[LACKS],
+        room=app[ROOM],
+        metrics=metrics,
+        limiter=app[LIMITER],
+        usage_log=app[USAGE_LOG],
+        sharing=app[SHARING],
+        events=app[STREAMS],
+        scraper=app[SCRAPER],
+        names=app[NAMES],
+        objectives=app[OBJECTIVES],
     )
-    app[ADMIN] = Admin(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reader, chooser, index, app[EVENTS], bodies)
+    app[ADMIN] = Admin(
+        *(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reading, chooser, index, app[EVENTS], bodies),
+        app[CLIENT_KEYS],
+    )
     yield

@@ -1,4 +1,4 @@
-"""Which pods of a cluster are engines: one or more sets of labels, each with what its pods' annotations do not say."""
+"""Which pods of a cluster are engines: one or more sets of labels, each with defaults for its pods' annotations."""
 
 from __future__ import annotations
 
@@ -10,48 +10,63 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 MAX_TARGETS = 64
-"""Each is a watch of its own, on every gateway."""
+"""Each target is a separate watch, on every gateway."""
 MAX_RANKS = 256
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+MAX_POOL_CHARS = 253
 PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
 class KubeTarget:
-    """Pods with the labels `selector` in `namespace` (None: the gateway's own), and how to reach them."""
+    """Pods with the labels `selector` in `namespace` (None: the gateway's own), and how to reach them.
+
+    With `pool`, the InferencePool of that name has the labels and the ports.
+    """
 
     selector: str
     namespace: str | None = None
     port: int | str = "http"
     """A number, or a containerPort's name."""
     key_file: str | None = None
-    """File with the API key that these engines want; None: they are shown the gateway's one key, if it has one."""
+    """File with the API key for these engines; None: they get the gateway's one key, if it has one."""
     model: str | None = None
-    """This and what follows count for a pod whose annotations do not say it."""
+    """This and the next fields count for a pod without such annotations."""
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
     ranks: int | None = None
+    tls: bool | None = None
+    """Whether https is used; None: as the engine_tls settings say for all."""
+    pool: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.selector} in {self.namespace}" if self.namespace else self.selector
+        what = f"InferencePool {self.pool}" if self.pool else self.selector
+        return f"{what} in {self.namespace}" if self.namespace else what
 
 
 def check_port(port: str) -> str:
-    """`port`, where it is a number or a port's name. Raises ValueError."""
+    """Return `port` if it is a number or a port's name. Raises ValueError."""
     if not (0 < int(port) < 65536 if port.isdecimal() else PORT_NAME.fullmatch(port)):
         raise ValueError("must be a number from 1 to 65535 or a port's name")
     return port
 
 
 def check_namespace(name: str) -> str:
-    """`name`, where it can be a namespace's. Raises ValueError."""
+    """Return `name` if it can be a namespace's. Raises ValueError."""
     if not DNS_LABEL.fullmatch(name):
         raise ValueError("is not the name of a namespace")
     return name
 
 
+def check_pool(name: str) -> str:
+    """Return `name` if it can be an InferencePool's. Raises ValueError."""
+    if len(name) > MAX_POOL_CHARS or not all(DNS_LABEL.fullmatch(part) for part in name.split(".")):
+        raise ValueError("is not the name of an InferencePool")
+    return name
+
+
 def numbered(port: str) -> int | str:
-    """A port that was checked, as discovery wants it."""
+    """Return a checked port in the form that discovery needs."""
     return int(port) if port.isdecimal() else port
 
 
@@ -63,7 +78,7 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
 
-    selector: str = Field(min_length=1)
+    selector: str | None = Field(None, min_length=1)
     namespace: Annotated[str, AfterValidator(check_namespace)] | None = None
     port: Annotated[str, AfterValidator(check_port)] = "http"
     model: str | None = Field(None, min_length=1)
@@ -71,18 +86,33 @@ class _Entry(BaseModel):
     kv_events_port: _Port | None = None
     kv_events_replay_port: _Port | None = None
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    tls: bool | None = None
+    pool: Annotated[str, AfterValidator(check_pool)] | None = None
+
+    def check(self, place: int, count: int) -> None:
+        """Check that the fields go together. Raises ValueError. `place`: number of the entry among `count`, from 1."""
+        if self.pool is None:
+            if self.selector is None:
+                raise ValueError(f"entry {place}: selector is required")
+            return
+        for name in sorted(self.model_fields_set & {"selector", "port"}):
+            raise ValueError(f"entry {place}: {name} and pool are both given: the pool tells it; leave {name} out")
+        if count > 1:
+            raise ValueError(f"entry {place}: pool must be the only entry: an endpoint picker has one InferencePool")
 
     def target(self) -> KubeTarget:
-        """The entry as discovery wants it."""
+        """Return the entry in the form that discovery needs."""
         return KubeTarget(
-            self.selector,
-            self.namespace,
-            numbered(self.port),
-            self.api_key_file,
-            self.model,
-            self.kv_events_port,
-            self.kv_events_replay_port,
-            self.ranks,
+            selector=self.selector or "",
+            namespace=self.namespace,
+            port=numbered(self.port),
+            key_file=self.api_key_file,
+            model=self.model,
+            kv_events_port=self.kv_events_port,
+            kv_events_replay_port=self.kv_events_replay_port,
+            ranks=self.ranks,
+            tls=self.tls,
+            pool=self.pool,
         )
 
 
@@ -91,7 +121,7 @@ FIELDS = tuple(_Entry.model_fields)
 
 
 def parse_targets(text: str) -> tuple[KubeTarget, ...]:
-    """The entries of a YAML or JSON list, in order. Raises ValueError, which names the entry and the field."""
+    """Return the entries of a YAML or JSON list, in order. Raises ValueError, which names the entry and the field."""
     try:
         content: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -102,6 +132,8 @@ def parse_targets(text: str) -> tuple[KubeTarget, ...]:
         entries = _ENTRIES.validate_python(content)
     except ValidationError as error:
         raise ValueError("; ".join(_said(one) for one in error.errors())) from None
+    for place, entry in enumerate(entries, start=1):
+        entry.check(place, len(entries))
     return tuple(entry.target() for entry in entries)
 
 

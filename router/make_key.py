@@ -1,4 +1,4 @@
-"""`warmroute-gateway keys make NAME`: a new API key, and what the tenants' file has of it."""
+"""`warmroute-gateway keys make NAME`: prints a new API key, and its entry for the tenants' file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.contract.api_keys import digest_of
 from router.tenants.tenant_file import EXAMPLE_TIME, NAME
 
 KEY_BYTES = 32
-"""Of randomness: nobody guesses one of 2**256."""
+"""Random bytes of a key: nobody can guess one of 2**256."""
 
 
 def keys_command(arguments: Sequence[str]) -> int:
-    """Print a key and its entry. The exit status; 2, by SystemExit, for what cannot be understood."""
+    """Print a key and its entry, and return the exit status. Raises SystemExit(2) for bad arguments."""
     parser = argparse.ArgumentParser("warmroute-gateway keys", description="API keys of tenants")
     make = parser.add_subparsers(required=True, metavar="make").add_parser(
-        "make", help="print a new key, and what the tenants' file has of it"
+        "make", help="print a new key, and its entry for the tenants' file"
     )
     make.add_argument("name", type=_name, metavar="NAME", help="the tenant's name")
     make.add_argument(
@@ -29,7 +29,7 @@ def keys_command(arguments: Sequence[str]) -> int:
     key = f"wr-{secrets.token_urlsafe(KEY_BYTES)}"
     expires = f"\n        expires: {chosen.expires}" if chosen.expires else ""
     print(
-        f"# The key, for {chosen.name} alone. It is kept nowhere: whoever loses it needs another one.\n"
+        f"# The key, for {chosen.name} alone. It is stored nowhere: if it is lost, make another one.\n"
         f"# {key}\n"
         f"tenants:\n"
         f"  - name: {chosen.name}\n"

@@ -1,4 +1,4 @@
-"""What the gateway is made of, by key of the application: what makes a part and what uses it need not meet."""
+"""The gateway's parts, as keys of the application: the maker of a part and its users need not know each other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from router.events.feed import EventFeed
 from router.events.follow import Streams
 from router.fleet.discovery import Discovery
 from router.fleet.fleet import Fleet
+from router.fleet.inference_objectives import Objectives
 from router.fleet.lack import Lacks
 from router.fleet.scrape import Scraper
 from router.gateway.admin import Admin
@@ -29,6 +30,7 @@ from router.gateway.recorder import Recorder
 from router.gateway.registry import NoRegistry
 from router.gateway.sharing import NoSharing, Sharing
 from router.gateway.status import Status
+from router.gateway.stored import Stored
 from router.gateway.telling import Telling
 from router.gateway.waiting import WaitingRoom
 from router.picker.parts import PickerParts
@@ -49,17 +51,19 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
+OBJECTIVES: web.AppKey[Objectives | None] = web.AppKey("objectives")
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 PLACES = web.AppKey("places", Places)
 TELLING = web.AppKey("telling", Telling)
-"""Who listens to it hears of each request to a pod that publishes nothing, from here or from another gateway."""
+"""A listener hears of each request to a pod that publishes nothing, from this gateway or another one."""
 SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
 EVENTS = web.AppKey("events", EventFeed)
 STREAMS = web.AppKey("streams", Streams)
 STATUS = web.AppKey("status", Status)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
+STORED = web.AppKey("stored", Stored)
 RECORDER = web.AppKey("recorder", Recorder)
 PICKER = web.AppKey("picker", PickerParts)
 ADMIN = web.AppKey("admin", Admin)

@@ -1,4 +1,4 @@
-"""Which path is answered by what."""
+"""Which handler answers which path."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from aiohttp import web
 
 from engine.contract.requests import Endpoint
 from router.gateway.body import no_go_ahead
-from router.gateway.by_load import BY_LOAD
+from router.gateway.by_load import BY_LOAD, UPLOADS
 from router.gateway.generate import Generate
 from router.gateway.named_caches import NamedCaches
 from router.gateway.status import Status
+from router.gateway.stored import STORED as KEPT
+from router.gateway.stored import Stored
 from router.parts import (
     GENERATE,
     NAMED_CACHES,
     SETTINGS,
     STATUS,
+    STORED,
 )
 
 T = TypeVar("T")
 
 
 def add_routes(app: web.Application) -> None:
-    """Every path of --port. What answers it exists once the application has started."""
-    for endpoint in (*Endpoint, *BY_LOAD):
+    """Add every path of --port. The handlers exist once the application has started."""
+    for endpoint in (*Endpoint, *BY_LOAD, *UPLOADS):
         app.router.add_post(endpoint, _to(GENERATE, Generate.handle), expect_handler=no_go_ahead)
+    for method, path in KEPT:
+        app.router.add_route(method, path, _to(STORED, Stored.handle), expect_handler=no_go_ahead)
     app.router.add_post("/v1/caches", _to(NAMED_CACHES, NamedCaches.create), expect_handler=no_go_ahead)
     app.router.add_get("/v1/caches", _to(NAMED_CACHES, NamedCaches.list))
     app.router.add_get("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.get))
@@ -36,14 +41,14 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
     app.router.add_get("/health", _to(STATUS, Status.health))
     app.router.add_get("/ready", _to(STATUS, Status.ready))
-    if app[SETTINGS].pass_through:  # the last: it takes what no other has
+    if app[SETTINGS].pass_through:  # last, because it takes all other paths
         app.router.add_post("/v1/{path:.+}", _to(GENERATE, Generate.pass_through), expect_handler=no_go_ahead)
 
 
 def _to(
     key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.StreamResponse]]
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler that calls a method of an object of the application, which exists once the application has started."""
+    """Return a handler that calls a method of an object of the application, which exists once that has started."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await method(request.app[key], request)

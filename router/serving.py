@@ -1,4 +1,4 @@
-"""The gateway served: its ports, its signals, and how it ends."""
+"""Serves the gateway: its ports, its signals, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.config import GatewaySettings
 from router.gateway.audit import audited
 from router.gateway.body import no_go_ahead
 from router.gateway.door import Door, DoorRunner, want_descriptors
-from router.gateway.errors import errors, http_log
+from router.gateway.errors import end_unread, errors, http_log
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, client_context
 from router.live.feed import Live
@@ -47,32 +47,34 @@ from router.picker.parts import NoPort
 log = logging.getLogger(__name__)
 
 OPERATORS = 32
-"""Connections to the port of the metrics, and to that of the administration."""
+"""Connections to the port of the metrics, and to the administration port."""
 FORCED_STOP_S = 0.5
-"""For what is still going on when the drain is over; then its connection is cut."""
+"""Seconds for requests that still run when the drain is over; then their connections are cut."""
 
 
 class TaskDied(Exception):
-    """A background task has ended by an error; the text says which. What it kept current is so no more."""
+    """A background task has ended by an error; the text says which. What it kept current is out of date."""
 
 
 class CannotListen(Exception):
-    """The port cannot be had; the text says which and why."""
+    """The port is not available; the text says which and why."""
 
 
 def build_metrics_app(app: web.Application, door: Door) -> web.Application:
-    """`/metrics` of the started `app` alone, for a port that no Ingress leads to, behind `door`."""
+    """Return an application with only `/metrics` of the started `app`, for a port without an Ingress, behind `door`."""
     metrics_app = web.Application(middlewares=[errors])
+    metrics_app.on_response_prepare.append(end_unread)
     metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", door))
     metrics_app.router.add_get("/metrics", app[STATUS].metrics)
     return metrics_app
 
 
 def build_admin_app(app: web.Application, door: Door) -> web.Application:
-    """What operators see and do of the started `app`, for a port that no client reaches, behind `door`."""
+    """Return the operators' application of the started `app`, for a port that no client reaches, behind `door`."""
     status, admin, live = app[STATUS], app[ADMIN], make_live(app)
     pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
+    admin_app.on_response_prepare.append(end_unread)
     admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", door))
     admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
@@ -96,7 +98,7 @@ async def _watched(app: web.Application, name: str, door: Door, _: web.Applicati
 
 
 def make_live(app: web.Application) -> Live:
-    """What operators see of the started `app` as it happens. It is told of every request from here on."""
+    """Return the live view of the started `app` for operators. It is told of every request from now on."""
     settings = app[SETTINGS]
     live = Live(
         Snapshots(app[FLEET], app[INDEX], app[ROOM]),
@@ -115,28 +117,32 @@ async def _shown(app: web.Application, live: Live, _: web.Application) -> AsyncI
 
 @contextlib.asynccontextmanager
 async def run_picker(app: web.Application) -> AsyncIterator[int]:
-    """The endpoint picker of the started `app`, while the block lasts; the value is its port. Raises NoPort."""
+    """Serve the endpoint picker of the started `app` while the block lasts. Yields its port. Raises NoPort."""
     from router.picker.server import Listen, serving  # takes 10 MB of memory
 
     settings = app[SETTINGS]
     assert settings.ext_proc_port is not None
     listen = Listen(
-        settings.host, settings.ext_proc_port, settings.max_connections, settings.tls_cert_file, settings.tls_key_file
+        settings.host,
+        settings.ext_proc_port,
+        settings.max_connections,
+        settings.ext_proc_tls_cert_file or settings.tls_cert_file,
+        settings.ext_proc_tls_key_file or settings.tls_key_file,
     )
     async with serving(app[PICKER], app[STATUS].missing, listen) as port:
         yield port
 
 
 def operators_door(app: web.Application) -> Door:
-    """A door beside that of `app`'s clients, who may have taken all of its places."""
+    """Return a door separate from that of `app`'s clients, who may have taken all of its places."""
     return Door(replace(app[DOOR].limits, max_connections=OPERATORS), app[LACKS])
 
 
 async def serve(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
 
-    Raises CannotListen and UnusableFile where it cannot start, and TaskDied after the same drain, but for
-    its delay.
+    Raises CannotListen and UnusableFile if it cannot start. Raises TaskDied after the same drain, but without its
+    delay.
     """
     stop, force = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -181,7 +187,8 @@ async def serve(settings: GatewaySettings) -> None:
 async def _listen(
     running: contextlib.AsyncExitStack, runner: DoorRunner, host: str, port: int
 ) -> tuple[web.TCPSite, str]:
-    """Start the runner's application and its site, until `running` ends; the site's URL. Raises CannotListen."""
+    """Start the runner's application and its site, until `running` ends. Return the site and its URL. Raises
+    CannotListen."""
     running.push_async_callback(runner.cleanup)
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=1024)
@@ -195,7 +202,7 @@ async def _listen(
 
 
 def make_runner(app: web.Application, door: Door | None = None, tls: ssl.SSLContext | None = None) -> DoorRunner:
-    """A runner whose handlers are cancelled when their client leaves, so that the engine hears of it at once."""
+    """Return a runner that cancels a handler when its client leaves, so that the engine learns of it at once."""
     return DoorRunner(app, door or app[DOOR], shutdown_timeout=FORCED_STOP_S, logger=http_log(), tls=tls)
 
 

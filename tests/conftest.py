@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.internal.constants_ast import Constants
 
 from tests.redis_server import RedisServer, running_redis
 
@@ -18,11 +20,16 @@ from tests.redis_server import RedisServer, running_redis
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
+# Hypothesis also draws constants that it reads in the source of imported modules. With them the examples of a test
+# depend on what ran before it in the same process. No setting switches that off, and a backend of our own does not
+# reach all draws, so this overrides a private attribute. `test_same_examples.py` fails if a version does without it.
+HypothesisProvider._local_constants = Constants()  # type: ignore[assignment, method-assign]
+
 
 def pytest_configure() -> None:
     """Set up a process that runs tests.
 
-    There is one such process for each core, so torch and BLAS compute with one thread each. A second one would wait at
+    There are more such processes than cores, so torch and BLAS compute with one thread each. A second one would wait at
     every barrier for the core of another process: on a busy machine that makes seconds into minutes.
 
     pytest-asyncio asks for the current loop before it sets its own. If none was ever set, asyncio makes one, which is
@@ -36,6 +43,17 @@ def pytest_configure() -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # read when the libraries are loaded
         os.environ.setdefault(name, "1")
     asyncio.set_event_loop(None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the processes of `-n auto`: one more than there are cores.
+
+    Many tests wait most of their time, for programs that start and for clocks of other processes. A core would be idle
+    meanwhile.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_EXACT: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+"""What the operations of the language compute, by name."""
 
 
 def interpret_kernels() -> None:
@@ -18,10 +24,21 @@ def interpret_kernels() -> None:
     """
     if torch.cuda.is_available():
         return
+    set_up_interpreter()
+
+
+@cache
+def set_up_interpreter() -> None:
+    """Have kernels interpreted in this process, with sums in one order and without the interpreter's slowest habits.
+
+    A second call does nothing. Raises RuntimeError if Triton was imported before, for compiling.
+    """
     if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set; set it for the whole of pytest")
     os.environ["TRITON_INTERPRET"] = "1"
     _sum_in_one_order()
+    _replace_the_language_once()
+    _check_overflow_in_one_step()
 
 
 def _sum_in_one_order() -> None:
@@ -40,15 +57,42 @@ def _sum_in_one_order() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
+def _replace_the_language_once() -> None:
+    """Replace the functions of Triton's language now, for good, and not again.
+
+    The interpreter replaces some 600 of them at every launch, and at every call of a function in a kernel. Nothing in a
+    process that interprets needs those that compile.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    replaced = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    nothing = type(replaced)
+    interpreter._patch_lang = lambda _kernel: nothing()
+
+
+def _check_overflow_in_one_step() -> None:
+    """Check sums and products of integers for overflow, as the interpreter does with a dozen of its own operations."""
+    from triton.language.semantic import TritonSemantic
+
+    def check(self: Any, a: Any, b: Any, operation: Callable[..., Any]) -> None:
+        kind = a.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        exact = _EXACT[operation.__name__](a.handle.data.astype(np.int64), b.handle.data.astype(np.int64))
+        if exact.max() > kind.get_int_max_value() or exact.min() < kind.get_int_min_value():
+            raise OverflowError(f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}")
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
 def product(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """a [..., M, K] times b [..., K, N] -> [..., M, N] of `dtype`, summed from the first to the last of K.
 
     The bits of an element depend on its row of `a` and its column of `b` alone, on every machine.
     """
-    a, b = a.astype(dtype, copy=False), np.ascontiguousarray(b, dtype=dtype)
-    out = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
-    term = np.empty_like(out)
-    for k in range(a.shape[-1]):
-        np.multiply(a[..., k, None], b[..., k, None, :], out=term)
-        out += term
-    return out
+    # A sum along an axis that is not the last one adds whole rows, one after the other.
+    a = np.ascontiguousarray(np.moveaxis(a, -1, 0), dtype=dtype)
+    b = np.ascontiguousarray(np.moveaxis(b, -2, 0), dtype=dtype)
+    summed: npt.NDArray[Any] = np.add.reduce(a[..., None] * b[..., None, :], axis=0)
+    return summed

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from numpy._core._multiarray_umath import __cpu_dispatch__ as dispatched
+from numpy._core._multiarray_umath import __cpu_dispatch__ as dispatched  # type: ignore[import-not-found]
 
 COMPUTING = (
     "tests/engine/model",
     "tests/engine/backend",
     "tests/engine/loop",
+    "tests/engine/tiers/test_exact_tiers.py",
     "tests/engine/cuda",
     "tests/emulated_card",
 )
@@ -36,7 +37,7 @@ class Processor:
     without: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """What makes a process compute as this processor."""
+        """Return the environment in which a process computes as this processor."""
         off = [name for name in dispatched if name.startswith(self.without)] if self.without else []
         return {
             "OPENBLAS_CORETYPE": self.openblas,

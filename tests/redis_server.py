@@ -45,7 +45,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[redis.Redis]:
-        """Another server, empty, has the address from here on; the old one lives, and who is connected to it stays so.
+        """Give the address to another, empty server. The old one lives on, and its clients stay connected to it.
 
         Yields a client of the old one.
         """

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """What exists is left out of collections, and of `walked`."""
+    """Leave all objects that exist out of collections, and of `walked`."""
     gc.collect()
     gc.freeze()
     try:
@@ -19,6 +19,6 @@ def frozen() -> Iterator[None]:
 
 
 def walked() -> int:
-    """References that a collection of all that is not frozen follows."""
+    """Return the number of references that a collection of all unfrozen objects follows."""
     gc.collect()
     return sum(len(gc.get_referents(tracked)) for tracked in gc.get_objects())

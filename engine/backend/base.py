@@ -8,24 +8,24 @@ from engine.sched.plan import StepPlan, StepResult
 
 
 class Backend(Protocol):
-    """Computes steps over one pool of KV blocks, in the order in which they are given."""
+    """Computes steps over one pool of KV blocks, in the order in which it gets them."""
 
     @property
     def max_in_flight(self) -> int:
-        """1: `run` is called only after the call before it has returned. 2: once more before that.
+        """Most calls of `run` at a time: 1, or 2.
 
-        With 2, a decode chunk may carry `PENDING`, and a step sees in the pool what the one before it wrote: the device
-        does them one after the other. Calls return in order. A step may hold a request that has ended meanwhile; its
-        token is asked for and then ignored.
+        With 2, a decode chunk may carry `PENDING`, and a step sees the KV that the step before it wrote: the device
+        computes them one after the other. Calls return in order. A step may hold a request that has ended meanwhile;
+        its token is computed and then ignored.
         """
 
     async def run(self, plan: StepPlan) -> StepResult:
-        """Copy the rows of which chunks name the `source`, write the KV of every chunk's tokens into its blocks, and
-        choose the next token where a chunk samples.
+        """Copy the rows of chunks with a `source`, write the KV of every chunk's tokens into its blocks, and choose the
+        next token of each chunk that samples.
 
-        Cancelling the caller does not stop a step that has begun; `close` waits for it. What raises has ended: it
-        touches the pool no more.
+        Cancelling the caller does not stop a step that has begun; `close` waits for it. A step that raises has ended
+        and no longer touches the pool.
         """
 
     async def close(self) -> None:
-        """Free what the backend holds, after the steps in progress."""
+        """Free the backend's resources, after the steps in progress."""

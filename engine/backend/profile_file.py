@@ -1,4 +1,4 @@
-"""Profiles of emulated pods as YAML files: what `warmroute-engine calibrate` writes and `--sim-profile` reads."""
+"""Profiles of emulated pods as YAML files, which `warmroute-engine calibrate` writes and `--sim-profile` reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _ProfileFile(BaseModel):
-    """The fields of `SimProfile`, all required but the name and what copies to host memory and disk take."""
+    """The fields of `SimProfile`. All are required except the name and the rates of copies to host memory and disk."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,13 +39,13 @@ class _ProfileFile(BaseModel):
 
 
 def load_profile(name_or_path: str) -> SimProfile:
-    """A built-in profile by name, or the one in a YAML file. Raises ValueError naming the field and the remedy."""
+    """Return a built-in profile by name, or the profile in a YAML file. Raises ValueError naming field and remedy."""
     path = Path(name_or_path)
     return _read(path) if path.suffix in SUFFIXES else find_profile(name_or_path)
 
 
 def profile_text(profile: SimProfile, about: str) -> str:
-    """The YAML that `load_profile` reads, under a comment for each line of `about`."""
+    """Return the YAML that `load_profile` reads, below a comment with the lines of `about`."""
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
     values = {name: getattr(profile, name) for name in _ProfileFile.model_fields}
     return "\n".join([*lines, yaml.safe_dump(values, sort_keys=False)])

@@ -7,17 +7,17 @@ The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regres
 
 h100-8b, a100-8b: Llama-3-8B in bfloat16. w0, a and c1 are fitted to Vidur's published profile of the linear operations
 (Llama2-7B on H100, Llama3-8B on A100) and rounded up; c2 to c4 are estimates.
-l4-8b: an 8B model with weights in fp8, as 24 GB hold no more. All of it is an estimate.
-h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case,
-which is of the linear operations alone: what the four exchange between layers is not in it. The rest scales h100-8b:
+l4-8b: an 8B model with weights in fp8, because 24 GB hold no more. All constants are estimates.
+h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case. It
+has only the linear operations, without the four cards' exchange between layers. The other constants scale h100-8b's:
 
     c2  attention is 4 * layers * heads * head_dim operations a pair: 80 * 64 against 32 * 32 is 5 times, on 4 GPUs 1.25
     c3  KV is 320 KiB a token against 128 KiB: 2.5 times, on 4 GPUs 0.625
-    c4  as for 8B: it stands for work of the host
+    c4  the same as for 8B: it stands for work of the host
     KV  0.9 * 4 * 80 GB - 141 GB of weights - 4 * 2 GB for activations = 139 GB, at 327,680 bytes a token 424,000 tokens
 
-Copies to host memory (`--host-cache-bytes`): A100 and L4 have PCIe 4 x16, H100 has PCIe 5 x16, and the four of
-h100-70b-tp4 have a link each: some 25 and 50 GB/s a link, as copies of page-locked memory measure.
+Copies to host memory (`--host-cache-bytes`): A100 and L4 have PCIe 4 x16, H100 has PCIe 5 x16, and each card of
+h100-70b-tp4 has its own link. Measured copies of page-locked memory reach some 25 and 50 GB/s a link.
 
 `warmroute-engine calibrate` measures a profile instead (`calibrate.py`).
 """
@@ -33,7 +33,7 @@ from engine.sched.plan import StepPlan
 from engine.sched.step_cost import step_features
 
 KV_TOKEN_BYTES = 131_072
-"""Of Llama-3-8B in bfloat16: 32 layers, keys and values of 8 heads of 128 numbers."""
+"""Bytes of a token's KV for Llama-3-8B in bfloat16: 32 layers, keys and values of 8 heads of 128 numbers."""
 HOST_GB_S = 25.0
 """PCIe 4 x16."""
 DISK_GB_S = 5.0
@@ -46,7 +46,7 @@ class SimProfile:
 
     name: str
     w0_ms: float
-    """Floor: reading the weights once."""
+    """Floor of the linear part: the time to read the weights once."""
     a_ms: float
     c1_ms: float
     """Per token computed."""
@@ -66,20 +66,20 @@ class SimProfile:
     """10^9 bytes a second between the host's memory and a disk, each way."""
 
     def step_s(self, plan: StepPlan) -> float:
-        """Seconds the step takes."""
+        """Return the seconds that the step takes."""
         _, prefill_tokens, attention, context, decodes = step_features(plan)
         linear_ms = max(self.w0_ms, self.a_ms + self.c1_ms * (prefill_tokens + decodes))
         return (linear_ms + self.c2_ms * attention + self.c3_ms * context + self.c4_ms * decodes) / 1e3
 
     def run_s(self, first_s: float, sequences: int, steps: int) -> float:
-        """Seconds of the first `steps` steps of a run of decodes, the first of which takes `first_s`: each sequence's
-        context grows by a token a step.
+        """Return the seconds of the first `steps` steps of a run of decodes. The first step takes `first_s`; each
+        sequence's context grows by one token a step.
         """
         growth_s = self.c3_ms / 1e3 * sequences
         return steps * first_s + growth_s * steps * (steps - 1) / 2
 
     def steps_by(self, first_s: float, sequences: int, elapsed_s: float) -> int:
-        """Steps of such a run that have begun `elapsed_s` after its start, at least 1."""
+        """Return how many steps of such a run have begun `elapsed_s` seconds after its start, at least 1."""
         growth_s = self.c3_ms / 1e3 * sequences
         # run_s(n) <= elapsed: the root of growth/2 n^2 + (first - growth/2) n - elapsed.
         linear_s = first_s - growth_s / 2
@@ -98,11 +98,11 @@ PROFILES: Mapping[str, SimProfile] = MappingProxyType(
         )
     }
 )
-"""By name."""
+"""The built-in profiles by name."""
 
 
 def find_profile(name: str) -> SimProfile:
-    """The profile of this name. Raises ValueError naming those there are."""
+    """Return the profile of this name. Raises ValueError naming the known profiles."""
     if name not in PROFILES:
         raise ValueError(
             f"unknown sim profile {name!r}; there are: {', '.join(PROFILES)}; or name a file that ends in .yaml"

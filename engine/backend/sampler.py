@@ -1,7 +1,7 @@
-"""Choosing the next token of each sequence of a step.
+"""Chooses the next token of each sequence of a step.
 
 Order of operations, as in vLLM's V1 sampler: logit_bias, repetition penalty, frequency and presence penalty,
-temperature, min_p, top_k, top_p; then one draw. (transformers applies min_p after top_p; where both are set, the sets
+temperature, min_p, top_k, top_p; then one draw. (transformers applies min_p after top_p; if both are set, the sets
 can differ.) Ties are broken by token id, lowest first, so exactly `top_k` tokens stay and top_k=1 is greedy.
 
 Randomness: the n-th output token of a request is the inverse of the cumulative distribution at a uniform number hashed
@@ -28,7 +28,7 @@ _UNIFORM_BITS = 48
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-    """logits [R, vocab] float32, row i for requests[i] -> the next token of each. `logits` is left as it is."""
+    """logits [R, vocab] float32, row i for requests[i] -> the next token of each. `logits` is not changed."""
     params = [request.sampling for request in requests]
     adjusted = _adjust(logits, requests)
     tokens = _argmax(adjusted)
@@ -43,22 +43,23 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The most probable token of each row, the lowest id among equals. On the CPU numpy's: 8 times as fast."""
+    """Return the most probable token of each row, the lowest id in a tie. On the CPU numpy is 8 times as fast."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in (0, 1), a fixed function of the request's seed and the output token's index."""
+    """Return a number in (0, 1), a fixed function of the request's seed and the output token's index."""
     digest = xxh3_64_intdigest(struct.pack("<QQ", seed % 2**64, index))
     return float(((digest >> (64 - _UNIFORM_BITS)) + 0.5) / 2**_UNIFORM_BITS)
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """logits [R, vocab] after bias and penalties -> what is drawn from: float32 [R, vocab], filtered and renormalised.
+    """logits [R, vocab] after bias and penalties -> the probabilities of the draw: float32 [R, vocab], filtered and
+    renormalised.
 
-    All of them draw.
+    All rows must draw.
     """
     temperature = _column(logits, [p.temperature for p in params])
     # The largest logit becomes 0 first: dividing by a tiny temperature then gives -inf, never inf.
@@ -71,14 +72,14 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """One token for each row: the first whose cumulative probability exceeds the row's uniform. -> [R]."""
+    """Return a token for each row, [R]: the first whose cumulative probability exceeds the row's uniform."""
     cumulative = probabilities(logits, params).to(torch.float64).cumsum(dim=-1)
     target = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(logits.shape[1] - 1)
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """scaled [R, vocab], maximum 0 -> the same with -inf for tokens that min_p, top_k or top_p leave out."""
+    """scaled [R, vocab], maximum 0 -> the same with -inf for tokens that min_p, top_k or top_p exclude."""
     min_p = _column(scaled, [p.min_p for p in params])
     scaled = scaled.masked_fill(scaled < min_p.log(), -torch.inf)
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
@@ -87,14 +88,14 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     chances = ordered.softmax(dim=-1)
     before = chances.cumsum(dim=-1) - chances
     top_p = _column(scaled, [p.top_p if p.top_p < 1 else torch.inf for p in params])
-    before[:, 0] = -torch.inf  # the most probable token always stays, however small top_p is
+    before[:, 0] = -torch.inf  # the most probable token stays for any top_p
     ordered.masked_fill_(before >= top_p, -torch.inf)
     return torch.empty_like(scaled).scatter_(1, ids, ordered)
 
 
 @dataclass(slots=True)
 class LogitEdits:
-    """Changes of logits of one kind as coordinates, none twice: so each kind is one operation for the whole batch."""
+    """Changes of logits of one kind at distinct coordinates, so that each kind is one operation for the whole batch."""
 
     rows: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -107,7 +108,7 @@ class LogitEdits:
         self.values += values
 
     def at(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Where, as an index into `logits`, and what."""
+        """Return the changed places, as an index into `logits`, and the values."""
         device = logits.device
         index = (torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device))
         return index, torch.tensor(self.values, dtype=logits.dtype, device=device)
@@ -116,9 +117,9 @@ class LogitEdits:
 def logit_edits(
     requests: Sequence[Request], outputs: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[LogitEdits, LogitEdits, LogitEdits]:
-    """Bias to add; repetition penalties to scale by; frequency and presence penalties to subtract.
+    """Return the bias to add, the repetition penalties to scale by, the frequency and presence penalties to subtract.
 
-    Row i is for requests[i], which has given outputs[i]. Biased ids outside the vocabulary are left out.
+    Row i is for requests[i] with the output tokens outputs[i]. Biased ids outside the vocabulary are left out.
     """
     bias, repetition, subtract = LogitEdits(), LogitEdits(), LogitEdits()
     for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -137,7 +138,7 @@ def logit_edits(
 
 
 def _adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Bias and penalties; `logits` itself where no request has any."""
+    """Return logits with bias and penalties; `logits` itself if no request has any."""
     outputs = [request.output_tokens for request in requests]
     bias, repetition, subtract = logit_edits(requests, outputs, logits.shape[1])
     if not (bias.rows or repetition.rows or subtract.rows):
@@ -160,7 +161,8 @@ Report = tuple[float, tuple[tuple[int, float], ...]]
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> dict[int, Report]:
-    """Row -> (log-probability of the chosen token, alternatives) of the model's own distribution, where asked for."""
+    """Return row -> (log-probability of the chosen token, alternatives) in the model's own distribution, for the rows
+    that ask for it."""
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     if not wanted:
         return {}

@@ -1,4 +1,4 @@
-"""A backend without a model: steps take the time a profile gives them, tokens come from a hash."""
+"""A backend without a model: a profile gives the time of each step, and tokens come from a hash."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from engine.sched.request import Request
 
 _TOKEN_OF = struct.Struct("<qq")
 CATCH_UP_S = 0.1
-"""Host time that the emulated device makes good at most."""
+"""Most seconds of host time that the emulated device makes good."""
 
 
 class SimBackend:
     """Emulates a device of the given profile on the event loop's clock, so it works in virtual time too.
 
-    A token depends on the backend's seed, the request's seed and its position alone, not on the prompt. It is never one
-    of the request's stop tokens: an answer is as long as the request allows. Its distribution counts as uniform.
+    A token depends only on the backend's seed, the request's seed and the token's position, not on the prompt. It is
+    never one of the request's stop tokens, so an answer is as long as the request allows. Log-probabilities are those
+    of a uniform distribution.
 
-    While a request goes on from step to step the device has work throughout, so a step begins when the one before ended
-    and not when this process, one of many on a few cores, came round to asking for it. Stalls above `CATCH_UP_S` last.
+    While a request goes on from step to step, the emulated device is always busy: a step begins when the step before
+    ended, even if this process, one of many on a few cores, calls late. Only lateness up to `CATCH_UP_S` is made good.
     """
 
     max_in_flight = 1
@@ -36,12 +37,12 @@ class SimBackend:
         self._vocab_size = vocab_size
         self._seed = seed % 2**64
         self._ends_s = -math.inf
-        """When the last step ended, or ends, on the event loop's clock."""
+        """The end of the last step on the event loop's clock; it may be in the future."""
         self._requests: frozenset[int] = frozenset()
-        """Ids of its requests."""
+        """Ids of the last step's requests."""
         self._is_waited_for = False
         self._left_until_s = -math.inf
-        """When the last step ends whose caller was cancelled."""
+        """The end of the last step whose caller was cancelled."""
 
     async def run(self, plan: StepPlan) -> StepResult:
         """Wait as long as the step takes. Raises RuntimeError while another step is in progress."""
@@ -70,7 +71,7 @@ class SimBackend:
 
     def _sample(self, request: Request) -> SampledToken:
         position = len(request.prompt_tokens) + len(request.output_tokens)
-        # The request's seed is masked: any integer the API accepts fits 63 bits then.
+        # The mask makes any integer that the API accepts fit 63 bits.
         packed = _TOKEN_OF.pack(request.sampling.seed & (2**63 - 1), position)
         first = token = xxh3_64_intdigest(packed, self._seed) % self._vocab_size
         stops = request.stop_token_ids

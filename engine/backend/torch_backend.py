@@ -1,4 +1,4 @@
-"""A `Backend` that runs a model with torch: the reference on the CPU, and plain torch on a CUDA device."""
+"""A `Backend` that runs a model with torch: on the CPU, and as a reference in plain torch on a CUDA device."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 
 
 class TorchBackend:
-    """Runs steps on one worker thread of its own, so the event loop is never blocked.
+    """Runs steps on its own worker thread, so the event loop is never blocked.
 
-    To make one (the first line takes seconds: call it off the event loop, e.g. with `asyncio.to_thread`):
+    To make a backend (the first line takes seconds: call it off the event loop, e.g. with `asyncio.to_thread`):
 
         model = load_decoder(path, dtype="auto", device="cpu")                      # engine.model.decoder
         blocks = blocks_for_budget(model.config, kv_bytes, block_size=16, dtype=model.dtype)  # engine.backend.torch_kv
         backend = TorchBackend(model, block_count=blocks, block_size=16)
 
-    It runs where the model is. `model.config` has `max_position`, `vocab_size` and `eos_token_ids` for the server.
+    It runs on the model's device. `model.config` has `max_position`, `vocab_size` and `eos_token_ids` for the server.
     Blocks are numbered 0 .. block_count - 1. `threads` bounds torch's threads within an operation, for the whole
     process; None leaves torch's choice, one per core.
 
-    `exact`: a request's logits have the same bits whatever is cached, however its prompt is cut into chunks, and in any
-    batch. On the CPU alone. Raises NotExact where the libraries of this machine cannot be made to.
+    `exact`: a request's logits have the same bits with any cache, any cut of its prompt into chunks, and in any batch.
+    It works only on the CPU. Raises NotExact if this machine's libraries make it impossible.
     """
 
     max_in_flight = 1
@@ -45,7 +45,7 @@ class TorchBackend:
         if block_count < 1 or block_size < 1:
             raise ValueError(f"block_count ({block_count}) and block_size ({block_size}) must be at least 1")
         if exact and model.device.type != "cpu":
-            raise ValueError(f"exact computing is there on cpu alone, not on {model.device}")
+            raise ValueError(f"exact computing works only on cpu, not on {model.device}")
         self.pool = KvPool(model.config, block_count, block_size, dtype=model.dtype, device=model.device)
         self._sparse = supports_sparse_decode(model.dtype, model.device)
         set_up = partial(torch.set_num_threads, threads) if threads else None
@@ -69,12 +69,12 @@ class TorchBackend:
 
     @torch.inference_mode()
     def logits(self, chunks: tuple[SequenceChunk, ...]) -> Tensor:
-        """Compute the chunks: float32 [R, vocab_size] of the last token of each chunk that samples, in order."""
+        """Compute the chunks. Return float32 [R, vocab_size] for the last token of each sampling chunk, in order."""
         device = self.model.device
         self.pool.copy_sources(chunks)
         if self._tiles is not None and isinstance(self.model, ExactDecoder):
             return self._exact_logits(chunks, self.model, self._tiles)
-        # From lists, in one go: a torch operation per chunk takes longer than all of these.
+        # Made from lists: one torch operation per chunk would take longer than all of this.
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device)
         positions = [position for c in chunks for position in range(c.start, c.start + len(c.tokens))]
         ends = accumulate(len(chunk.tokens) for chunk in chunks)
@@ -113,5 +113,5 @@ class TorchBackend:
 
 @torch.inference_mode()
 def _exact(model: Decoder) -> tuple[ExactDecoder, TileShape]:
-    """The model, exact with the threads of the one that calls."""
+    """Return the exact model for the torch threads of the calling thread."""
     return ExactDecoder(model), TileShape.measured(model.config)

@@ -2,7 +2,7 @@
 
 One token attends to its sequence's slots: a sparse [heads, slots] product. So scores are torch's sampled matrix product
 over CSR indexes (one row per sequence and head, one entry per visible slot), and the weighted sum of values is an
-embedding bag over the same indexes. Nothing is gathered or padded, and no slot is read that the indexes do not name.
+embedding bag over the same indexes. Nothing is gathered or padded, and only slots named by the indexes are read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _SUM = 0
-"""embedding_bag's mode."""
+"""The mode of embedding_bag that sums."""
 
 
 class SparseDecode:
     """The indexes of one step's decoding sequences, for the layers of one window."""
 
     def __init__(self, runs: Sequence[NDArray[np.int64]], *, heads: int, kv_heads: int, dim: int, rows: int) -> None:
-        """`runs`: [sequences, slots], the key slots seen by neighbouring sequences that see equally many.
+        """`runs`: [sequences, slots] each, the visible key slots of neighbouring sequences that see equally many.
 
-        `rows`: length of the tables that `attend` is given.
+        `rows`: number of rows of the tables passed to `attend`.
         """
         index: np.dtype[Any] = np.dtype(np.int32 if rows < 2**31 else np.int64)
         # numpy: for so few numbers a torch operation costs several times as much.
@@ -50,7 +50,7 @@ class SparseDecode:
         torch.sparse.sampled_addmm(self._scores, q.flatten(0, 1), keys.t(), beta=0, alpha=self._scale, out=self._scores)
         for scores, weights in self._runs:
             torch.softmax(scores, -1, out=weights)
-        # torch's own binding: the checks of torch.nn.functional.embedding_bag are not free at every layer.
+        # torch's own binding, because torch.nn.functional.embedding_bag would check its arguments at every layer.
         summed: Tensor = torch.embedding_bag(
             values, self._columns, self._ends, False, _SUM, False, self._weights, include_last_offset=True
         )[0]
@@ -58,7 +58,7 @@ class SparseDecode:
 
 
 def supports_sparse_decode(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has these operations for this type and device: tried here, which also spends its beta warning."""
+    """Try whether torch has these operations for this type and device. The trial also uses up torch's beta warning."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     table = torch.ones(2, 1)

@@ -1,15 +1,16 @@
-"""Attention on the CPU in one order: a query's bits depend on its own keys and values, and on nothing else of a step.
+"""Attention on the CPU in one order: a query's bits depend on its own keys and values, and on nothing else in a step.
 
-Keys are cut into tiles at fixed positions of their sequence. A tile's scores, and its sum of values, are one product of
-a shape that `heights` allows (`engine.model.exact`); tiles are added from the first to the last. What a query does not
-see has a weight of exactly 0, and adding 0 changes no sum, so it makes no difference how many more tiles a step's other
-queries see. The largest score is exact in any order. Weights are summed as one more column of the values.
+Keys are cut into tiles at fixed positions of their sequence. A tile's scores are one product of a shape that `heights`
+allows (`engine.model.exact`), and so is its sum of values. Tiles are added from the first to the last. A key that a
+query does not see has a weight of exactly 0, and adding 0 changes no sum. So it does not matter how many more tiles the
+step's other queries see. The largest score is exact in any order. Weights are summed as one more column of the values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,61 +19,78 @@ from torch import Tensor
 
 from engine.backend.torch_kv import KvPool, first_seen
 from engine.model.config import ModelConfig
-from engine.model.exact import HEIGHTS, NotExact, agreeing_heights, cancelling
+from engine.model.exact import HEIGHTS, NotExact, agreeing_classes, cancelling
 from engine.sched.plan import SequenceChunk
 
 KEYS = 128
-"""Keys of a tile."""
+"""Keys in a tile."""
 _HEIGHTS = HEIGHTS[:-1]
 _COLUMNS = 16
-"""The values' columns are a multiple of it: a remainder is computed by other code, row by row in other ways."""
+"""The values' columns are a multiple of this: libraries compute a remainder by other code, differently for each row."""
 _BATCHES = (1, 2, 3, 17)
-"""Tiles in a call for which the library is asked."""
+"""Numbers of tiles in a call for which the library is tested."""
 _SCORES = 2**21
-"""Scores at once, about: 8 MB."""
+"""About the most scores at once: 8 MB."""
 _GATHERED_KEYS = 4096
-"""Keys of decoding sequences at once, about."""
+"""About the most keys of decoding sequences at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """How the products of one model's attention are cut."""
 
+    kv_heads: int
+    """The model's kv heads, each counted `repeats` times."""
+    repeats: int
+    """Parts into which the query heads of each of the model's kv heads are cut."""
     group: int
-    """Heads that share keys."""
+    """Query heads that are computed with one of `kv_heads`."""
     dim: int
     columns: int
-    """Of the values: `dim`, one of ones, and zeros."""
+    """Columns of the values: `dim` of them, one of ones, and zeros."""
     heights: tuple[int, ...]
 
     @staticmethod
     def measured(config: ModelConfig) -> TileShape:
-        """Asks the library, in the thread in which steps are to run. Raises NotExact."""
+        """Test the library, in the thread in which steps will run. Raises NotExact.
+
+        A product has at least the rows of one query's group. If the library agrees with itself only at fewer rows, the
+        group is cut, and each part reads the keys again.
+        """
         group, dim = config.heads // config.kv_heads, config.head_dim
         columns = -(-(dim + 1) // _COLUMNS) * _COLUMNS
-        heights = set(_HEIGHTS)
-        for terms, width in ((dim, KEYS), (KEYS, columns)):
-            x, w = cancelling(terms, width, torch.float32)
-            if width == KEYS:  # as keys lie in memory
-                w = w.t().contiguous().t()
-            heights &= set(agreeing_heights(lambda rows, w=w: _in_batches(rows, w), x, _HEIGHTS))  # type: ignore[misc]
-        fitting = tuple(sorted(height for height in heights if height >= group))
-        if not fitting:
-            raise NotExact(
-                f"batched products of float32 matrices with {dim} and {KEYS} columns, at least {group} rows at a time"
-            )
-        return TileShape(group, dim, columns, fitting)
+        agreed = _agreed(dim, columns, _HEIGHTS) or _agreed(dim, columns, (1,))
+        if not agreed:
+            raise NotExact(f"batched products of float32 matrices with {dim} and {KEYS} columns")
+        repeats = min(cuts for cuts in range(1, group + 1) if group % cuts == 0 and group // cuts <= agreed[-1])
+        part = group // repeats
+        heights = tuple(height for height in agreed if height >= part)
+        return TileShape(config.kv_heads * repeats, repeats, part, dim, columns, heights)
 
     def height(self, rows: int, tiles: int) -> int:
-        """Rows of the next call where so many are left: the least that takes them all, if half of it is used."""
+        """Return the rows of the next call if `rows` are left: the least height that holds all, if half is used."""
         most = [h for h in self.heights if h * tiles * KEYS <= _SCORES] or [self.heights[0]]
         enough = next((h for h in most if h >= rows), most[-1])
         below = [h for h in most if h <= rows]
         return enough if 2 * rows > enough or not below else below[-1]
 
 
+def _agreed(dim: int, columns: int, heights: Sequence[int]) -> tuple[int, ...]:
+    """Return the largest set of `heights` at which both of a tile's products have one order; () if there is none."""
+    by_product = []
+    for terms, width in ((dim, KEYS), (KEYS, columns)):
+        x, w = cancelling(terms, width, torch.float32)
+        if width == KEYS:  # the same memory order as the keys
+            w = w.t().contiguous().t()
+        by_product.append(agreeing_classes(partial(_in_batches, w=w), x, heights))
+    scores, sums = by_product
+    return max(
+        (tuple(height for height in one if height in other) for one in scores for other in sums), key=len, default=()
+    )
+
+
 def _in_batches(rows: Tensor, w: Tensor) -> Tensor:
-    """rows [height, terms] @ w, as tiles of calls of several sizes: [tiles, height, columns]."""
+    """Compute rows [height, terms] @ w as tiles in calls of several sizes: [tiles, height, columns]."""
     return torch.cat([torch.bmm(rows.expand(n, -1, -1), w.expand(n, -1, -1).clone()) for n in _BATCHES])
 
 
@@ -81,12 +99,12 @@ class _Rows:
     """Queries of one chunk whose scores are computed at once."""
 
     queries: slice
-    """Among the step's tokens."""
+    """Rows of the step's tokens."""
     height: int
     tiles: slice
-    """Among the chunk's, those that a query sees."""
+    """The chunk's tiles that some query sees."""
     hidden: tuple[tuple[slice, Tensor], ...]
-    """Of tiles that are seen in part: which, of the block's; [tiles, height, KEYS]: True where a key is not seen."""
+    """Masks of partly seen tiles: (tiles among `tiles`, [tiles, height, KEYS], True for a key that is not seen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +112,23 @@ class _Chunk:
     """A chunk of several tokens."""
 
     keys: Tensor
-    """Rows of `LayerView.keys`, kv head by kv head; every tile is whole: behind the last key it repeats."""
+    """Rows of `LayerView.keys`, kv head by kv head. The last key is repeated to fill the last tile."""
     tiles: int
     rows: tuple[_Rows, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences of one token each, attended to together."""
+    """Sequences of one token each, computed together."""
 
     queries: Tensor
-    """Rows among the step's tokens."""
+    """Rows of the step's tokens."""
     keys: Tensor
-    """As `_Chunk.keys`, sequence after sequence."""
+    """Like `_Chunk.keys`, sequence after sequence."""
     sequence_of: Tensor
-    """By tile."""
+    """Index of each tile's sequence."""
     number_of: Tensor
-    """By tile: which of its sequence's."""
+    """Index of each tile within its sequence."""
     most: int
     """Tiles of the longest sequence."""
     hidden: Tensor
@@ -118,11 +136,11 @@ class _Decodes:
 
 
 class ExactAttention:
-    """Attention of one step: an `engine.model.decoder.Attention`. Rows behind the chunks' are left zero."""
+    """Attention of one step: an `engine.model.decoder.Attention`. Rows after the chunks' rows stay zero."""
 
     def __init__(self, pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], shape: TileShape) -> None:
         self._pool, self._shape = pool, shape
-        self._kv_heads, self._windows = config.kv_heads, config.windows
+        self._kv_heads, self._windows = shape.kv_heads, config.windows
         self._scale = config.head_dim**-0.5
         written = [pool.slot_rows([c.blocks], c.start, c.start + len(c.tokens))[0] for c in chunks]
         keys = np.concatenate(written)
@@ -157,7 +175,7 @@ class ExactAttention:
         return out.flatten(1)
 
     def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [kv_heads, tiles, KEYS, dim] and values [kv_heads, tiles, KEYS, columns] in float32."""
+        """Return keys [kv_heads, tiles, KEYS, dim] and values [kv_heads, tiles, KEYS, columns] in float32."""
         view, count, dim = self._pool.views[layer], len(rows), self._shape.dim
         keys, values = self._keys[:count], self._values[:count]
         if view.keys.dtype == keys.dtype:
@@ -169,7 +187,7 @@ class ExactAttention:
         return keys.view(heads, -1, KEYS, dim), values.view(heads, -1, KEYS, self._shape.columns)
 
     def _attend(self, rows: _Rows, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """q and out [queries, heads, dim]: a kv head at a time."""
+        """q and out [queries, heads, dim]. Computes one kv head at a time."""
         n, group, dim = len(q), self._shape.group, self._shape.dim
         padded = q.new_zeros(self._kv_heads, rows.height, dim)
         padded[:, : n * group] = q.view(n, self._kv_heads, group, dim).transpose(0, 1).reshape(self._kv_heads, -1, dim)
@@ -211,7 +229,7 @@ class ExactAttention:
         return _Chunk(self._by_head(keys), tiles, blocks)
 
     def _blocks(self, chunk: SequenceChunk, row: int, first: int, window: int | None) -> Iterator[_Rows]:
-        """The chunk's queries in blocks; `first`: its first tile."""
+        """Yield the chunk's queries in blocks. `first`: the chunk's first tile."""
         group, done = self._shape.group, 0
         while done < len(chunk.tokens):
             start = chunk.start + done
@@ -233,7 +251,7 @@ class ExactAttention:
     def _hidden(
         self, start: int, count: int, height: int, tiles: slice, begin: int, window: int | None
     ) -> tuple[slice, Tensor]:
-        """As `_Rows.hidden`: tiles by their number in the sequence, of a block that begins with tile `begin`."""
+        """Return an entry of `_Rows.hidden`. `tiles`: numbers in the sequence; `begin`: the block's first tile."""
         queries = np.minimum(np.arange(height) // self._shape.group, count - 1) + start
         keys = np.arange(tiles.start * KEYS, tiles.stop * KEYS).reshape(-1, 1, KEYS)
         hidden = keys > queries[:, None]
@@ -261,7 +279,7 @@ class ExactAttention:
         )
 
     def _tiles(self, chunk: SequenceChunk, window: int | None) -> tuple[int, int, NDArray[np.int64]]:
-        """First tile that the chunk sees, how many, and the slots of their keys."""
+        """Return the first tile that the chunk sees, the number of tiles, and the slots of their keys."""
         end = chunk.start + len(chunk.tokens)
         first = first_seen(chunk, window) // KEYS
         tiles = -(-end // KEYS) - first
@@ -269,18 +287,18 @@ class ExactAttention:
         return first, tiles, np.concatenate((slots, np.full(tiles * KEYS - len(slots), slots[-1])))
 
     def _by_head(self, slots: NDArray[np.int64]) -> Tensor:
-        heads = np.arange(self._kv_heads)[:, None]
-        return torch.from_numpy((slots * self._kv_heads + heads).ravel())
+        heads = np.arange(self._kv_heads)[:, None] // self._shape.repeats
+        return torch.from_numpy((slots * (self._kv_heads // self._shape.repeats) + heads).ravel())
 
 
 def _exp(scores: Tensor) -> None:
-    """In place. NumPy's: twice as fast as torch's here, and the same at every place of an array (`check_exp`)."""
+    """Exponentiate in place, by NumPy: it is twice as fast as torch here, and the same at every place (`check_exp`)."""
     array = scores.numpy()
     np.exp(array, out=array)
 
 
 def _summed(tiles: Tensor) -> Tensor:
-    """[tiles, ...] -> their sum, from the first to the last; in the first one's memory."""
+    """[tiles, ...] -> their sum, from the first to the last, in the memory of the first."""
     total = tiles[0]
     for tile in tiles[1:]:
         total += tile
@@ -290,7 +308,7 @@ def _summed(tiles: Tensor) -> Tensor:
 def _parts(
     single: Iterable[tuple[SequenceChunk, int]], window: int | None
 ) -> Iterator[list[tuple[SequenceChunk, int]]]:
-    """Sequences to attend to at once: as many as have about `_GATHERED_KEYS` keys together, at least one."""
+    """Yield the sequences to compute at once: as many as have about `_GATHERED_KEYS` keys together, at least one."""
     part: list[tuple[SequenceChunk, int]] = []
     keys = 0
     for chunk, row in single:

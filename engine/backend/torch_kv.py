@@ -18,7 +18,7 @@ from engine.sched.plan import SequenceChunk
 
 
 def blocks_for_budget(config: ModelConfig, budget_bytes: int, *, block_size: int, dtype: torch.dtype) -> int:
-    """KV blocks of `block_size` tokens that fit into `budget_bytes`. Raises ValueError where not even one does."""
+    """Return the number of KV blocks of `block_size` tokens in `budget_bytes`. Raises ValueError if there is none."""
     block_bytes = config.kv_bytes_per_token(dtype.itemsize) * block_size
     if budget_bytes < block_bytes:
         raise ValueError(f"a KV budget of {budget_bytes} bytes holds no block; one block takes {block_bytes} bytes")
@@ -27,16 +27,16 @@ def blocks_for_budget(config: ModelConfig, budget_bytes: int, *, block_size: int
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer of the pool, each view shifted so that the row numbers of layer 0 mean this layer."""
+    """One layer of the pool. Each view is shifted so that the row numbers of layer 0 address this layer."""
 
     pages: Tensor
-    """Rows of one page [slot * kv_head * dim]."""
+    """One page [slot * kv_head * dim] per row."""
     slots: Tensor
-    """Rows of one slot [kv_head * dim]."""
+    """One slot [kv_head * dim] per row."""
     keys: Tensor
-    """Rows of one head [dim], row slot * kv_heads + head of the key slots; as many as `values`."""
+    """One head [dim] of a key slot per row: row slot * kv_heads + head. It has as many rows as `values`."""
     values: Tensor
-    """The same of the value slots, with the key slots' numbers."""
+    """The same for the value slots, addressed by the numbers of their key slots."""
 
 
 class KvPool:
@@ -57,14 +57,14 @@ class KvPool:
         self.views = tuple(_layer_view(self.data, layer) for layer in range(config.layers))
 
     def page_rows(self, blocks: Sequence[int]) -> Tensor:
-        """Rows in `LayerView.pages`: all key pages, then all value pages, [2 * blocks]."""
+        """Return the rows in `LayerView.pages`: all key pages, then all value pages, [2 * blocks]."""
         keys = torch.tensor(blocks, dtype=torch.int64) * (self.layers * 2)
         return torch.cat((keys, keys + 1)).to(self.data.device)
 
     def slot_rows(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> NDArray[np.int64]:
-        """Rows in `LayerView.slots` of the keys at positions start .. end - 1: [sequences, end - start].
+        """Return the rows in `LayerView.slots` of the keys at positions start .. end - 1: [sequences, end - start].
 
-        `blocks`: those of each sequence. A slot's value is `block_size` rows after its key.
+        `blocks`: the blocks of each sequence. A slot's value is `block_size` rows after its key.
         """
         first, size = start // self.block_size, self.block_size
         # numpy: for so few numbers a torch operation costs several times as much.
@@ -73,14 +73,14 @@ class KvPool:
         return rows[:, start - first * size : end - first * size]
 
     def copy_sources(self, chunks: Sequence[SequenceChunk]) -> None:
-        """Copy what the chunks name as `source`; before anything else of their step."""
+        """Copy the rows of the blocks that chunks name as `source`. Call it before the rest of their step."""
         for chunk in chunks:
             if chunk.source is not None:
                 target, rows = chunk.blocks[chunk.start // self.block_size], chunk.start % self.block_size
                 self.data[target, :, :, :rows].copy_(self.data[chunk.source, :, :, :rows])
 
     def write(self, layer: int, rows: Tensor, kv: Tensor) -> None:
-        """Store kv [T, 2, kv_heads, dim] in the slots `rows` [T, 2], numbered as `slot_rows` does."""
+        """Store kv [T, 2, kv_heads, dim] in the slots `rows` [T, 2], numbered as in `slot_rows`."""
         self.views[layer].slots.index_put_((rows,), kv.flatten(2))
 
 
@@ -99,24 +99,24 @@ def _layer_view(data: Tensor, layer: int) -> LayerView:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What one chunk reads of the pool in layers of one window."""
+    """The part of the pool that one chunk reads in layers of one window."""
 
     step_rows: slice
-    """The chunk's tokens among the step's."""
+    """The chunk's rows of the step's tokens."""
     pages: Tensor | None
-    """Pages that hold a token the chunk sees, as `KvPool.page_rows`; None: the chunk sees itself alone, causally."""
+    """Pages with a token that the chunk sees, as in `KvPool.page_rows`; None: the chunk sees only itself, causally."""
     tokens: slice
-    """The tokens of those pages that are written and not before the window of all."""
+    """The tokens of those pages that are written and that at least one query sees."""
     mask: Tensor | None
-    """Added to the scores, [queries, keys]; None: all keys are seen by all queries."""
+    """Added to the scores, [queries, keys]; None: all queries see all keys."""
 
 
 class PagedAttention:
-    """Attention of one step. Each sequence is computed apart from the others, so none depends on what else is in the
-    step, no padding is computed, and nothing unwritten is read.
+    """Attention of one step. Each sequence is computed on its own, so it does not depend on the rest of the step, there
+    is no padding, and no unwritten slot is read.
 
     Prefill chunks: SDPA over their pages, gathered into a scratch buffer that stays in the CPU's cache.
-    Decode tokens: so too, or all at once by `SparseDecode` where `sparse` says that torch has it.
+    Decode tokens: the same, or all at once by `SparseDecode` if `sparse`, that is, if torch supports it.
     """
 
     def __init__(self, pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], *, sparse: bool) -> None:
@@ -159,7 +159,7 @@ class PagedAttention:
         return out.flatten(1)
 
     def _attend(self, layer: int, view: _View, rows: Tensor, q: Tensor, out: Tensor) -> None:
-        """q [n, heads, dim] over the chunk's pages; for one query, heads that share keys are one product."""
+        """Attend with q [n, heads, dim] over the chunk's pages. For one query, heads that share keys form a product."""
         n, heads, dim = q.shape
         pages = self._scratch[: len(rows)]
         torch.index_select(self._pool.views[layer].pages, 0, rows, out=pages)
@@ -193,7 +193,7 @@ def _sparse(pool: KvPool, config: ModelConfig, chunks: Sequence[SequenceChunk], 
 
 
 def _runs(chunks: Sequence[SequenceChunk]) -> list[list[SequenceChunk]]:
-    """Neighbouring chunks at the same positions of their sequences, together: they are indexed in one operation."""
+    """Group neighbouring chunks at the same positions of their sequences, to index each group in one operation."""
     return [list(run) for _, run in groupby(chunks, lambda chunk: (chunk.start, len(chunk.tokens)))]
 
 
@@ -202,19 +202,19 @@ def _slot_rows(pool: KvPool, run: Sequence[SequenceChunk], start: int, end: int)
 
 
 def first_seen(chunk: SequenceChunk, window: int | None) -> int:
-    """Position of the first token that the chunk's first token sees."""
+    """Return the position of the first token that the chunk's first token sees."""
     return max(0, chunk.start + 1 - window) if window else 0
 
 
 def _causal(q: Tensor, kv: Tensor, out: Tensor) -> None:
-    """A chunk at the start of its sequence: its keys and values are at hand, contiguous enough for SDPA."""
+    """Attend within a chunk at the start of its sequence. Its keys and values are contiguous enough for SDPA."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, kv[:, 0], kv[:, 1]))
     attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     out.copy_(attended[0].transpose(0, 1))
 
 
 def _mask(start: int, end: int, first: int, window: int | None, like: Tensor) -> Tensor | None:
-    """0 where query start + i sees key first + j, else -inf: [end - start, end - first]; None for a single query."""
+    """Return [end - start, end - first]: 0 if query start + i sees key first + j, else -inf; None for one query."""
     if end - start == 1:
         return None
     queries = torch.arange(start, end, device=like.device)[:, None]

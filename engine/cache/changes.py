@@ -1,4 +1,4 @@
-"""What the cache tells the publisher."""
+"""The changes that the cache reports to the publisher."""
 
 from __future__ import annotations
 

@@ -1,50 +1,74 @@
-"""What was evicted lately: whether the pool is too small for what is asked for."""
+"""Which blocks were evicted recently, and how many requests shared them.
+
+They show whether the pool is too small for the requests. And what was shared before it was evicted counts as shared
+when it comes back: otherwise a hot prefix that a flood has evicted would begin anew, as worthless as the flood.
+"""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
 _SLOTS_PER_BLOCK = 4
 _MOST_SLOTS = 2**20
 """8 MiB."""
-_UNKNOWN_IN_A_ROW = 4
-"""Behind so many nothing more is looked for, so that a long prompt of which nothing was evicted costs little."""
+_UNKNOWN_IN_A_ROW = 8
+"""The search ends after so many unknown digests, so that a long prompt costs little if no part of it was evicted."""
 _DIGEST_BYTES = 8
+_USES_BITS = 4
+_MOST_USES = (1 << _USES_BITS) - 1
+"""The lowest bits of a slot are those of its place in the table, which need not be stored. They hold the uses."""
+_LEAST_SLOTS = 1 << _USES_BITS
 
 
 class EvictedLately:
-    """Digests of evicted blocks, each until about four times as many others were evicted as the pool has blocks.
+    """Digests of evicted blocks. Each is kept until about four pools of other blocks were evicted.
 
-    A table without chains: a digest takes the place of another. So noting one costs the same at any size, some 32 bytes
-    a block are all, and now and then a block that is asked for is not recognised.
+    The table has no chains: a digest overwrites another. So noting a digest costs the same at any size, the table takes
+    only some 32 bytes a block, and it sometimes fails to recognise a block that is asked for.
     """
 
     def __init__(self, blocks: int) -> None:
-        slots = min(1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length(), _MOST_SLOTS)
+        slots = max(_LEAST_SLOTS, min(1 << (_SLOTS_PER_BLOCK * blocks - 1).bit_length(), _MOST_SLOTS))
         self._mask = slots - 1
         self._slots = array("Q", bytes(8 * slots))
 
-    def note(self, digests: Iterable[bytes]) -> None:
-        """The blocks of these digests were evicted."""
-        slots, mask, read = self._slots, self._mask, int.from_bytes
-        for digest in digests:
-            short = read(digest[:_DIGEST_BYTES], "little")
-            slots[short & mask] = short
-
-    def take(self, digests: Sequence[bytes], start: int) -> int:
-        """How many of digests[start:] were evicted lately, up to a few others in a row. They are forgotten."""
+    def note(self, digests: Iterable[bytes], uses: Iterable[int]) -> None:
+        """Note that the blocks of these digests were evicted, each after so many uses; 15 stand for 15 or more."""
         slots, mask = self._slots, self._mask
-        found = unknown = 0
+        shorts = array("Q", b"".join([digest[:_DIGEST_BYTES] for digest in digests]))
+        if sys.byteorder == "big":
+            shorts.byteswap()
+        for short, many in zip(shorts, uses, strict=True):
+            slots[short & mask] = short & ~_MOST_USES | (many if many < _MOST_USES else _MOST_USES)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the block of this digest was evicted recently."""
+        short = int.from_bytes(digest[:_DIGEST_BYTES], "little")
+        return self._slots[short & self._mask] | _MOST_USES == short | _MOST_USES
+
+    def take(self, digests: Sequence[bytes], start: int) -> bytes:
+        """Return the uses of those of digests[start:] that were evicted recently, and forget them. `digests` form a
+        chain.
+
+        All digests up to the last known one count: a block is evicted before the blocks that it follows, so the blocks
+        before a known one were evicted after it. They have the uses of the next known one, which are no more than
+        theirs. The search ends after a few unknown digests in a row.
+        """
+        slots, mask = self._slots, self._mask
+        known, uses = start, bytearray()
         for i in range(start, len(digests)):
             short = int.from_bytes(digests[i][:_DIGEST_BYTES], "little")
-            if slots[short & mask] == short:
-                slots[short & mask] = unknown = 0
-                found += 1
-            elif (unknown := unknown + 1) == _UNKNOWN_IN_A_ROW:
+            slot = slots[short & mask]
+            if slot | _MOST_USES == short | _MOST_USES:
+                slots[short & mask] = 0
+                uses += bytes([slot & _MOST_USES]) * (i + 1 - known)
+                known = i + 1
+            elif i - known == _UNKNOWN_IN_A_ROW - 1:
                 break
-        return found
+        return bytes(uses)
 
     def clear(self) -> None:
-        """Nothing was evicted."""
+        """Forget every digest."""
         self._slots[:] = array("Q", bytes(8 * len(self._slots)))

@@ -19,11 +19,11 @@ class HashIndex:
         self.of: dict[bytes, int] = {}
         """Digest -> block."""
         self.contents = [b""] * len(indexed.digests)
-        """`token_bytes` of each indexed block; a first block's are preceded by the salt's digest. The salt itself is in
-        no tier, nor in its files."""
+        """`token_bytes` of each indexed block, after the salt's digest if it is a chain's first block. The salt itself
+        is in no tier and in no file."""
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
-        """See `PrefixIndex.count`: by digest alone, from the last count for this sequence on."""
+        """See `PrefixIndex.count`. Compares digests alone, and starts from the last count for this sequence."""
         digests, of = sequence.digests, self.of
         most = min(limit // self._block_size, len(digests))
         hits = min(sequence.hits, most)
@@ -48,18 +48,25 @@ class HashIndex:
         return Match(nodes)
 
     def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
-        """See `PrefixIndex.add`. Ends where another chain has a block's digest."""
-        of, contents, indexed, parents = self.of, self.contents, self._indexed, self._indexed.parents
-        found: list[int] = []
+        """See `PrefixIndex.add`. Ends at a block whose digest belongs to a block of another chain."""
+        of, contents, indexed = self.of, self.contents, self._indexed
         parent = sequence.nodes[first - 1] if first else NO_BLOCK
-        for i in range(first, stop):
-            digest, content = sequence.digests[i], sequence.contents[i]
+        blocks, digests = sequence.blocks[first:stop], sequence.digests[first:stop]
+        fresh = dict(zip(digests, blocks, strict=True))
+        if len(fresh) == len(blocks) and of.keys().isdisjoint(fresh):  # nearly always true; takes half the time
+            indexed.add_chain(blocks, digests, parent)
+            of.update(fresh)
+            for block, content in zip(blocks, sequence.contents[first:stop], strict=True):
+                contents[block] = content
+            return blocks
+        found: list[int] = []
+        for block, digest, content in zip(blocks, digests, sequence.contents[first:stop], strict=True):
             node = of.get(digest)
             if node is None:
-                node = sequence.blocks[i]
+                node = block
                 indexed.add(node, digest, parent)
                 of[digest], contents[node] = node, content
-            elif parents[node] != parent or contents[node] != content:
+            elif indexed.parents[node] != parent or contents[node] != content:
                 break
             found.append(node)
             parent = node
@@ -78,12 +85,12 @@ class HashIndex:
             contents[block] = b""
 
     def clear(self) -> None:
-        """See `PrefixIndex.clear`. The columns stay the same objects: they are frozen."""
+        """See `PrefixIndex.clear`. The columns stay the same objects, because the collector has frozen them."""
         self.of.clear()
         self.contents[:] = [b""] * len(self.contents)
 
     def check(self) -> None:
-        """See `PrefixIndex.check`: digests are those of content and parent."""
+        """See `PrefixIndex.check`. Also checks that each digest is made of the block's content and its parent."""
         digests, parents, width = self._indexed.digests, self._indexed.parents, 4 * self._block_size
         in_index = {block for block, digest in enumerate(digests) if digest is not None}
         if set(self.of.values()) != in_index or len(self.of) != len(in_index):

@@ -14,17 +14,17 @@ from hashlib import sha256
 
 
 def root_digest(salt: bytes) -> bytes:
-    """The parent of a chain's first block: 32 bytes."""
+    """Return the digest that stands for the parent of a chain's first block: 32 bytes."""
     return sha256(salt).digest()
 
 
 def chain_digest(parent: bytes, tokens: bytes) -> bytes:
-    """The digest of a block, from its parent's digest and its own `token_bytes`: 32 bytes."""
+    """Return the digest of a block, made of its parent's digest and its own `token_bytes`: 32 bytes."""
     return sha256(parent + tokens).digest()
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32, 4 bytes each. Raises OverflowError on an id outside int32."""
+    """Return token ids as little-endian int32, 4 bytes each. Raises OverflowError if an id does not fit int32."""
     packed = array("i", tokens)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -1,4 +1,4 @@
-"""Which prefix keys the cache holds: a count of anchor blocks per key, and the net change since the last report."""
+"""The prefix keys that the cache holds: a count of anchor blocks per key, and the net change since the last report."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Span(Protocol):
 
 
 Anchor = tuple[int, PrefixKey]
-"""Index of a block in a request's chain, and a key that is held while that block is resident."""
+"""The index of a block in a request's chain, and a key that is held while that block is resident."""
 
 
 def anchors(spans: Sequence[Span], prompt_tokens: int, block_size: int) -> tuple[Anchor, ...]:
-    """Where each key of a request is anchored, in the order of `spans`; block indexes never decrease.
+    """Return where each key of a request is anchored, in the order of `spans`; block indexes never decrease.
 
-    A key stands for the whole blocks it covers. The block that straddles its end also holds tokens of what follows,
-    so it is no property of the key. A key shorter than a block is anchored with the next key that has one: it is held
-    with its children, or not at all. Keys behind which no block follows are left out.
+    A key stands for the whole blocks it covers. The block that straddles the key's end also holds later tokens, so it
+    does not belong to the key. A key shorter than a block is anchored with the next key that has a whole block: it is
+    held with its children, or not at all. If no key has a whole block, the result is empty.
     """
     found: list[Anchor] = []
     highest = -1
@@ -46,8 +46,8 @@ def anchors(spans: Sequence[Span], prompt_tokens: int, block_size: int) -> tuple
 class HeldKeys:
     """Keys with at least one anchor block resident.
 
-    Invariant: callers hold a key after its parents and drop it before them, so the dictionary's order is parents first
-    and a net change noted in order of its first cause is in the order a reader needs.
+    Invariant: callers hold a key after its parents and drop it before them. So the dictionary has parents first, and
+    net changes noted in the order of their first cause are in the order a reader needs.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class HeldKeys:
         self._net: dict[PrefixKey, bool] = {}
 
     def hold(self, key: PrefixKey) -> None:
-        """One more resident block anchors the key."""
+        """Count one more resident block that anchors the key."""
         count = self._blocks_of.get(key, 0)
         self._blocks_of[key] = count + 1
         if count == 0:
             self._note(key, stored=True)
 
     def drop(self, key: PrefixKey) -> None:
-        """One block less anchors the key."""
+        """Count one block less that anchors the key."""
         count = self._blocks_of[key] - 1
         if count:
             self._blocks_of[key] = count
@@ -71,17 +71,17 @@ class HeldKeys:
             self._note(key, stored=False)
 
     def clear(self) -> None:
-        """No block anchors anything."""
+        """Drop every key from every block."""
         for key in reversed(tuple(self._blocks_of)):
             self._blocks_of[key] = 1
             self.drop(key)
 
     def keys(self) -> tuple[PrefixKey, ...]:
-        """Every held key, parents first."""
+        """Return every held key, parents first."""
         return tuple(self._blocks_of)
 
     def counts(self) -> dict[PrefixKey, int]:
-        """Anchor blocks per held key."""
+        """Return the number of anchor blocks per held key."""
         return dict(self._blocks_of)
 
     @property
@@ -90,13 +90,13 @@ class HeldKeys:
         return bool(self._net)
 
     def take_changes(self) -> KeyChanges:
-        """The net change since the last call."""
+        """Return the net change since the last call."""
         removed = tuple(key for key, stored in self._net.items() if not stored)
         added = tuple((key, Tier.GPU) for key, stored in self._net.items() if stored)
         self._net.clear()
         return KeyChanges(removed, added)
 
     def _note(self, key: PrefixKey, *, stored: bool) -> None:
-        """A change undone before it was reported is no change: this also bounds what is kept between reports."""
+        """Note a change. One undone before it was reported is no change: so what is kept between reports is bounded."""
         if self._net.pop(key, stored) == stored:
             self._net[key] = stored

@@ -1,4 +1,4 @@
-"""The seam between the cache and how it finds what equals the beginning of a prompt."""
+"""The interface of what finds the cached blocks that equal the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -16,79 +16,79 @@ class IndexKind(StrEnum):
     HASH = "hash"
     """Whole blocks by chained digest."""
     RADIX = "radix"
-    """Tokens, by a radix tree; the last ones may be the first rows of a block."""
+    """Tokens, by a radix tree; the last tokens matched may be the first rows of a block."""
     OFF = "off"
     """Not at all."""
 
 
 @dataclass(slots=True)
 class Match:
-    """What holds the beginning of a sequence. Not changed once made, though not frozen (`engine/sched/plan.py`)."""
+    """The blocks that hold the beginning of a sequence. Never changed, though not frozen (`engine/sched/plan.py`)."""
 
     nodes: Sequence[int]
     """Whole blocks, in order."""
     source: int | None = None
-    """A block whose first rows are those behind them; it follows `nodes`."""
+    """A block that follows `nodes`, and whose first rows match too."""
     rows: int = 0
-    """Rows of `source` that are the sequence's."""
+    """Number of rows of `source` that match."""
 
 
 class PrefixIndex(Protocol):
-    """Which block holds which part of a chain. Blocks are numbers: references, eviction and keys are `PrefixCache`'s.
+    """Says which block holds which part of a chain. Blocks are numbers; `PrefixCache` does references, eviction, keys.
 
-    A block is in the index from its `add` to its `remove`, and its parent is too. Every block in it is in
-    `IndexedBlocks`, where the index notes its digest and its parent.
+    A block is in the index from its `add` to its `remove`, and so is its parent. Every indexed block is also in
+    `IndexedBlocks`, where the index notes the block's digest and parent.
     """
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
-        """Tokens that `match` would find, at most `limit`. Cheap when asked again and again for the same sequence."""
+        """Return how many tokens `match` would find, at most `limit`. Cheap to call again for the same sequence."""
         ...
 
     def match(self, sequence: CachedSequence, limit: int) -> Match:
-        """The longest beginning of the sequence that is there, of at most `limit` tokens."""
+        """Return the longest beginning of the sequence that is indexed, of at most `limit` tokens."""
         ...
 
     def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
-        """For each of the sequence's full blocks first .. stop - 1 the indexed block equal to it, or else that block
-        itself, which is indexed now.
+        """Index the sequence's full blocks first .. stop - 1, as far as no equal block is indexed.
 
-        The blocks before them, `sequence.nodes[:first]`, are indexed. Fewer are returned where one can be neither.
+        Returns for each the indexed block: the equal one or the block itself. The list is shorter if a block can be
+        neither. The blocks before them, `sequence.nodes[:first]`, must be indexed.
         """
         ...
 
     def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
-        """Index the sequence's block that holds the last of its first `tokens` tokens, and is not full.
+        """Index the block that holds the last of the sequence's first `tokens` tokens, and is not full.
 
         All blocks before it are in `sequence.nodes`. An index of whole blocks does nothing.
         """
         ...
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """These indexed blocks are to hold something else, in this order: a block goes after those behind it."""
+        """Remove these indexed blocks, in this order: a block goes after the blocks behind it."""
         ...
 
     def clear(self) -> None:
-        """No block is in the index."""
+        """Remove every block from the index."""
         ...
 
     def check(self) -> None:
-        """Raises AssertionError where an invariant of its own does not hold. Visits everything: for tests."""
+        """Raise AssertionError if an invariant of this index does not hold. Visits everything: for tests."""
         ...
 
 
 class NoIndex:
-    """Finds nothing and takes nothing."""
+    """A `PrefixIndex` that finds nothing and holds nothing."""
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     def match(self, sequence: CachedSequence, limit: int) -> Match:
-        """No block."""
+        """Return a match of no block."""
         return Match(())
 
     def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
-        """None of them."""
+        """Return no block."""
         return []
 
     def add_tail(self, sequence: CachedSequence, tokens: int) -> None:

@@ -1,8 +1,8 @@
-"""What is known of indexed blocks: columns by block number, because a pool may have a million of them.
+"""What is known of indexed blocks: columns by block number, because a pool may have a million blocks.
 
-An object for each block would be walked by every collection of the interpreter's oldest generation: 0.2 s for a million
-of them, and 0.7 s where each has a list. Columns are a handful of objects, made at the start and frozen
-(`engine/contract/collector.py`), of values that the collector does not track.
+If each block were an object, every collection of the interpreter's oldest generation would walk them all: 0.2 s for a
+million, and 0.7 s if each has a list. Columns are a handful of objects, made at the start and frozen
+(`engine/contract/collector.py`). The collector does not track their values.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ NO_BLOCK = -1
 
 
 class IndexedBlocks:
-    """The blocks that an index holds, whichever it is. Read the columns; change them by the methods alone."""
+    """The blocks that an index of any kind holds. Read the columns freely; change them only by the methods."""
 
     def __init__(self, total: int) -> None:
         self.digests: list[bytes | None] = [None] * total
-        """Of the block's chain up to its end; empty: the block is not full. None: the block is not indexed, and the
-        other columns say nothing of it."""
+        """The digest of the block's chain up to the block's end; empty if the block is not full. None if the block is
+        not indexed; the other columns then say nothing of it."""
         self.parents = [NO_BLOCK] * total
-        """The block before it, which is indexed for as long as this one is: so its number names it."""
+        """The block before it. A number is enough, because the parent stays indexed as long as this block."""
         self.depths = array("i", bytes(4 * total))
-        """Blocks before it in its chain."""
+        """Number of blocks before it in its chain."""
         self.is_followed = bytearray(total)
-        """Whether a full block behind it was ever indexed while it was."""
+        """Whether a full block behind it was indexed at any time since this block was."""
         self.keys: list[tuple[PrefixKey, ...]] = [()] * total
         """Prefix keys anchored here, parents first."""
         self.count = 0
-        """Blocks that are indexed."""
+        """Number of indexed blocks."""
 
     def add(self, block: int, digest: bytes, parent: int) -> None:
-        """The block is indexed now."""
+        """Note that the block is indexed."""
         self.count += self.digests[block] is None
         self.digests[block], self.parents[block] = digest, parent
         self.is_followed[block] = False
@@ -46,7 +46,7 @@ class IndexedBlocks:
             self.is_followed[parent] = True
 
     def add_chain(self, blocks: Sequence[int], digests: Sequence[bytes], parent: int) -> None:
-        """These blocks are indexed now, each the parent of the next one."""
+        """Note that these blocks are indexed, each the parent of the next one."""
         if not blocks:
             return
         depth = 0
@@ -62,14 +62,14 @@ class IndexedBlocks:
         is_followed[parent] = False
 
     def add_tail(self, block: int, parent: int) -> None:
-        """The block is indexed now, though it is not full."""
+        """Note that the block is indexed, though it is not full."""
         self.count += self.digests[block] is None
         self.digests[block], self.parents[block] = b"", parent
         self.is_followed[block] = False
         self.depths[block] = 0 if parent == NO_BLOCK else self.depths[parent] + 1
 
     def remove(self, blocks: Iterable[int]) -> list[PrefixKey]:
-        """These indexed blocks are to hold something else, in this order; the keys anchored there, children first."""
+        """Note that these blocks are no longer indexed, in this order; return their keys, children first."""
         digests, keys = self.digests, self.keys
         gone: list[PrefixKey] = []
         for block in blocks:
@@ -81,7 +81,7 @@ class IndexedBlocks:
         return gone
 
     def clear(self) -> None:
-        """No block is indexed. The columns stay the same objects: they are frozen."""
+        """Note that no block is indexed. The columns stay the same objects, because the collector has frozen them."""
         total, self.count = len(self.digests), 0
         self.digests[:] = [None] * total
         self.keys[:] = [()] * total

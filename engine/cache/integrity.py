@@ -1,4 +1,4 @@
-"""The cache's invariants, checked in full (README.md lists them)."""
+"""Checks the cache's invariants in full (README.md lists them)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(
     keys: HeldKeys,
     generation: int,
 ) -> None:
-    """Raises AssertionError naming the first invariant that does not hold."""
+    """Raise AssertionError naming the first invariant that does not hold."""
     pinned = [list(kind) for kind in pins]
     _check_blocks(pool, indexed, list(users), [block for kind in pinned for block in kind])
     for kind in pinned:

@@ -1,6 +1,7 @@
-"""Blocks that stay for a while whatever happens: ends of chains, each with a time. Has no clock: the time is told.
+"""Chains of blocks that stay in the pool for a given time. This module has no clock: callers pass the time.
 
-A pinned block is a used one: it has one reference more. So no order of eviction knows of pins (README "The seam").
+A pin adds a reference to each of its blocks, so a pinned block is a used one. So no order of eviction knows of pins
+(DESIGN.md, "The seam").
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 
 _SLACK = 64
-"""Entries of pins that are over, beside as many as there are pins."""
+"""Outdated entries, of pins that are over, that the heap may have besides one for each pin."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """Of a chain up to and with block `end`."""
+    """A pin of the chain that ends with block `end`."""
 
     end: int
     salt: bytes
@@ -30,32 +31,32 @@ class _Pin:
 
 
 class Pins:
-    """Pinned chains. A block is pinned while it is the end of one, or while a pinned block follows it.
+    """Pinned chains. A block is pinned while it is the end of a pinned chain, or while a pinned block follows it.
 
-    Salts share the blocks that may be pinned by max-min fairness: one alone may have them all, and gives back to
-    another that wants some what it has more than that one.
+    Salts share the blocks that may be pinned by max-min fairness. A single salt may have all of them. If another salt
+    asks for some, the first salt gives back blocks until both have equally many.
     """
 
     def __init__(self, pool: BlockPool, indexed: IndexedBlocks, most_blocks: int, *, are_guesses: bool = False) -> None:
-        """`most_blocks`: that may be pinned at a time. `are_guesses`: a pin whose time is over was wrong, so its blocks
-        are worth less than those that were never pinned."""
+        """`most_blocks`: blocks that may be pinned at a time. `are_guesses`: a pin that runs out was a wrong guess, so
+        its blocks are worth less than those that were never pinned."""
         self._pool = pool
         self._indexed = indexed
         self.most_blocks = most_blocks
         self._are_guesses = are_guesses
         self._following: dict[int, int] = {}
-        """Of each pinned block, how many pinned blocks follow it directly."""
+        """Pinned block -> number of pinned blocks that follow it directly."""
         self._ends: dict[int, _Pin] = {}
         self._held: Counter[bytes] = Counter()
-        """Pinned blocks by salt, which is the same in all blocks of a chain."""
+        """Salt -> number of pinned blocks. All blocks of a chain have the same salt."""
         self._due: list[tuple[float, int, _Pin]] = []
-        """A heap with one entry for each end, with a time at which it is not over before, and a number for ties."""
+        """A heap with an entry for each pin: the earliest time at which it may be over, and a number to break ties."""
         self._numbers = count()
         self.given_up = 0
-        """Pins that ended or became shorter before their time, for want of blocks, since the start."""
+        """Pins that ended or became shorter before their time for lack of blocks, since the start."""
 
     def __len__(self) -> int:
-        """Blocks that are pinned."""
+        """Number of pinned blocks."""
         return len(self._following)
 
     def __iter__(self) -> Iterator[int]:
@@ -63,18 +64,18 @@ class Pins:
 
     @property
     def spare(self) -> int:
-        """Pinned blocks that nobody uses besides. Looks at each of them."""
+        """Number of pinned blocks that have no other user. Looks at each pinned block."""
         references = self._pool.references
         return sum([references(block) == 1 for block in self._following])
 
     def blocks_of(self, salt: bytes) -> int:
-        """Blocks that are pinned in chains of this salt."""
+        """Return the number of blocks that are pinned in chains of this salt."""
         return self._held[salt]
 
     def keep(self, chain: Sequence[int], lifetime_s: float, now_s: float, salt: bytes = b"") -> int:
-        """Pin a chain, from its first block on; every block of it is used and indexed at the moment.
+        """Pin a chain from its first block on. Each of its blocks must be used and indexed now.
 
-        Returns how many of its leading blocks are pinned: fewer where that is all that there is room for.
+        Returns how many of its leading blocks are pinned: fewer than all if there is no room for more.
         """
         following = self._following
         first = next((i for i, block in enumerate(chain) if block not in following), len(chain))
@@ -85,7 +86,7 @@ class Pins:
         kept = first + len(new)
         if not kept:
             return 0
-        self._pool.add_references(new)
+        self._pool.pin(new)
         for i, block in enumerate(new, start=first):
             following[block] = 0
             if i:
@@ -95,7 +96,7 @@ class Pins:
         return kept
 
     def touch(self, nodes: Sequence[int], now_s: float) -> None:
-        """A request uses these blocks: what is pinned up to one of them is kept for as long again."""
+        """Renew the time of each pin that ends at one of these blocks, because a request uses them."""
         ends = self._ends
         if not ends:
             return
@@ -105,7 +106,7 @@ class Pins:
                 pin.until_s = max(pin.until_s, now_s + pin.lifetime_s)
 
     def end_at(self, block: int) -> None:
-        """End the pin of the chain up to this block, if there is one: its time is over."""
+        """End the pin of the chain that ends with this block, if there is one."""
         pin = self._ends.get(block)
         if pin is not None:
             self._end(pin)
@@ -122,9 +123,9 @@ class Pins:
                 self._end(pin, was_wanted=not self._are_guesses)
 
     def give_up(self, blocks: int) -> int:
-        """Shorten pins, the soonest to end first, until so many more blocks are available in the pool.
+        """Shorten pins, the soonest to end first, until `blocks` more blocks are available in the pool.
 
-        Returns how many became so: fewer where no others are pinned but those that are in use besides.
+        Returns how many became available: fewer if all other pinned blocks have other users, too.
         """
         before = self._pool.available
         if blocks <= 0:
@@ -140,13 +141,13 @@ class Pins:
                 return self._pool.available - before
 
     def clear(self) -> None:
-        """End all of them; the blocks are indexed no more."""
+        """End all pins; their blocks are not indexed any more."""
         for pin in list(self._ends.values()):
             self._end(pin)
         self._due.clear()
 
     def _level(self, salt: bytes, missing: int) -> None:
-        """Take up to `missing` blocks from the salts that have most, as long as each has no fewer than `salt` then."""
+        """Take up to `missing` blocks from the salts that have most. None may end with fewer than `salt` then has."""
         others = [held for other, held in self._held.items() if other != salt]
         mine = self._held[salt] + self.most_blocks - len(self._following)  # with all that is free
         low, high = 0, max(others, default=0)
@@ -157,12 +158,17 @@ class Pins:
                 high = height
             else:
                 low = height + 1
-        for other, held in list(self._held.items()):
-            if other != salt and held > low:
-                self._cut(other, held - low)
+        goals = {other: low for other, held in self._held.items() if other != salt and held > low}
+        cut = sum([self._held[other] - low for other in goals])
+        # A cut of all to the next height would be too much, but single salts may still have a block too many.
+        one_more = sorted(other for other, held in self._held.items() if other != salt and held >= low)
+        for other in one_more[: max(0, min(missing - cut, low - 1 - mine - cut))]:
+            goals[other] = low - 1
+        for other, goal in goals.items():
+            self._cut(other, self._held[other] - goal)
 
     def _cut(self, salt: bytes, blocks: int) -> None:
-        """Drop so many of the salt's pinned blocks: ends of its chains, those that are the soonest to end first."""
+        """Drop `blocks` of the salt's pinned blocks from the ends of its chains. Pins that end soonest go first."""
         goal = self._held[salt] - blocks
         while self._held[salt] > goal:
             for pin in self._soonest(salt):
@@ -171,7 +177,7 @@ class Pins:
                 self.given_up += bool(self._shorten(pin, left))
 
     def _soonest(self, salt: bytes | None = None) -> list[_Pin]:
-        """The pins, of this salt if there is one given, the soonest to end first."""
+        """Return the pins (of this salt, if one is given), the soonest to end first."""
         pins = [pin for pin in self._ends.values() if salt is None or pin.salt == salt]
         return sorted(pins, key=lambda pin: pin.until_s)
 
@@ -186,9 +192,9 @@ class Pins:
         heappush(self._due, (until_s, next(self._numbers), pin))
 
     def _shorten(self, pin: _Pin, most: int) -> int:
-        """Drop the last blocks of the pin that no other covers, at most so many; returns how many.
+        """Drop the last blocks of the pin, at most `most` and none that another pin covers; return how many.
 
-        The pin is one of the chain before them from then on, and over where nothing is left of that.
+        From then on the pin covers the rest of the chain. If nothing is left, the pin is over.
         """
         if pin.is_over:
             return 0
@@ -213,8 +219,10 @@ class Pins:
             self._due.sort()
 
     def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True) -> tuple[int, int]:
-        """The pin has no end now. Drop its last blocks, at most so many and none that another pin covers; returns the
-        one before these and their number."""
+        """Drop the pin's last blocks, at most `most` and none that another pin covers; the pin then has no end.
+
+        Returns the block before the dropped ones, and their number.
+        """
         del self._ends[pin.end]
         dropped: list[int] = []
         block, following = pin.end, self._following
@@ -226,7 +234,7 @@ class Pins:
                 following[block] -= 1
         digests = self._indexed.digests
         keep = [digests[block] is not None for block in dropped]
-        self._pool.drop_references(dropped, keep, was_wanted=was_wanted)
+        self._pool.drop_references(dropped, keep, is_pin=True, was_wanted=was_wanted)
         self._held[pin.salt] -= len(dropped)
         if not self._held[pin.salt]:
             del self._held[pin.salt]

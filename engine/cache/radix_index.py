@@ -1,4 +1,4 @@
-"""A radix tree over token ids: the longest beginning that any chain has in common with a prompt, to the token."""
+"""A radix tree over token ids. It finds the longest beginning that any chain shares with a prompt, to the token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _NO_BLOCKS: array[int] = array("i")
 class RadixIndex:
     """A `PrefixIndex`: a tree for each salt, whose edges are split where two chains first differ.
 
-    A match shorter than a block is none: chat templates begin with the same few tokens, which are not worth a copy, nor
-    what who reads `cached_tokens` wants to know.
+    A match shorter than a block counts as no match: chat templates begin with the same few tokens, which are not worth
+    a copy and do not interest a reader of `cached_tokens`.
 
-    A match costs a comparison of bytes and a step for each edge. A sequence remembers the place that it reached: that
-    stands for the same tokens until the edge goes, as a split leaves the upper part in the same object.
+    A match costs a comparison of bytes and a step for each edge. A sequence remembers the edge that it reached. The
+    edge stands for the same tokens until it is removed, because a split leaves the upper part in the same object. What
+    was compared on that edge is not compared again until the edge is cut.
     """
 
     def __init__(self, indexed: IndexedBlocks, block_size: int, supersede: Callable[[int], None]) -> None:
-        """`supersede`: told of each partly filled block whose rows another block has now, with more behind them."""
+        """`supersede` is called with each partly filled block whose rows another block has now, with more behind."""
         self._indexed = indexed
         self._size = block_size
         self._supersede = supersede
         self.roots: dict[bytes, RadixNode] = {}
-        """By salt."""
+        """Salt -> root of its tree."""
         self._salts: dict[RadixNode, bytes] = {}
         """Root -> salt."""
         self._node_of: dict[int, RadixNode] = {}
-        """The last block of each edge that has one -> the edge."""
+        """Last block of an edge -> the edge; edges without blocks are left out."""
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
         """See `PrefixIndex.count`."""
@@ -76,7 +77,7 @@ class RadixIndex:
                 self._indexed.add_tail(block, sequence.nodes[i - 1] if i else NO_BLOCK)
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """See `PrefixIndex.remove`. A block is the last one of an edge behind which nothing is, when its turn comes."""
+        """See `PrefixIndex.remove`. When a block's turn comes, it is the last one of an edge without children."""
         node: RadixNode | None = None
         for block in blocks:
             if node is None or not node.blocks or node.blocks[-1] != block:
@@ -88,7 +89,7 @@ class RadixIndex:
             self._shorten(node)
 
     def _shorten(self, node: RadixNode) -> None:
-        """Blocks have gone from the end of this edge, behind which nothing is."""
+        """Cut this edge, which has no children, after blocks were removed from its end."""
         while node.children is None and not self._trim(node):
             parent = node.parent
             if parent is None:
@@ -107,7 +108,7 @@ class RadixIndex:
         self._node_of.clear()
 
     def nodes(self) -> Iterator[RadixNode]:
-        """Every place of the tree, a parent before its children."""
+        """Iterate over every edge of the tree, a parent before its children."""
         stack = list(self.roots.values())
         while stack:
             node = stack.pop()
@@ -150,9 +151,9 @@ class RadixIndex:
             _require((self._indexed.digests[block] == b"") == is_tail, f"block {block}: the last one alone is a tail")
 
     def _descend(self, sequence: CachedSequence, limit: int, known: int = 0) -> tuple[RadixNode | None, int]:
-        """The edge in which the sequence leaves the tree, or comes to `limit` tokens, and how many tokens that is.
+        """Return the edge on which the sequence leaves the tree or reaches `limit` tokens, and the tokens up to there.
 
-        `known`: so many tokens of the sequence are in the tree.
+        `known`: at least so many tokens of the sequence are in the tree.
         """
         data, node = sequence.packed, sequence.place
         limit = min(limit, len(data) // TOKEN_BYTES)
@@ -160,6 +161,8 @@ class RadixIndex:
             node = self.roots.get(sequence.salt)
             if node is None:
                 return None, 0
+        elif node.cuts == sequence.cuts:
+            known = max(known, sequence.reached)
         while True:
             start = node.start
             tokens = start + common_tokens(node.label, data, start, limit - start, max(0, known - start))
@@ -169,11 +172,11 @@ class RadixIndex:
             if child is None:
                 break
             node = child
-        sequence.place = node
+        sequence.place, sequence.reached, sequence.cuts = node, tokens, node.cuts
         return node, tokens
 
     def _path(self, node: RadixNode, first: int, stop: int) -> list[int]:
-        """Whole blocks first .. stop - 1 of the chain that leads to this edge, and on it."""
+        """Return the whole blocks first .. stop - 1 of the chain that ends with this edge."""
         size, parts = self._size, []
         up: RadixNode | None = node
         while up is not None:
@@ -188,7 +191,7 @@ class RadixIndex:
         return path
 
     def _holder(self, node: RadixNode, i: int) -> int:
-        """A block that holds the last rows of the edge's chain within block i: any chain behind it has one."""
+        """Return a block that holds the chain's rows within block i. Every chain behind the edge has one."""
         while i - node.start // self._size >= len(node.blocks):
             assert node.children is not None
             node = next(iter(node.children.values()))
@@ -199,7 +202,7 @@ class RadixIndex:
     ) -> None:
         """Put the sequence's tokens start .. end - 1 behind the first `start` tokens of the edge's chain.
 
-        `blocks`: those that end there, of which the last one may be partly filled.
+        `blocks`: the blocks that end there; the last one may be partly filled.
         """
         if node is None:
             node = self.roots[sequence.salt] = RadixNode(None, 0, bytearray(), _NO_BLOCKS[:])
@@ -222,12 +225,13 @@ class RadixIndex:
             self._supersede(replaced)
 
     def _split(self, node: RadixNode, at: int) -> None:
-        """End the edge at this position. What is behind it becomes an edge of its own."""
+        """End the edge at this position. The part behind it becomes a separate edge."""
         cut, kept = (at - node.start) * TOKEN_BYTES, at // self._size - node.start // self._size
         lower = RadixNode(node, at, node.label[cut:], node.blocks[kept:])
         for child in (node.children or {}).values():
             lower.adopt(child)
-        del node.label[cut:], node.blocks[kept:]
+        node.cut(at)
+        del node.blocks[kept:]
         node.children = None
         node.adopt(lower)
         for part in (node, lower):
@@ -235,19 +239,18 @@ class RadixIndex:
                 self._node_of[part.blocks[-1]] = part
 
     def _trim(self, node: RadixNode) -> bool:
-        """End an edge without children where its last block ends; False where it has none left."""
+        """End an edge without children at the end of its last block; return False if it has no block left."""
         if not node.blocks:
             if node.parent is None:
                 node.is_alive = False
                 del self.roots[self._salts.pop(node)]
             return False
-        end = (node.start // self._size + len(node.blocks)) * self._size
-        del node.label[(end - node.start) * TOKEN_BYTES :]
+        node.cut((node.start // self._size + len(node.blocks)) * self._size)
         self._node_of[node.blocks[-1]] = node
         return True
 
     def _merge(self, node: RadixNode) -> None:
-        """Where one edge alone is left behind a place, the two are one."""
+        """Join this edge with its only child."""
         assert node.children is not None
         (lower,) = node.children.values()
         if node.blocks:

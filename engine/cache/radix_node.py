@@ -1,4 +1,4 @@
-"""An edge of the radix tree, with the place where it ends."""
+"""An edge of the radix tree, with the node at its end."""
 
 from __future__ import annotations
 
@@ -9,46 +9,54 @@ _CHUNK = 4096
 
 
 class RadixNode:
-    """Tokens from position `start` on that all chains behind this place have in common, and the blocks that end there.
+    """Tokens from position `start` on that all chains through this edge share, and the blocks that end among them.
 
-    A block belongs to the edge in which its last row is. So an edge that ends within a block has no block for its last
-    rows: each chain behind it has them in a block of its own, as the first rows. Arrays and not lists: the garbage
-    collector of the interpreter walks one object for an edge, however long it is.
+    A block belongs to the edge that has its last row. So an edge that ends within a block has no block for its last
+    rows: each chain behind it has them as the first rows of a block of its own. Blocks are arrays, not lists, so that
+    the interpreter's garbage collector walks one object for an edge of any length.
     """
 
-    __slots__ = ("blocks", "children", "is_alive", "label", "parent", "start")
+    __slots__ = ("blocks", "children", "cuts", "is_alive", "label", "parent", "start")
 
     def __init__(self, parent: RadixNode | None, start: int, label: bytearray, blocks: array[int]) -> None:
         self.parent = parent
         self.start = start
         """Position of the first token of the label."""
         self.label = label
-        """Token ids, `TOKEN_BYTES` each."""
+        """Token ids, `TOKEN_BYTES` bytes each."""
         self.blocks = blocks
-        """In order; the first one holds position `start`. The last one may be partly filled where no child is."""
+        """Block numbers in order; the first one holds position `start`. Without children, the last one may be partly
+        filled."""
         self.children: dict[bytes, RadixNode] | None = None
-        """By the first token of their labels; None where there are none."""
+        """First token of a child's label -> the child; None without children."""
+        self.cuts = 0
+        """Times that the end of the label was cut: other tokens may stand there by now."""
         self.is_alive = True
-        """Whether it is in the tree. A place in the tree stands for the same tokens for as long as it is."""
+        """Whether the edge is in the tree. Its beginning stands for the same tokens as long as it is."""
 
     @property
     def end(self) -> int:
-        """Position behind the last token of the label."""
+        """Position after the last token of the label."""
         return self.start + len(self.label) // TOKEN_BYTES
 
+    def cut(self, end: int) -> None:
+        """Cut the label so that it ends before this position."""
+        del self.label[(end - self.start) * TOKEN_BYTES :]
+        self.cuts += 1
+
     def child(self, token: bytes) -> RadixNode | None:
-        """The edge that goes on with this token."""
+        """Return the child that begins with this token; None if there is none."""
         return None if self.children is None else self.children.get(token)
 
     def adopt(self, child: RadixNode) -> None:
-        """One edge more behind this place."""
+        """Add a child."""
         child.parent = self
         if self.children is None:
             self.children = {}
         self.children[bytes(child.label[:TOKEN_BYTES])] = child
 
     def drop(self, child: RadixNode) -> None:
-        """The edge has gone."""
+        """Remove a child."""
         assert self.children is not None
         del self.children[bytes(child.label[:TOKEN_BYTES])]
         child.is_alive = False
@@ -57,9 +65,9 @@ class RadixNode:
 
 
 def common_tokens(label: bytearray, tokens: bytearray, start: int, most: int, known: int = 0) -> int:
-    """How many of the first `most` tokens of the label equal the tokens at position `start` on.
+    """Return how many of the label's first `most` tokens equal the tokens from position `start` on.
 
-    `known`: as many are known to be equal.
+    `known`: so many leading tokens are known to be equal.
     """
     most = min(most, len(label) // TOKEN_BYTES)
     at, end, offset = known * TOKEN_BYTES, most * TOKEN_BYTES, start * TOKEN_BYTES

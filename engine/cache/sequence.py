@@ -12,15 +12,15 @@ from engine.cache.radix_node import RadixNode
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """Changed by `PrefixCache` alone; others may read `blocks` and `digests`."""
+    """A request's sequence in the cache. Only `PrefixCache` changes it; others may read `blocks` and `digests`."""
 
     block_size: int
     salt: bytes
     anchors: tuple[Anchor, ...]
     digests: list[bytes] = field(default_factory=list)
-    """One per full block of known tokens; none where the cache is disabled."""
+    """One per full block of known tokens; empty if the cache is disabled."""
     contents: list[bytes] = field(default_factory=list)
-    """As `HashIndex.contents`, one per digest."""
+    """Like `HashIndex.contents`, one per digest."""
     blocks: list[int] = field(default_factory=list)
     """Pool blocks in order of position; empty while the request waits."""
     nodes: list[int] = field(default_factory=list)
@@ -30,16 +30,25 @@ class CachedSequence:
     generation: int = 0
     """`PrefixCache` generation in which the blocks were taken."""
     hits: int = 0
-    """Leading blocks in the index when last counted: where the next count starts."""
+    """Leading blocks in the index at the last count. The next count starts here."""
     packed: bytearray = field(default_factory=bytearray)
-    """All known tokens as `token_bytes`; none where the cache is disabled."""
+    """All known tokens as `token_bytes`; empty if the cache is disabled."""
     place: RadixNode | None = None
-    """In the tree, where `RadixIndex` last found the sequence to leave it: where the next search starts."""
+    """The edge on which the sequence left the tree when `RadixIndex` last searched. The next search starts there."""
+    reached: int = 0
+    """Tokens that the sequence had in common with the tree at that search."""
+    cuts: int = 0
+    """`place.cuts` at that search."""
+    spared: int = 0
+    """Leading blocks that are spared when they are indexed, if there is room for that (`loops.py`)."""
+    remembered_from: int = 0
+    remembered: bytes = b""
+    """Of the blocks from `remembered_from` on: their uses before they were evicted, which count again."""
     source: int | None = None
     """A block of another sequence, kept until the step that copies its first rows has ended."""
 
     def fork(self) -> CachedSequence:
-        """Another sequence of the same tokens, without blocks: they are not hashed again."""
+        """Return another sequence of the same tokens, without blocks. The tokens are not hashed again."""
         return CachedSequence(
             self.block_size,
             self.salt,
@@ -50,7 +59,7 @@ class CachedSequence:
         )
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """More known tokens follow: digest the blocks they fill."""
+        """Append known tokens, and digest the blocks they fill."""
         self.packed += token_bytes(tokens)
         digests, stride = self.digests, 4 * self.block_size
         start = len(digests) * stride

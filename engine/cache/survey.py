@@ -1,8 +1,8 @@
-"""What a cache looks like from above: its shape, its hottest prefixes, how its blocks are used. For operators.
+"""An overview of a cache for operators: its shape, its hottest prefixes, how its blocks are used.
 
-A pool may have a million blocks, which take a second to visit. So a survey may be made by another thread while the
-cache is used: it changes nothing, and its counts are off by what changes meanwhile. Tokens are never shown: a prefix is
-its length and its digest.
+A pool may have a million blocks, which take a second to visit. So another thread may make the survey while the cache is
+used. The survey changes nothing, and its counts are off by what changes meanwhile. Tokens are never shown: a prefix is
+shown by its length and its digest.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any, Protocol
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 
 MOST_PREFIXES = 100
-"""That a survey names."""
+"""The most prefixes that a survey names."""
 
 
 class Pool(Protocol):
-    """Of `BlockPool`, what a survey reads."""
+    """The part of `BlockPool` that a survey reads."""
 
     total: int
 
     def references(self, block: int) -> int:
-        """References to the block."""
+        """Number of references to the block."""
         ...
 
     def uses(self, block: int) -> int:
-        """Requests to which what the block holds was common; 255: or more."""
+        """Number of requests that shared the block's content; 255 stands for 255 or more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """The beginning of prompts."""
+    """A beginning that prompts share."""
 
     digest: str
-    """First 16 hexadecimal digits of its last block's digest, which is of its tokens and its cache_salt."""
+    """First 16 hexadecimal digits of its last block's digest, which is made of its tokens and its cache_salt."""
     tokens: int
     uses: int
-    """Requests to which it was common; 255: or more."""
+    """Number of requests that shared it; 255 stands for 255 or more."""
     running: int
-    """Requests that hold it now."""
+    """Number of requests that hold it now."""
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class Blocks:
     """The pool's blocks, each in one of these counts."""
 
     used: int = 0
-    """By requests, and nobody else can reuse them: answers in the making, prompts not computed yet, duplicates."""
+    """Used by requests, and not reusable by others: unfinished answers, prompts not computed yet, duplicates."""
     used_cached: int = 0
-    """By requests, and cached."""
+    """Used by requests, and cached."""
     idle: int = 0
-    """Cached, used by none: evicted when room is needed."""
+    """Cached, and used by no request: evicted when room is needed."""
     free: int = 0
 
 
@@ -65,31 +65,34 @@ class _Tree:
     chains: int = 0
     """Blocks that begin a prompt."""
     leaves: int = 0
-    """Blocks behind which none is cached."""
+    """Cached blocks that no cached block follows."""
     branches: int = 0
-    """Blocks behind which two or more are cached."""
+    """Cached blocks that two or more cached blocks follow."""
     deepest_tokens: int = 0
     blocks_by_tokens: Counter[int] = field(default_factory=Counter)
-    """Cached blocks, by the power of two up to which their last token's position goes."""
+    """Number of cached blocks by the depth of their last token, rounded up to a power of two."""
 
 
 class Survey:
-    """Of one cache, at one moment. Any thread may take the `result`, once."""
+    """A survey of one cache at one moment. Any thread may take the `result`, once."""
 
     def __init__(self, pool: Pool, indexed: IndexedBlocks, stored: Sequence[int], block_size: int, steps: int) -> None:
-        """`stored`: by block, the step in which it was cached; `steps`: begun until now."""
+        """`stored`: by block, the step in which it was cached; `steps`: number of steps begun until now."""
         self._pool, self._indexed, self._stored = pool, indexed, stored
         self._block_size, self._steps = block_size, steps
         self._blocks = Blocks()
         self._children = array("i", bytes(4 * pool.total))
         self._child_uses = bytearray(pool.total)
-        """By block: the most uses of a block behind it."""
+        """By block: the most uses of any block directly behind it."""
         self._free_runs = self._longest_run = self._run = 0
         self._ages: Counter[int] = Counter()
-        """Cached blocks by the bits of their age."""
+        """Number of cached blocks by the bit length of their age in steps."""
 
     def result(self, most: int) -> dict[str, Any]:
-        """What is there, ready for JSON; the `most` hottest prefixes, MOST_PREFIXES at most. Visits every block."""
+        """Return the survey, ready for JSON, with the `most` hottest prefixes, MOST_PREFIXES at most.
+
+        Visits every block.
+        """
         for block in range(self._pool.total):
             self._visit(block)
         tree, hot = self._tree(most)

@@ -1,4 +1,4 @@
-"""API keys in a file, as a mounted Secret has them, and what a request shows of one."""
+"""API keys in a file, such as a mounted Secret, and the key in a request's headers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from engine.contract.files import UnusableFile
 from engine.contract.headers import API_KEY
 
-_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry without being taken apart
+_KEY = re.compile(r"[\x21-\x7e]+")  # characters that a header carries unchanged
 _BEARER = "bearer "
 
 
 class KeyFileError(UnusableFile):
-    """A file that keys cannot be had from; the text names it and the remedy, and no key."""
+    """A file without usable keys; the text names the file and the remedy, and no key."""
 
 
 def parse_keys(path: Path, content: bytes) -> tuple[str, ...]:
-    """The keys in a file, one a line; blank lines and lines that begin with # are none. Raises KeyFileError."""
+    """Return the keys in a file, one a line, without blank lines and lines that begin with #. Raises KeyFileError."""
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -30,7 +30,7 @@ def parse_keys(path: Path, content: bytes) -> tuple[str, ...]:
         if not key or key.startswith("#"):
             continue
         if not _KEY.fullmatch(key):
-            raise KeyFileError(f"{path}: line {number} is no key: only visible ASCII characters, without spaces")
+            raise KeyFileError(f"{path}: line {number} is not a key: use only visible ASCII characters without spaces")
         keys.append(key)
     if not keys:
         raise KeyFileError(f"{path} holds no key; write one a line")
@@ -38,12 +38,12 @@ def parse_keys(path: Path, content: bytes) -> tuple[str, ...]:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept and compared instead of a key: how long that takes says nothing of how much of the key was right."""
+    """Return the digest that is kept and compared instead of a key. The comparison's time reveals nothing of it."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:
-    """What a request shows of a key, as an Authorization header has it; None: nothing."""
+    """Return a request's key in the form of an Authorization header; None if the request shows no key."""
     authorization = headers.get("Authorization")
     if authorization is None and (key := headers.get(API_KEY)) is not None:
         return _BEARER + key
@@ -51,7 +51,7 @@ def authorization_of(headers: Mapping[str, str]) -> str | None:
 
 
 def digest_shown(authorization: str) -> bytes | None:
-    """The digest of the key in an Authorization header; None: it is none of `Bearer KEY`."""
+    """Return the digest of the key in an Authorization header; None if the header is not `Bearer KEY`."""
     if not authorization.lower().startswith(_BEARER):
         return None
     return digest_of(authorization[len(_BEARER) :].strip())

@@ -1,4 +1,4 @@
-"""Who did what as an operator: one JSON line on stderr for each action, whatever came of it."""
+"""The audit log of operators' actions: one JSON line on stderr for each action, also for one that failed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CLIENT_GONE = 499
 
 @dataclass(slots=True)
 class Action:
-    """One action, under way."""
+    """One action in progress."""
 
     detail: dict[str, Any] = field(default_factory=dict)
-    """What is done, or to what."""
+    """Details of the action, such as its object."""
     status: int = CLIENT_GONE
     """HTTP status of the answer."""
 
 
 @contextmanager
 def recorded(method: str, path: str, by: str | None) -> Iterator[Action]:
-    """Write the line of an action when the block ends. `by`: the address that asked."""
+    """Write the line of an action when the block ends. `by`: the caller's address."""
     action = Action()
     try:
         yield action
@@ -45,7 +45,7 @@ def recorded(method: str, path: str, by: str | None) -> Iterator[Action]:
 
 
 def configure_audit() -> None:
-    """Audit lines to stderr, whatever the level of the log."""
+    """Send audit lines to stderr at every log level."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     lines = logging.getLogger(AUDIT)

@@ -1,24 +1,24 @@
 """Python's garbage collector in a process that must not pause: gateway, engine, load generator.
 
-The collector stops the process for as long as it takes to walk every container that may be part of a cycle. Three
-things keep that short:
+The collector stops the process while it walks every container that may be part of a cycle. Three things keep that
+short:
 
-* What exists once a program has started is frozen: what a gateway imports is 70,000 containers and 40 ms, with torch
-  it is 220,000 and 110 ms.
+* The objects that exist after the start of a program are frozen: a gateway's imports are 70,000 containers and 40 ms,
+  with torch 220,000 and 110 ms.
   (https://docs.python.org/3/library/gc.html#gc.freeze)
-* The two young generations have room for the requests in flight, so that a request seldom grows old. The interpreter
-  collects the oldest one itself after ten collections of the middle one, if it has grown by a quarter: memory is
-  bounded in a process that is never idle. That walks what came since the freezing and no more.
-* Whenever the process is idle the oldest generation is collected early. If much has come since the freezing, that is
-  frozen too. A frozen cycle is never found, so everything is thawed and collected first: what is frozen and becomes a
-  cycle later is found at the next freezing, and there is no more of it than was frozen once.
+* The two young generations have room for the requests in flight, so a request's objects seldom reach the oldest one.
+  The interpreter collects the oldest generation itself after ten collections of the middle one if it has grown by a
+  quarter, so memory is bounded in a process that is never idle. That walks only objects made since the freezing.
+* When the process is idle the oldest generation is collected early. If many objects were made since the freezing, they
+  are frozen too. A cycle among frozen objects is never found, so everything is thawed and collected first. Frozen
+  objects that become a cycle later are found at the next freezing, so their number is bounded.
 
-Freezing helps with what exists at the start. What grows later (an index of prefix keys, a cache of blocks) must consist
-of values that the collector does not track: numbers, bytes, tuples and dictionaries of these, columns instead of an
-object a row. The README of `engine/contract` has figures.
+Freezing helps with objects that exist at the start. Structures that grow later (an index of prefix keys, a cache of
+blocks) must consist of values that the collector does not track: numbers, bytes, tuples and dictionaries of these,
+columns instead of an object a row. `engine/contract/MEASURED.md` has figures.
 
 Python 3.11 collects when it allocates, 3.12 and 3.13 between two instructions; generations and rules are the same. The
-incremental collector that 3.13 was to have was taken out before its release. Where there is one, the third threshold is
+incremental collector planned for 3.13 was removed before its release. In a Python that has one, the third threshold is
 ignored, and freezing helps as much.
 """
 
@@ -30,20 +30,20 @@ import gc
 from collections.abc import AsyncIterator, Callable
 
 YOUNG = 5_000
-"""Containers made, less those gone, before the youngest generation is collected: the walk takes 0.1 ms, and up to 2
-where neighbours empty the processor's caches. Python's own 700 are a few requests in flight."""
+"""Containers made, less those freed, before the youngest generation is collected: the walk takes 0.1 ms, and up to 2
+if other processes empty the processor's caches. Python's own 700 are a few requests in flight."""
 MIDDLE = 5
-"""Collections of the youngest generation before the middle one is collected with it: 30,000 containers, 0.5 ms
-in warm caches."""
+"""Collections of the youngest generation before the middle one is collected with it: 30,000 containers, 0.5
+ms in warm caches."""
 OLDEST = 10
-"""Collections of the middle generation before the oldest may be collected: Python's own."""
+"""Collections of the middle generation before the oldest may be collected: Python's own number."""
 LOOK_EVERY_S = 1.0
-"""How often a process looks whether it is idle."""
+"""Seconds between two checks whether the process is idle."""
 IDLE_LOOKS = 5
-"""Looks in a row that find the process idle, before it takes the time to freeze again."""
+"""Checks in a row that must find the process idle before it takes the time to freeze again."""
 GROWN = 20_000
-"""Containers outside of what is frozen that are worth freezing: walking them takes 0.3 ms in warm caches, and several
-times that in cold ones."""
+"""Number of unfrozen containers that is worth freezing: walking them takes 0.3 ms in warm caches, and several times
+that in cold ones."""
 
 _users = 0
 _thresholds = gc.get_threshold()
@@ -51,10 +51,10 @@ _thresholds = gc.get_threshold()
 
 @contextlib.asynccontextmanager
 async def quiet_collector(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
-    """Keep the collector's pauses short as long as the block lasts; everything is as before when it ends.
+    """Keep the collector's pauses short during the block, and restore its settings at the end.
 
-    Enter it when all is made that lives on: that takes 0.1 s where there are 200,000 containers. `is_idle` is asked
-    every second whether nobody waits for the process. Blocks may be nested, or overlap.
+    Enter it when all long-lived objects exist: that takes 0.1 s for 200,000 containers. `is_idle` is called every
+    second and tells whether nobody waits for the process. Blocks may be nested, or overlap.
     """
     global _users, _thresholds
     if _users == 0:
@@ -77,12 +77,12 @@ async def quiet_collector(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
 
 
 def freeze(*, thaws: bool = True) -> None:
-    """Collect, and leave all that is alive out of later collections. `thaws`: including what was frozen before."""
+    """Collect, then exclude all live objects from later collections. `thaws`: collect frozen objects again, too."""
     if thaws:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
-    gc.collect()  # walks nothing: it tells the collector that nothing is old, for its rule of a quarter
+    gc.collect()  # walks nothing, but resets the size of the oldest generation for the rule of a quarter
 
 
 async def _look(is_idle: Callable[[], bool]) -> None:

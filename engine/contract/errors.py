@@ -9,19 +9,19 @@ MAX_NAME_CHARS = 200
 
 
 def quoted(name: str) -> str:
-    """A name that a client made up, for a message or a log: in quotes, cut, and with control characters escaped."""
+    """Return a client's made-up name for a message or a log: in quotes, cut, and with control characters escaped."""
     return repr(name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "...")
 
 
 def escaped(name: str) -> str:
-    """As `quoted`, without the quotes."""
+    """Return the same as `quoted`, without the quotes."""
     return quoted(name)[1:-1]
 
 
 class ApiError(Exception):
-    """An error the client sees, as `{"error": {"message", "type", "param", "code"}}`.
+    """An error for the client, as `{"error": {"message", "type", "param", "code"}}`.
 
-    A message is cut to MAX_MESSAGE_CHARS. `param` names the request field at fault; `retry_after_s` becomes a
+    A message is cut to MAX_MESSAGE_CHARS. `param` names the request field at fault; `retry_after_s` (seconds) becomes a
     `Retry-After` header.
     Shape: https://platform.openai.com/docs/guides/error-codes
     """
@@ -41,14 +41,14 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
-        """The JSON body of the response."""
+        """Return the JSON body of the response."""
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
 
 
 class BadRequest(ApiError):
-    """400: the client must change the request; `param` says what."""
+    """400: the client must change the request; `param` names the field."""
 
     status = 400
     type = "invalid_request_error"

@@ -24,9 +24,9 @@ from engine.contract.prefix_key import PrefixKey
 VERSION = 1
 _VERSION = bytes([VERSION])
 MAX_KEYS = 2**22
-"""In one message: 32 MiB. A pod that holds more keys than that publishes nothing that is believed."""
+"""Most keys in one message: 32 MiB. Gateways reject the messages of a pod that holds more keys."""
 MAX_LOADS = 4096
-"""Load reports that a decoder remembers."""
+"""Most load reports that a decoder remembers."""
 _HEAD = struct.Struct("<BBHIQQ")
 _COUNTS = struct.Struct("<IIII")
 _BODY = _HEAD.size + LOAD_REPORT_BYTES
@@ -34,37 +34,37 @@ _KEYS_AT = _BODY + _COUNTS.size
 
 
 class Tier(IntEnum):
-    """Where a block's KV lies, fastest first."""
+    """The place of a block's KV, fastest first."""
 
     GPU = 0
     HOST = 1
     DISK = 2
 
 
-class Kind(IntEnum):
-    """A delta changes what is known of a pod; a snapshot replaces it."""
+class MessageKind(IntEnum):
+    """A delta changes a pod's state; a snapshot replaces it."""
 
     DELTA = 1
     SNAPSHOT = 2
 
 
 class DecodeError(ValueError):
-    """Bytes that are no message; the reader must resynchronise the pod."""
+    """Bytes that are not a message; the reader must resynchronise the pod."""
 
 
 class UnknownVersion(DecodeError):
-    """A message of an engine that is newer, or older, than this program knows."""
+    """A message of an engine that is too new, or too old, for this program."""
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in MessageKind}
 Keys = tuple[PrefixKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryMessage:
-    """One delta or snapshot of one pod. `stored[tier]` holds keys parents first, `removed` children first."""
+    """One delta or snapshot of one pod. `stored[tier]` lists parent keys first, `removed` lists child keys first."""
 
-    kind: Kind
+    kind: MessageKind
     stride: int
     epoch: int
     seq: int
@@ -74,7 +74,7 @@ class RegistryMessage:
 
 
 def encode(message: RegistryMessage) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     lists = (message.removed, *message.stored)
     return b"".join(
         (
@@ -87,13 +87,13 @@ def encode(message: RegistryMessage) -> bytes:
 
 
 class Decoder:
-    """Reads messages. Load reports that recur, as those of idle engines do, are taken apart once."""
+    """Reads messages. It decodes a load report that recurs, such as an idle engine's, only once."""
 
     def __init__(self) -> None:
         self._loads: dict[tuple[bytes, bytes], LoadReport] = {}
 
     def decode(self, data: bytes, fetch: bytes = b"") -> RegistryMessage:
-        """The message in `data`, its load with the fetch costs beside it.
+        """Return the message in `data`. `fetch`: the packed fetch costs, which become part of its load.
 
         Raises UnknownVersion, and DecodeError on a bad kind, a wrong length, or absurd numbers.
         """
@@ -137,12 +137,12 @@ class Decoder:
 
 
 def decode(data: bytes) -> RegistryMessage:
-    """One message alone: see `Decoder`."""
+    """Return one message. See `Decoder`."""
     return Decoder().decode(data)
 
 
 def pack_keys(keys: Iterable[int]) -> bytes:
-    """Keys as u64 each, little-endian."""
+    """Return the keys as u64 each, little-endian."""
     packed = array("Q", keys)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -1,4 +1,4 @@
-"""Files that say how a program is to work, as mounted Secrets and ConfigMaps do, read again while it runs."""
+"""Configuration files, such as mounted Secrets and ConfigMaps, that a program reads again while it runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REREAD_S = 5.0
-"""A Secret takes up to a minute to reach its volume; this adds little."""
+"""Seconds between two reads. A Secret takes up to a minute to reach its volume; this adds little."""
 MAX_BYTES = 2**20
-"""What a Secret or a ConfigMap can hold."""
+"""Most bytes that a Secret or a ConfigMap can hold."""
 
 
 class UnusableFile(Exception):
-    """A file that cannot be used; the text names it and the remedy, and no secret that it holds."""
+    """A file that cannot be used; the text names the file and the remedy, and none of its secrets."""
 
 
 class FollowedFile(Generic[T]):
-    """Keeps `use` supplied with what a file says. `parse` and `use` may raise UnusableFile."""
+    """Calls `use` with each new content of a file. `parse` and `use` may raise UnusableFile."""
 
     def __init__(self, what: str, path: Path, parse: Callable[[Path, bytes], T], use: Callable[[T], None]) -> None:
-        """`what`: the file, in log lines. `parse` gets the path, for its errors, and the content, in a thread."""
+        """`what`: the file's name in log lines. `parse` gets the path, for its errors, and the content, on a thread."""
         self._what = what
         self._path = path
         self._parse = parse
@@ -35,7 +35,7 @@ class FollowedFile(Generic[T]):
         self._error = ""
 
     async def load(self) -> None:
-        """Read the file, and hand over what it says if that is news. Raises UnusableFile."""
+        """Read the file, and call `use` if its value has changed. Raises UnusableFile."""
         content = await asyncio.to_thread(_read, self._path)
         if content == self._content:
             return
@@ -47,7 +47,7 @@ class FollowedFile(Generic[T]):
         self._content = content
 
     async def follow(self) -> None:
-        """Read it again and again, until cancelled. While it says nothing usable, what it said last holds."""
+        """Read the file every REREAD_S until cancelled. While it is unusable, its last value holds."""
         while True:
             await asyncio.sleep(REREAD_S)
             try:
@@ -55,7 +55,7 @@ class FollowedFile(Generic[T]):
                 self._error = ""
             except UnusableFile as error:
                 if str(error) != self._error:
-                    log.error("%s: %s; what was read last stays in force", self._what, error)
+                    log.error("%s: %s; the last usable content stays in force", self._what, error)
                 self._error = str(error)
 
 

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 POD = "x-warmroute-pod"
-"""Response: the pod that served the request. An engine also sends it on `/v1/models`, so a gateway learns its id."""
+"""Response: the pod that served the request. An engine also sends it on `/v1/models`, where a gateway learns its id."""
 
 EPOCH = "x-warmroute-epoch"
-"""Response of an engine's `/v1/models`: the life of the engine process, a decimal u64."""
+"""Response of an engine's `/v1/models`: a decimal u64 that identifies this run of the engine process."""
 
 POLICY = "x-warmroute-policy"
-"""Request (where the gateway allows it): route by this policy. Response: the policy that decided."""
+"""Request (if the gateway allows it): route by this policy. Response: the policy that decided."""
 
 PRIORITY = "x-warmroute-priority"
-"""Request: which go first where not all can: an integer, higher is sooner, 0 without."""
+"""Request: its priority in an overload, an integer. A higher one is served sooner; the default is 0."""
+
+TENANT = "x-warmroute-tenant"
+"""Operator's request to `/v1/route/explain`: explain it as a request of the tenant of that name."""
 
 TTFT_SLO = "x-warmroute-ttft-slo-ms"
 """Request: milliseconds in which the first token must come; if it cannot, the gateway refuses the request at once."""
 
 PREDICTED_CACHED = "x-warmroute-cached-tokens-predicted"
-"""Response of the gateway: cached tokens it expected on that pod."""
+"""Response of the gateway: cached tokens that it expected on that pod."""
 
 CACHED = "x-warmroute-cached-tokens"
-"""Response of an engine: prompt tokens whose KV was reused (with n > 1: of the first choice)."""
+"""Response of an engine: prompt tokens whose KV was reused (with n > 1: for the first choice)."""
 
 PROMPT_TOKENS = "x-warmroute-prompt-tokens"
 """Response of an engine: prompt tokens of the request."""
 
 REQUEST_ID = "x-request-id"
-"""Request and response: the client's id for a request; made by the gateway where absent."""
+"""Request and response: the client's id for a request; the gateway makes one if there is none."""
 
 MESSAGE_REQUEST_ID = "request-id"
-"""Response to `/v1/messages`: the same, where that API's clients look for it."""
+"""Response to `/v1/messages`: the same id under the name that Anthropic's clients read."""
 
 API_KEY = "x-api-key"
-"""Request: the key, where that API's clients show it. `Authorization: Bearer KEY` counts where both are given."""
+"""Request: the key under the name that Anthropic's clients use. If both are given, `Authorization: Bearer KEY` counts.
+"""
 
 SESSION = "x-session-id"
-"""Request to an engine: what it calls the request in its KV events (vLLM). A client's own is kept by the gateway."""
+"""Request to an engine: the request's name in the engine's KV events (vLLM). The gateway keeps a client's own name."""
 
 PODS = "x-warmroute-pods"
-"""Request of a gateway's probe (`/v1/models`): how many engines it follows, a decimal number. An engine that publishes
-does so the less often, the larger that fleet is."""
+"""Request of a gateway's probe (`/v1/models`): the number of engines that it follows, decimal. The larger the fleet,
+the less often an engine publishes."""
 
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
-"""Request of the gateway to vLLM and SGLang: the data-parallel rank that is to compute it, a decimal number."""
+"""Request of the gateway to vLLM and SGLang: the data-parallel rank to compute it, a decimal number."""

@@ -1,19 +1,20 @@
-"""Prefix keys: what gateway and engine both compute from the bytes of a request (README "Prefix keys").
+"""Prefix keys, which gateway and engine both compute from the bytes of a request (PREFIX_KEYS.md).
 
     canonical(request) = tools as compact JSON (if any), then for each message: role, 0x1F, content parts, 0x1E
                          (/v1/completions: the prompt's UTF-8; token-id prompts: little-endian int32)
-    /v1/messages       = the same of the chat that it stands for (messages.py)
-    /v1/responses      = the same of the chat that it stands for (responses.py)
+    /v1/messages       = the same for the equivalent chat (messages.py)
+    /v1/responses      = the same for the equivalent chat (responses.py)
     media part         = the hex digits of xxh3_128(the part as compact JSON), repeated to MEDIA_BYTES
     seed  = xxh3_64(model 0x1F adapter 0x1F salt)
     key_i = xxh3_64(canonical[i*stride:(i+1)*stride], seed=key_{i-1}), whole strides only, key_{-1} = seed
 
-Marks of `cache_control` are in none of these bytes: they change how long a prefix is kept, and not the prefix.
+These bytes contain no `cache_control` marks: marks change how long a prefix is kept, not the prefix.
 XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -31,31 +32,37 @@ MESSAGE_END = b"\x1e"
 TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
 """Types of content parts that hold text; every other part is media: an image, sound, video or a file."""
 MEDIA_BYTES = 4096
-"""Canonical bytes of a media part. Engines make about a thousand tokens of an image however many bytes it has: the
-place it takes among the keys is that of as many tokens of text."""
+"""Canonical bytes of a media part. Engines make about a thousand tokens of an image of any size, and the image has as
+many keys as that many tokens of text."""
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _digest = cast(Callable[[bytes, PrefixKey], PrefixKey], xxh3_64_intdigest)
-"""To call `PrefixKey` on each key would take a tenth of the time that keys take."""
+"""The cast avoids a call of `PrefixKey` for each key, which would take a tenth of the time that keys take."""
 
 
 def key_seed(model: str, adapter: str = "", salt: str = "") -> int:
-    """The 64-bit seed of the chain: keys of two models, adapters or tenants never meet."""
+    """Return the 64-bit seed of the chain. Two models, adapters or tenants never have equal keys."""
     return xxh3_64_intdigest(FIELD_SEPARATOR.join((model.encode(), adapter.encode(), salt.encode())))
 
 
 def prefix_keys(canonical: bytes, seed: int, stride: int = DEFAULT_STRIDE_BYTES) -> tuple[PrefixKey, ...]:
-    """One key for each whole stride of `stride` bytes in `canonical`, first to last."""
-    key = PrefixKey(seed)
-    starts = range(0, len(canonical) - stride + 1, stride)
-    return tuple([key := _digest(canonical[at : at + stride], key) for at in starts])
+    """Return one key for each whole stride of `stride` bytes in `canonical`, first to last."""
+    key, whole = PrefixKey(seed), len(canonical) - len(canonical) % stride
+    pieces = _strides(stride).iter_unpack(canonical[:whole])  # slices would take a fifth longer
+    return tuple([key := _digest(piece, key) for (piece,) in pieces])
+
+
+@functools.cache
+def _strides(stride: int) -> struct.Struct:
+    """One stride of bytes."""
+    return struct.Struct(f"{stride}s")
 
 
 def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> bytes:
-    """Canonical bytes of a chat request. Raises BadRequest naming the field that has the wrong type.
+    """Return the canonical bytes of a chat request. Raises BadRequest naming the field that has the wrong type.
 
     Fields of a message other than role and content (`tool_calls`, `name`, ...) follow the content as 0x1F and compact
-    JSON, where present: a template may render them, so they are part of the prefix.
+    JSON, if present: a template may render them, so they are part of the prefix.
     """
     out = [tools_bytes(tools)] if tools else []
     for i, message in enumerate(messages):
@@ -64,14 +71,14 @@ def canonical_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] |
 
 
 def tools_bytes(tools: Sequence[Any]) -> bytes:
-    """The tools of a request as compact JSON. Raises BadRequest."""
+    """Return the tools of a request as compact JSON. Raises BadRequest."""
     plain = [without_mark(tool) if isinstance(tool, dict) and CACHE_CONTROL in tool else tool for tool in tools]
     return compact_json(plain, "tools")
 
 
 def message_parts(message: Mapping[str, Any], position: int) -> list[bytes]:
-    """One message as its role, 0x1F, each content part and its other fields, without the closing 0x1E."""
-    if not isinstance(message, Mapping):
+    """Return a message's role, 0x1F, each content part and the other fields, without the closing 0x1E."""
+    if not isinstance(message, dict) and not isinstance(message, Mapping):  # the first check is much faster
         raise BadRequest(f"messages[{position}] must be an object", param=f"messages[{position}]")
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -86,7 +93,7 @@ def message_parts(message: Mapping[str, Any], position: int) -> list[bytes]:
 
 
 def content_parts(content: object, position: int) -> list[bytes]:
-    """A message's content as bytes: text as UTF-8, other parts of text as compact JSON, media as MEDIA_BYTES."""
+    """Return a message's content as bytes: text as UTF-8, other text parts as compact JSON, media as MEDIA_BYTES."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -108,16 +115,16 @@ def content_parts(content: object, position: int) -> list[bytes]:
 
 
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many content parts of these messages, which have canonical bytes, are media."""
+    """Return the number of media parts in these messages, for which `canonical_chat` raises no error."""
     contents = [message.get("content") for message in messages]
     return sum(_is_media(part) for content in contents if isinstance(content, list) for part in content)
 
 
 def compact_json(value: object, param: str) -> bytes:
-    """`value`, parsed from the field `param`, as JSON without spaces. Raises BadRequest."""
+    """Return `value`, parsed from the field `param`, as JSON without spaces. Raises BadRequest."""
     try:
         return orjson.dumps(value)
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+    except orjson.JSONEncodeError as error:  # orjson reads deeper nesting than it writes
         raise BadRequest(f"{param} cannot be written as JSON: {error}", param=param) from None
 
 
@@ -138,7 +145,7 @@ def _is_media(part: Mapping[str, Any]) -> bool:
 
 
 def _fields(fields: Mapping[str, Any], where: str) -> bytes:
-    """Fields of a message as compact JSON. Raises BadRequest naming the one at fault."""
+    """Return fields of a message as compact JSON. Raises BadRequest naming the field at fault."""
     try:
         return orjson.dumps(fields)
     except orjson.JSONEncodeError:
@@ -148,7 +155,7 @@ def _fields(fields: Mapping[str, Any], where: str) -> bytes:
 
 
 def canonical_tokens(tokens: Sequence[int]) -> bytes:
-    """Canonical bytes of a token-id prompt: little-endian int32. Raises BadRequest on anything but int32 ids."""
+    """Return the canonical bytes of a token-id prompt: little-endian int32. Raises BadRequest if an id is no int32."""
     try:
         return struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error:

@@ -1,4 +1,4 @@
-"""What an engine says of its load and its speed, in every registry entry."""
+"""An engine's report of its load and its speed, in every registry entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepCost:
 
     step_s = base_s + token_s * T + attention_s * sum_i t_i * (p_i + t_i / 2) + context_s * sum(decode context)
              + sequence_s * decoding sequences
-    T: prefill tokens of the step; t_i, p_i: a prefill chunk's tokens and the tokens before it. All zero: not known yet.
+    T: prefill tokens of the step; t_i, p_i: a prefill chunk's tokens and the tokens before it. All zero: unknown yet.
     Form: Mooncake (FAST'25) eq. 1 and Vidur's per-operation regressors, reduced to the terms that matter.
     """
 
@@ -46,7 +46,7 @@ class LoadReport:
     """Tokens per KV block."""
     cost: StepCost = field(default_factory=StepCost)
     fetch: FetchCosts = NO_FETCH_COSTS
-    """Not in the report's bytes: `fetch_costs.py`."""
+    """It is not in the report's bytes: see `fetch_costs.py`."""
 
 
 MAX_REQUESTS = 1_000_000
@@ -61,7 +61,7 @@ LOAD_REPORT_BYTES = _LAYOUT.size
 
 
 def pack_load(report: LoadReport) -> bytes:
-    """`LOAD_REPORT_BYTES` bytes, little-endian, fields in the order of the class, `fetch` left out."""
+    """Return `LOAD_REPORT_BYTES` bytes: little-endian, fields in the order of the class, without `fetch`."""
     *counts, cost, _ = (getattr(report, name) for name in LoadReport.__slots__)
     return _LAYOUT.pack(*counts, *astuple(cost))
 
@@ -73,7 +73,7 @@ def unpack_load(data: bytes, offset: int = 0) -> LoadReport:
         raise ValueError("load report with absurd counts")
     base_s, token_s, attention_s, context_s, sequence_s = cost
     in_a_step, for_a_token = (base_s, sequence_s), (token_s, attention_s, context_s)
-    # Written so that it is False for what is no number.
+    # Written so that the condition is False for NaN.
     if not (all(0 <= s <= MAX_STEP_S for s in in_a_step) and all(0 <= s <= MAX_TOKEN_S for s in for_a_token)):
         raise ValueError(f"load report with absurd costs: {', '.join(f'{seconds:g}' for seconds in cost)}")
     return LoadReport(running, waiting, uncached, decoding, context, free, total, size, StepCost(*cost))

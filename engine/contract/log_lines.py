@@ -1,4 +1,4 @@
-"""The log of a program on stderr: lines of text for people, or a JSON object a line for what collects logs."""
+"""The log of a program on stderr: lines of text for people, or a JSON object a line for log collectors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import orjson
 Format = Literal["text", "json"]
 MAX_MESSAGE_CHARS = 8192
 MAX_TRACEBACK_CHARS = 16_384
-"""Of its end, which says what went wrong."""
+"""Characters kept of a traceback's end, which says what went wrong."""
 
 
 class JsonLines(logging.Formatter):
-    """Every record is one line, whatever it holds: line ends and what is no text are escaped, long texts are cut."""
+    """Formats every record as one line: line ends and bytes that are no text are escaped, long texts are cut."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its end."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -33,7 +33,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(level: str, log_format: Format) -> None:
-    """Events at `level` and above to stderr."""
+    """Log events at `level` and above to stderr."""
     if log_format == "text":
         logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         return
@@ -43,10 +43,10 @@ def configure(level: str, log_format: Format) -> None:
 
 
 def as_text(text: str, most_chars: int) -> str:
-    """As JSON can hold it: halves of surrogate pairs, as undecodable bytes of file names have them, become `?`."""
+    """Return text that JSON can hold: lone surrogates, such as undecodable bytes of file names, become `?`."""
     return text[:most_chars].encode("utf-8", "replace").decode()
 
 
 def utc_now() -> str:
-    """The time, as log lines have it."""
+    """Return the time in the format of log lines."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

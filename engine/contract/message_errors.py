@@ -1,4 +1,4 @@
-"""Errors as the clients of `/v1/messages` expect them.
+"""Errors in the shape that clients of `/v1/messages` expect.
 
 https://docs.anthropic.com/en/api/errors
 """
@@ -13,7 +13,7 @@ import orjson
 from engine.contract.errors import ApiError
 
 PATHS = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
-"""Whose errors have this shape."""
+"""Paths whose errors have this shape."""
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
@@ -28,9 +28,9 @@ _TYPES = {
 
 
 def error_body(error: ApiError, status: int | None = None, request_id: str | None = None) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}}`, and the request's id where there is one.
+    """Return `{"type": "error", "error": {"type", "message"}}`, with the request's id if there is one.
 
-    `status`: where it is not the error's own. `details` has the code that OpenAI's shape has, for programs.
+    `status`: if it differs from the error's own. `details` has the `code` of OpenAI's shape, for programs.
     """
     status = error.status if status is None else status
     kind = _TYPES.get(HTTPStatus(status), "invalid_request_error" if 400 <= status < 500 else "api_error")

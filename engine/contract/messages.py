@@ -1,4 +1,4 @@
-"""A request to `/v1/messages` as the chat it stands for: what engines render, and so what prefix keys are made of.
+"""Turns a request to `/v1/messages` into the equivalent chat, which engines render and prefix keys are made of.
 
 | there | here |
 |---|---|
@@ -7,10 +7,10 @@
 | a `tool_use` block of the assistant | an entry of the message's `tool_calls` |
 | a `tool_result` block | a message with role `tool` |
 | a tool with `input_schema` | a function with `parameters` |
-| any other block | a part as it came |
+| any other block | the same part, unchanged |
 
-A block of the system that tells of billing is left out, as in vLLM: Claude Code begins with one, whose hash differs in
-every request. Marks of `cache_control` are left out: they say how long to keep a prefix, and change nothing in it.
+A billing block in `system` is left out, as in vLLM: Claude Code begins with one, whose hash differs in every request.
+`cache_control` marks are left out: they say how long to keep a prefix and do not change it.
 Shapes: https://docs.anthropic.com/en/api/messages
 """
 
@@ -29,7 +29,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def chat_messages(system: object, messages: Sequence[Any]) -> list[Json]:
-    """The messages of the chat. Raises BadRequest naming the field that has the wrong type."""
+    """Return the messages of the chat. Raises BadRequest naming the field that has the wrong type."""
     out: list[Json] = []
     if system is not None:
         content = _content(system, "system")
@@ -49,17 +49,17 @@ def chat_messages(system: object, messages: Sequence[Any]) -> list[Json]:
 
 
 def chat_tools(tools: Sequence[Any]) -> list[Any]:
-    """The tools of the chat; what has no `input_schema` stays as it is, without its mark."""
+    """Return the tools of the chat. A tool without `input_schema` is unchanged except for its mark."""
     return [_function(tool) if isinstance(tool, dict) else tool for tool in tools]
 
 
 def without_mark(part: Mapping[str, Any]) -> Json:
-    """`part` without `cache_control`."""
+    """Return `part` without `cache_control`."""
     return {name: value for name, value in part.items() if name != CACHE_CONTROL}
 
 
 def is_billing(block: object) -> bool:
-    """Whether this block of the system is not rendered."""
+    """Return whether this block of `system` is about billing and not rendered."""
     text = block.get("text") if isinstance(block, dict) else None
     return isinstance(text, str) and text.startswith(_BILLING)
 
@@ -76,7 +76,7 @@ def _content(content: object, where: str) -> str | list[Json]:
 
 
 def _split(role: str, blocks: Sequence[Json], rest: Json) -> list[Json]:
-    """One message as its parts and tool calls, and a message for each result of a tool, in the order of the blocks."""
+    """Split a message: its parts and tool calls, and one message for each tool result, in the order of the blocks."""
     out: list[Json] = []
     parts: list[Json] = []
     calls: list[Json] = []
@@ -97,7 +97,7 @@ def _split(role: str, blocks: Sequence[Json], rest: Json) -> list[Json]:
 
 
 def _text_part(block: Json) -> Json:
-    """A text block's citations are about the answer and are not rendered."""
+    """Return the block as a part. A text block's citations are about the answer and are not rendered."""
     is_text = block.get("type") == "text" and isinstance(block.get("text"), str)
     return {"type": "text", "text": block["text"]} if is_text else block
 
@@ -118,7 +118,7 @@ def _tool_message(block: Json) -> Json:
 def _call(block: Json) -> Json:
     try:
         arguments = orjson.dumps(block.get("input")).decode()
-    except orjson.JSONEncodeError as error:  # it reads deeper nesting than it writes
+    except orjson.JSONEncodeError as error:  # orjson reads deeper nesting than it writes
         raise BadRequest(f"messages: the input of a tool_use block cannot be written as JSON: {error}") from None
     function = {"name": block.get("name"), "arguments": arguments}
     return {"id": block.get("id"), "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""The type of a prefix key, apart from how keys are made: who only passes keys on needs no hashing and no JSON."""
+"""The type of a prefix key, in a module of its own: code that only passes keys on needs no hashing and no JSON."""
 
 from __future__ import annotations
 

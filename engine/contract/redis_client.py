@@ -1,4 +1,4 @@
-"""The Redis client of engine and gateway: every call has a deadline, nothing is retried behind the caller's back."""
+"""The Redis client of engine and gateway: every call has a deadline, and it retries nothing by itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from redis.exceptions import RedisError
 REDIS_DEADLINE_S = 2.0
 SENTINEL_PORT = 26379
 REDIS_ERRORS = (RedisError, OSError, TimeoutError)
-"""What a call to a Redis that is away, busy or broken raises."""
+"""The errors that a call raises if Redis is unreachable, busy or broken."""
 _ERRORS_TOLD = 8
 
 
 def connect(url: str) -> Redis:
-    """A client for `url` (redis://, rediss:// or unix://, or as `connect_by_sentinels` has it). Connects at its first
-    call."""
+    """Return a client for `url` (redis://, rediss:// or unix://, or see `_connect_by_sentinels`). Its first call
+    connects."""
     retry: Retry = Retry(NoBackoff(), 0)
     waits: dict[str, Any] = {
         "socket_timeout": REDIS_DEADLINE_S,
@@ -36,21 +36,21 @@ def connect(url: str) -> Redis:
 
 
 def is_sentinel_url(url: str) -> bool:
-    """Whether the URL names Sentinels instead of a server."""
+    """Return whether the URL names Sentinels instead of a server."""
     return url.startswith(("redis+sentinel://", "rediss+sentinel://"))
 
 
 def _connect_by_sentinels(url: str, waits: dict[str, Any]) -> Redis:
-    """redis+sentinel://[USER:PASSWORD@]HOST[:26379][,HOST...]/NAME[/DB][?OPTIONS]: the master of that name, looked
-    up anew for each connection; rediss+sentinel: with TLS, to Sentinels and master alike.
+    """Return a client for redis+sentinel://[USER:PASSWORD@]HOST[:26379][,HOST...]/NAME[/DB][?OPTIONS].
 
-    User, password and options are the master's; `sentinel_username` and `sentinel_password` among the options are the
-    Sentinels'. Raises ValueError.
+    It looks the master NAME up for each new connection. rediss+sentinel: TLS to Sentinels and master. User, password
+    and options are the master's; `sentinel_username` and `sentinel_password` among the options are the Sentinels'.
+    Raises ValueError.
     """
     scheme, _, rest = url.partition("+sentinel://")
     place, _, query = rest.partition("?")
     user, at, place = place.rpartition("@")
-    if "/" in user:  # an error further on would show what stands behind it
+    if "/" in user:  # a later error would show the rest of the password
         raise ValueError("percent-encode the special characters of its password, a slash as %2F")
     hosts, _, path = place.partition("/")
     name, _, db = path.partition("/")
@@ -66,18 +66,18 @@ def _connect_by_sentinels(url: str, waits: dict[str, Any]) -> Redis:
         if key in options
     }
     tls = {"ssl": True, **{key: value for key, value in options.items() if key.startswith("ssl_")}} if is_tls else {}
-    make: Any = Sentinel  # whose types are not told
+    make: Any = Sentinel  # redis-py has no types for it
     sentinel = make(addresses, sentinel_kwargs={**waits, **of_sentinels, **tls}, **waits, **options)
     client: Redis = sentinel.master_for(name, connection_pool_class=_MasterPool, **({"ssl": True} if is_tls else {}))
     return client
 
 
 class _MasterPool(SentinelConnectionPool):
-    """Keeps no connection to a Sentinel open between two look-ups, of which each new connection needs one."""
+    """Closes its connections to the Sentinels after each look-up. Each new connection needs one look-up."""
 
     async def get_master_address(self) -> tuple[str, int]:
         """See SentinelConnectionPool."""
-        look_up: Any = super().get_master_address  # whose types are not told
+        look_up: Any = super().get_master_address  # redis-py has no types for it
         try:
             host, port = await look_up()
             return host, port
@@ -89,18 +89,18 @@ class _MasterPool(SentinelConnectionPool):
 def _address(host: str) -> tuple[str, int]:
     parts = urlsplit(f"redis://{host}")
     if not parts.hostname or parts.path or parts.port == 0:
-        raise ValueError(f"{host!r} is no address of a Sentinel, as HOST or HOST:26379 is")
+        raise ValueError(f"{host!r} is not the address of a Sentinel, such as HOST or HOST:26379")
     return parts.hostname, parts.port or SENTINEL_PORT
 
 
 class Outage:
-    """What to log while Redis cannot be used: each error once. One may hide another: away, then a wrong password."""
+    """Decides what to log during an outage of Redis: each error once. One may follow another, as a wrong password."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def is_news(self, error: BaseException) -> bool:
-        """Whether this outage has not had the error before. Of very many different ones the first are news."""
+        """Return whether the error is new in this outage. After _ERRORS_TOLD different errors no error is new."""
         text = str(error)
         if text in self._told or len(self._told) >= _ERRORS_TOLD:
             return False
@@ -108,23 +108,23 @@ class Outage:
         return True
 
     def end(self) -> None:
-        """Redis works."""
+        """Forget the outage, because Redis works."""
         self._told.clear()
 
 
 async def drop_connections(redis: Redis) -> None:
-    """Close the client's connections: its next call looks the address up anew.
+    """Close the client's connections, so that its next call looks the address up again.
 
-    After an error only: who stays on a connection keeps talking to a server that was demoted to a replica.
+    Call it after an error: an old connection may lead to a server that was demoted to a replica.
     """
     with suppress(*REDIS_ERRORS):
         await redis.connection_pool.disconnect()
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError where the current task has been cancelled but the cancellation was swallowed.
+    """Raise CancelledError if the current task was cancelled but the cancellation was swallowed.
 
-    redis-py 8.1 swallows one that arrives during the handshake of a new connection, so a loop around it would live on.
+    redis-py 8.1 swallows a cancellation during the handshake of a new connection, so a loop around it would never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -8,8 +8,8 @@ STREAM_FETCH_FIELD = b"f"
 
 
 def stream_key(model: str) -> str:
-    """Redis Stream of the model's deltas, all pods: entries {p: pod id, d: encoded delta}, and of engines with tiers
-    {f: encoded fetch costs} (`fetch_costs.py`)."""
+    """Redis Stream of the deltas of all the model's pods: entries {p: pod id, d: encoded delta}. Entries of engines
+    with tiers also have {f: encoded fetch costs} (`fetch_costs.py`)."""
     return f"warmroute:{{{model}}}:events"
 
 
@@ -19,41 +19,41 @@ def snapshot_key(model: str, pod_id: str) -> str:
 
 
 def resync_key(model: str, pod_id: str) -> str:
-    """Set by a gateway that wants a fresh snapshot of the pod; consumed by the engine's publisher."""
+    """String that a gateway sets to ask for a fresh snapshot of the pod. The engine's publisher deletes it."""
     return f"warmroute:{{{model}}}:resync:{pod_id}"
 
 
 def shares_key(model: str) -> str:
-    """Hash gateway id -> traffic counters and the time of their writing, so that gateways agree on affinity groups."""
+    """Hash gateway id -> traffic counters and the time of writing. By it gateways agree on affinity groups."""
     return f"warmroute:{{{model}}}:shares"
 
 
 def quota_key(tenant: str) -> str:
-    """Hash in which gateways keep account of what a tenant has used of its limits."""
+    """Hash in which gateways count a tenant's use of its limits."""
     return f"warmroute:{{tenant:{tenant}}}:quota"
 
 
 def place_key(name: str) -> str:
-    """String with the pod that has a response or a conversation of that name."""
+    """String with the pod that stores the response or conversation of that name."""
     return f"warmroute:{{{name}}}:place"
 
 
 BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
-"""Redis Stream of what gateways tell each other of pods that publish nothing: entries {d: encoded message}."""
+"""Redis Stream of gateways' messages to each other about pods that publish nothing: entries {d: encoded message}."""
 
 
 def belief_key(pod_id: str) -> str:
-    """String with all that gateways believe of such a pod."""
+    """String with the gateways' beliefs about such a pod."""
     return f"warmroute:{{gateways}}:belief:{pod_id}"
 
 
 LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
-"""Hash model -> what gateways have learnt of it and its pods. The rule for beliefs allows the name, and it is no
-pod's."""
+"""Hash model -> gateways' learnt values for the model and its pods. The ACL rule for beliefs allows this name, and no
+pod has it."""
 
 
 def named_caches_key(tenant: str) -> str:
-    """Hash id -> what is said of a tenant's named cache. The rule for beliefs allows the name, and it is no pod's."""
+    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows this name; no pod has it."""
     return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
 
 

@@ -1,13 +1,13 @@
-"""What engines and gateways may do in Redis, as rules of `ACL SETUSER` (Redis 6.2 or later, Valkey).
+"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 6.2 or later, Valkey).
 
     ACL SETUSER engine on >PASSWORD {ENGINE_RULES}
     ACL SETUSER gateway on >PASSWORD {GATEWAY_RULES}
 
-and then `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and reads nothing of others; it cannot be kept
-from publishing under another pod's name, as the stream is one for all pods of a model. A gateway reads, asks pods for
-snapshots, exchanges shares and beliefs about pods that publish nothing, tells where conversations are that engines
-keep, and keeps account of tenants' limits; with the rules of 6.2 it could also write a pod's snapshot, or an entry in
-its name.
+and then `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and cannot read other engines' data. The rules
+cannot stop it from publishing under another pod's name, because all pods of a model share one stream. A gateway reads,
+asks pods for snapshots, exchanges shares and beliefs about pods that publish nothing, records the pods of stored
+conversations, and counts the use of tenants' limits. With the rules of 6.2 it could also write a pod's snapshot, or an
+entry in the pod's name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The part of a request that routing needs: read once from the body, for any engine with these endpoints.
+"""The part of a request that routing needs, read once from the body. It works for any engine with these endpoints.
 
-Unknown fields are left alone here: the engine behind the gateway honours or refuses them.
+Unknown fields are ignored here: the engine behind the gateway honours or refuses them.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from engine.contract.responses import kept_by_engine, response_messages, respons
 TOKEN_ID_BYTES = 4
 """Canonical bytes of a token id."""
 ANSWER_SO_FAR = "answer_so_far"
-"""Field of a request with the beginning of its answer, for engines whose model card lists it under `accepts`: they go
-on from there. Its tokens count in `max_tokens`, and as completion tokens in `usage`."""
+"""Field of a request with the beginning of its answer. Engines whose model card lists it under `accepts` continue that
+answer. Its tokens count in `max_tokens`, and as completion tokens in `usage`."""
 MAX_LISTED = 16_384
-"""Messages, or prompts, of one request. Beyond any real one, and few enough to be looked at while others wait."""
+"""Most messages, or prompts, of one request: more than any real request has, and few enough not to block others."""
 LARGE_BODY_BYTES = 2**18
-"""Of such a body, values are made by the million. The garbage collector would walk them again and again meanwhile."""
+"""Parsing a larger body makes up to millions of values, which the garbage collector would walk again and again."""
 
 
 class Endpoint(StrEnum):
-    """Endpoints for which a pod is chosen by prefix, by path: three of OpenAI's API and two of Anthropic's. All but
+    """Paths of the endpoints whose pod is chosen by prefix: three of OpenAI's API and two of Anthropic's. All except
     COUNT_TOKENS generate."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     MESSAGES = "/v1/messages"
     COUNT_TOKENS = "/v1/messages/count_tokens"
-    """Says how many prompt tokens a request to MESSAGES has, and computes nothing: it has no keys."""
+    """Counts the prompt tokens of a request to MESSAGES. It computes no KV, so it has no keys."""
     RESPONSES = "/v1/responses"
 
 
 @dataclass(slots=True)
 class RequestHead:
-    """What a router must know of a request before it forwards the bytes untouched. Never changed; not frozen because
-    freezing costs a microsecond."""
+    """The data that a router needs before it forwards the bytes untouched. Never changed; not frozen, because that
+    costs a microsecond."""
 
     model: str | None
     stream: bool
     canonical: bytes
-    """Of several prompts in one request, the first one's: one pod gets them all, and has to be chosen by something."""
+    """If a request has several prompts, the first prompt's bytes: they choose the one pod that gets all prompts."""
     salt: str
     prompts: int = 1
     further_bytes: int = 0
     """Canonical bytes of the other prompts."""
     media_parts: int = 0
-    """Images and the like: MEDIA_BYTES each, of `canonical`."""
+    """Number of images and the like: each has MEDIA_BYTES of `canonical`."""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Raises BadRequest when it is not one."""
+    """Return the JSON object in `body`. Raises BadRequest if it is not an object."""
     collects = len(body) >= LARGE_BODY_BYTES and gc.isenabled()
     if collects:
         gc.disable()
@@ -75,7 +75,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
-    """What routing needs of the parsed body. Raises BadRequest naming a field of the wrong type."""
+    """Return the data that routing needs from the parsed body. Raises BadRequest naming a field of the wrong type."""
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model must be a string", param="model")
@@ -102,7 +102,8 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
 
 
 def _response_head(model: str | None, stream: bool, salt: str, fields: dict[str, Any]) -> RequestHead:
-    """Of a conversation whose beginning the engine has there are no keys: what the request has of it is its end."""
+    """Return the head of a request to RESPONSES. If the engine stores the beginning of the conversation, the request
+    has only its end, and there are no keys."""
     given, tools = fields.get("input"), fields.get("tools")
     if isinstance(given, list) and len(given) > MAX_LISTED:
         raise BadRequest(f"input has {len(given)} items; at most {MAX_LISTED} are read", param="input")
@@ -118,7 +119,7 @@ def _response_head(model: str | None, stream: bool, salt: str, fields: dict[str,
 
 
 def _listed(fields: dict[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """The messages and tools of a chat."""
+    """Return the messages and tools of a chat."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message", param="messages")
@@ -145,7 +146,7 @@ def prompt_bytes(prompt: object) -> bytes:
 
 
 def _further_prompts(prompt: object) -> list[Any]:
-    """What follows the first of several prompts in one request."""
+    """Return the prompts after the first, if a request has several."""
     if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
         return []
     if len(prompt) > MAX_LISTED:
@@ -154,7 +155,7 @@ def _further_prompts(prompt: object) -> list[Any]:
 
 
 def _size(prompt: object) -> int:
-    """How many canonical bytes a further prompt has. One that is none is for the engine to refuse."""
+    """Return the number of canonical bytes of a further prompt. The engine refuses an invalid one."""
     if isinstance(prompt, str):
         return len(prompt.encode())
     return TOKEN_ID_BYTES * len(prompt) if isinstance(prompt, list) else 0

@@ -1,4 +1,4 @@
-"""A request to `/v1/responses` as the chat it stands for: what engines render, and so what prefix keys are made of.
+"""Turns a request to `/v1/responses` into the equivalent chat, which engines render and prefix keys are made of.
 
 | there | here |
 |---|---|
@@ -8,13 +8,13 @@
 | a `function_call` item | a message of the assistant with one entry in `tool_calls` |
 | a `function_call_output` item | a message with role `tool` |
 | a `reasoning` item | a message of the assistant with its texts as `reasoning` |
-| any other item (`item_reference`, ...) | a message whose role is its type, with the item as it came |
+| any other item (`item_reference`, ...) | a message whose role is its type, with the unchanged item |
 | a tool with a `name` | a function with that name |
 
-What an item only says about itself (`id`, `status`), and what an output text says about itself (`annotations`,
-`logprobs`), is not rendered and left out: a client may send back an answer's items with it or without. Items follow one
-another, so a conversation that grows grows its bytes. What `previous_response_id` and `conversation` stand for is known
-to the engine alone. Shapes: https://platform.openai.com/docs/api-reference/responses/create
+An item's metadata (`id`, `status`) and an output text's metadata (`annotations`, `logprobs`) are left out, because they
+are not rendered: a client may send back an answer's items with or without them. Items follow one another, so a longer
+conversation begins with the bytes of the shorter one. Only the engine knows what `previous_response_id` and
+`conversation` stand for. Shapes: https://platform.openai.com/docs/api-reference/responses/create
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from engine.contract.errors import ApiError, BadRequest
 
 Json = dict[str, Any]
 MAX_ID_CHARS = 256
-"""Of a response or a conversation."""
+"""Most characters of the id of a response or a conversation."""
 _TEXTS = ("input_text", "output_text", "text")
 _ABOUT_ITSELF = ("id", "status")
 
 
 def response_messages(instructions: object, given: object) -> list[Json]:
-    """The messages of the chat. Raises BadRequest naming the field that has the wrong type."""
+    """Return the messages of the chat. Raises BadRequest naming the field that has the wrong type."""
     out: list[Json] = []
     if instructions is not None:
         if not isinstance(instructions, str):
@@ -50,14 +50,14 @@ def response_messages(instructions: object, given: object) -> list[Json]:
 
 
 def response_tools(tools: Sequence[Any]) -> list[Any]:
-    """The tools of the chat; one of the engine's own, which has no name, stays as it is."""
+    """Return the tools of the chat. A built-in tool of the engine, which has no name, is unchanged."""
     return [_function(tool) if isinstance(tool, dict) else tool for tool in tools]
 
 
 def kept_by_engine(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What of the conversation the engine has, and the request has not: the field's name, and the id in it.
+    """Return the reference to a conversation that the engine stores: (field name, id); None if there is none.
 
-    Raises BadRequest for what is no id.
+    Raises BadRequest for an invalid id.
     """
     previous, conversation = fields.get("previous_response_id"), fields.get("conversation")
     if previous is not None and conversation is not None:
@@ -78,11 +78,14 @@ def kept_by_engine(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     return name, value
 
 
-def response_error(error: ApiError) -> bytes:
-    """The data of the event `error` that ends a stream. `error` within it is what the official clients look for."""
+def response_error(error: ApiError, number: int = 0) -> bytes:
+    """Return the data of the event `error` that ends a stream. The official clients read its field `error`.
+
+    `number`: the event's sequence number.
+    """
     told = orjson.loads(error.body())
     said = {"code": error.code or error.type, "message": error.message, "param": error.param}
-    return orjson.dumps({"type": "error", **said, "sequence_number": 0, **told})
+    return orjson.dumps({"type": "error", **said, "sequence_number": number, **told})
 
 
 def _message(item: object, where: str) -> Json:
@@ -134,7 +137,7 @@ def _content(content: object, where: str) -> str | list[Json]:
 
 
 def _function(tool: Json) -> Json:
-    """As in a chat, with its fields in one order: clients write them in any."""
+    """Return the tool in the chat's shape. Clients write its fields in any order; here the order is fixed."""
     if tool.get("type") != "function" or "name" not in tool:
         return tool
     named = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}

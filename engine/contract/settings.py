@@ -1,6 +1,6 @@
 """Configuration of the three programs: flags, then `WARMROUTE_*` environment, then a YAML file, then defaults.
 
-An unknown key or a bad value is refused with the field's name, what was given and what is allowed.
+An unknown key or a bad value is refused with the field's name, the given value and the allowed values.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pydantic_settings.exceptions import SettingsError
 S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "WARMROUTE_"
 LONGEST_ABOUT = 400
-"""Characters of a description that an error message repeats."""
+"""Longest description, in characters, that an error message repeats."""
 _PASSWORD = re.compile(r"(://[^:/@\s]*:)\S*@")
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
 _BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
 
 class ConfigError(Exception):
-    """Configuration the program refuses to start with; the text names each field and the remedy."""
+    """Configuration that the program refuses; the text names each field and the remedy."""
 
 
 class Settings(BaseSettings):
-    """Base of a program's settings. A field's description gives meaning and unit: it is the text of `--help`.
+    """Base class of a program's settings. A field's description gives meaning and unit: it is the text of `--help`.
 
-    List fields take comma-separated values as flags and in the environment, a list in YAML.
+    List fields take comma-separated values in flags and in the environment, and a list in YAML.
     """
 
     model_config = SettingsConfigDict(
@@ -49,18 +49,18 @@ class Settings(BaseSettings):
     )
 
     beside: ClassVar[tuple[type[Settings], ...]] = ()
-    """Settings of programs in whose containers this one may run: their variables that it lacks are passed over."""
+    """Settings of the programs in whose containers this one may run. Their variables are ignored here."""
 
     @classmethod
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only explicit values: `load` merges the sources itself, so that it can name where a bad one came from."""
+        """Use explicit values only: `load` merges the sources itself, so that it can name the source of a bad value."""
         return (kwargs["init_settings"] if "init_settings" in kwargs else args[0],)
 
     @classmethod
     def load(cls, argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> Self:
-        """Settings from `argv` (without the program's name), the environment and `--config FILE`.
+        """Return settings from `argv` (without the program's name), the environment and `--config FILE`.
 
         Raises ConfigError. Exits with 0 on `--help`.
         """
@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def _usage(cls, prog: str) -> str:
-        """One line: every flag stands below it with its meaning."""
+        """Return a usage of one line: `--help` lists the flags below it."""
         words = [
             name.upper()
             for name, info in cls.model_fields.items()
@@ -148,7 +148,7 @@ class Settings(BaseSettings):
         source = {"flag": flag, "environment": f"{ENV_PREFIX}{field.upper()}"}.get(origin.get(field, ""))
         where = source or (f"{path}: {field}" if path else flag)
         info = cls.model_fields.get(field)
-        # A long one is a list of choices, which the message itself names.
+        # A long description is a list of choices, which the message itself names.
         about = f" ({info.description})" if info and info.description and len(info.description) <= LONGEST_ABOUT else ""
         if error["type"] == "missing":
             return f"{flag} is required{about}"
@@ -156,7 +156,7 @@ class Settings(BaseSettings):
 
 
 def load_or_exit(settings: type[S], argv: Sequence[str], prog: str) -> S:
-    """`settings.load`, with a ConfigError printed to stderr and exit status 2, as command-line tools do."""
+    """Return `settings.load`. On a ConfigError print it to stderr and exit with status 2, like command-line tools."""
     try:
         return settings.load(argv, prog=prog)
     except ConfigError as error:
@@ -165,12 +165,12 @@ def load_or_exit(settings: type[S], argv: Sequence[str], prog: str) -> S:
 
 
 def check_url(url: str, schemes: tuple[str, ...]) -> str:
-    """`url`, where it begins with one of `schemes` and names a host. Raises ValueError."""
+    """Return `url` if it begins with one of `schemes` and names a host. Raises ValueError."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        # With a password the error would show what of it stands before its first slash.
+        # The error would show the part of a password before its first slash.
         why = "percent-encode the special characters of its password, a slash as %2F" if "@" in url else error
         raise ValueError(f"{url!r} is not a URL: {why}") from None
     allowed = " or ".join(f"{scheme}://" for scheme in schemes)
@@ -186,15 +186,15 @@ def check_url(url: str, schemes: tuple[str, ...]) -> str:
 
 
 def check_bind_address(address: str) -> str:
-    """`address`, where it is one that a ZMQ socket can bind to. Raises ValueError."""
+    """Return `address` if a ZMQ socket can bind to it. Raises ValueError."""
     if not _BIND_ADDRESS.fullmatch(address):
         raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
     return address
 
 
 def check_redis_url(url: str) -> str:
-    """`url`, where a client can be made of it, its options included. Connects to nothing. Raises ValueError."""
-    from engine.contract import redis_client  # a third of a second: only who uses Redis pays
+    """Return `url` if a client can be made from it and its options. It does not connect. Raises ValueError."""
+    from engine.contract import redis_client  # takes a third of a second, so only programs with Redis import it
 
     if not redis_client.is_sentinel_url(url):
         check_url(url, ("redis", "rediss", "unix"))
@@ -207,13 +207,13 @@ def check_redis_url(url: str) -> str:
 
 
 def check_unique(values: Sequence[str]) -> None:
-    """Raises ValueError, naming those of `values` that are there twice."""
+    """Raises ValueError naming the duplicates in `values`."""
     if twice := {value for value in values if values.count(value) > 1}:
         raise ValueError(f"{', '.join(sorted(twice))} is listed twice: once is enough")
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 

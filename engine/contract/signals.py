@@ -1,7 +1,7 @@
-"""SIGTERM before a program has got as far as handling it, and the exit status after SIGINT.
+"""Handles SIGTERM during the start of a program, and defines the exit status after SIGINT.
 
-Process 1 of a container is sent SIGTERM once, and the kernel drops it where no handler is set. Imports and the reading
-of settings take a second or more, so a handler comes before them; the event loop's own takes its place.
+Process 1 of a container gets SIGTERM once, and the kernel drops it if no handler is set. Imports and the reading of
+settings take a second or more, so a handler is set before them. The event loop's own handler replaces it later.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ EXIT_INTERRUPTED = 130
 
 
 def end_on_sigterm(status: int) -> None:
-    """From now on SIGTERM ends the process at once with exit status `status`. Call it first thing in `main`.
+    """Make SIGTERM end the process at once with exit status `status`. Call it first in `main`.
 
-    Nothing is cleaned up, as nothing was begun: an exception could be swallowed by whatever import it happens to hit.
+    Nothing needs cleaning up at that time. An exception instead could be swallowed by the import that it interrupts.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))

@@ -3,8 +3,8 @@
     python -m engine.model.checkpoint --out PATH [--hidden-size N ...]
 
 Writes config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json and
-special_tokens_map.json of a Llama model. The tokenizer is a byte-level BPE trained on `corpus.txt`; the weights are
-random, so what the model writes has no meaning, but it costs what a trained model of its size costs.
+special_tokens_map.json of a Llama model. The tokenizer is a byte-level BPE trained on `corpus.txt`. The weights are
+random, so the model's text has no meaning, but computing it takes as long as with a trained model of that size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShape:
-    """Size of the model. The default prefills 2,000 tokens in about half a second on one core of a server CPU."""
+    """The size of the model. The default prefills 2,000 tokens in about half a second on one core of a server CPU."""
 
     hidden_size: int = 384
     layers: int = 5
@@ -72,7 +72,7 @@ class CheckpointShape:
 def make_checkpoint(folder: Path | str, **shape: int | str) -> CheckpointShape:
     """Write a checkpoint into `folder`, which is created. Keywords are the fields of `CheckpointShape`.
 
-    Raises ModelError for a shape that no Llama model can have, OSError where the folder cannot be written.
+    Raises ModelError for a shape that no Llama model can have, OSError if the folder cannot be written.
     """
     size = CheckpointShape(**shape)  # type: ignore[arg-type]  # checked below, field by field
     if not isinstance(size.vocab_size, int) or size.vocab_size < _SMALLEST_VOCAB:
@@ -98,7 +98,7 @@ def make_checkpoint(folder: Path | str, **shape: int | str) -> CheckpointShape:
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` entries, trained on the text that the package ships."""
+    """Return a byte-level BPE tokenizer of at most `vocab_size` entries, trained on the package's `corpus.txt`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,8 +151,8 @@ def _tokenizer_config(max_position: int, specials: dict[str, Any]) -> dict[str, 
 def _random_weights(
     shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, *, seed: int, layers: int
 ) -> dict[str, Tensor]:
-    """Normal weights that keep activations near 1: variance 1 / fan-in, residual outputs less by 1 / (2 * layers)
-    (GPT-2's initialisation). Norms are 1."""
+    """Return normal weights that keep activations near 1: variance 1 / fan-in, for residual outputs also divided by
+    2 * layers (GPT-2's initialisation). Norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     out = {}
     for name, shape in shapes.items():
@@ -171,11 +171,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line: exit status 0, or 2 with the reason on stderr."""
+    """Run the command line. Return exit status 0, or 2 with the reason on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.model.checkpoint", description="Write a small Llama checkpoint with random weights."
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, created where absent")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; created if it does not exist")
     for field in fields(CheckpointShape):
         about = {"choices": DTYPES} if field.name == "dtype" else {"type": int}
         unit = "tokens, " if field.name in ("vocab_size", "max_position") else ""

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says of a decoder, checked. No torch here.
+"""Reads and checks a decoder's Hugging Face `config.json`. No torch here.
 
 Field names and defaults: the `*Config` classes of transformers 5; older spellings (`torch_dtype`, `rope_theta`,
 `rope_scaling`) are read too.
@@ -40,33 +40,33 @@ class ModelConfig:
     """Tokens of prompt and output together that the model can address."""
     rope: RopeConfig
     windows: tuple[int | None, ...]
-    """Per layer: a token sees itself and the window - 1 tokens before it; None: all before it."""
+    """Window per layer: a token sees itself and the window - 1 tokens before it; None: all tokens before it."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tied: bool
-    """The output projection is the input embedding."""
+    """Whether the output projection is the input embedding."""
     dtype: str | None
-    """One of `DTYPES`, as the checkpoint declares it; None where it does not."""
+    """The checkpoint's type, one of `DTYPES`; None if it declares none."""
     eos_token_ids: frozenset[int]
-    """Ids that end a text, of config.json and generation_config.json together."""
+    """Ids that end a text, from config.json and generation_config.json together."""
 
     @staticmethod
     def from_path(path: Path | str) -> ModelConfig:
-        """The config of the checkpoint in folder `path`. Raises ModelError naming file and field."""
+        """Return the config of the checkpoint in folder `path`. Raises ModelError naming file and field."""
         folder = Path(path)
         generation = folder / "generation_config.json"
         eos = _eos(_read(generation)) if generation.exists() else frozenset()
         return parse_config(_read(folder / "config.json"), eos)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes that one token's keys and values take in all layers together."""
+        """Return the bytes of one token's keys and values in all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
 
 
 def parse_config(fields: Fields, more_eos: frozenset[int] = frozenset()) -> ModelConfig:
-    """The config in the content of a `config.json`. Raises ModelError naming the field."""
+    """Return the config in the content of a `config.json`. Raises ModelError naming the field."""
     architecture = _architecture(fields)
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", f"is not supported; weights must be {', '.join(DTYPES)}")
@@ -130,7 +130,7 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, heads: int) -
 
 
 def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
-    """Sliding window of each layer (Qwen: only where `use_sliding_window`, and only in the layers named)."""
+    """Return the sliding window of each layer (Qwen: only if `use_sliding_window`, and only in the named layers)."""
     layers = fields.positive_int("num_hidden_layers")
     in_use = architecture in (_LLAMA, _MISTRAL) or fields.boolean("use_sliding_window", default=False)
     window = fields.positive_int("sliding_window") if in_use and fields.get("sliding_window") is not None else None

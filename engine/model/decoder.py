@@ -1,7 +1,7 @@
 """The decoder shared by Llama, Mistral, Qwen2 and Qwen3: plain functions over `ModelWeights`.
 
-Tokens of all chunks of a step lie flattened in one axis T. How keys and values are kept and attended to is the
-backend's: it passes an `Attention`.
+Tokens of all chunks of a step lie flattened in one axis T. The backend passes an `Attention`, which stores keys and
+values and attends to them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Decoder:
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """tokens and positions [T], rows [R] indexes into T -> normalised hidden states [R, hidden_size].
 
-        `rows` None: all of them. Only `rows` pass the last layer's output projection and MLP: no other row is read
-        after its attention.
+        `rows` None: all rows. Only `rows` pass the last layer's output projection and MLP: no other row is read
+        after the last attention.
         """
         layers = self.weights.layers
         x = embedding(tokens, self.weights.embedding)
@@ -90,9 +90,9 @@ class Decoder:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x [..., n] scaled to a root mean square of 1 in float32, then by `weight` [..., n] (arXiv 1910.07467).
+    """Scale x [..., n] to a root mean square of 1 in float32, then by `weight` [..., n] (arXiv 1910.07467).
 
-    `eps`: a float32 scalar; as a tensor it is added in the operation that squares.
+    `eps`: a float32 scalar. It is a tensor, so that one operation squares and adds it.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -101,10 +101,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 
 def load_decoder(path: Path | str, *, dtype: str = "auto", device: str = "cpu") -> Decoder:
-    """The checkpoint in folder `path`, on `device` ("cpu", "cuda" or "cuda:N"). Blocks while it reads.
+    """Load the checkpoint in folder `path` onto `device` ("cpu", "cuda" or "cuda:N"). Blocks while it reads.
 
-    `dtype`: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". Raises ModelError naming what is
-    unsupported, missing or unreadable, and a CUDA device that is not there.
+    `dtype`: "auto" (the checkpoint's), "float32", "float16" or "bfloat16". Raises ModelError naming an unsupported,
+    missing or unreadable part, or a CUDA device that does not exist.
     """
     _check_device(device)
     folder = Path(path)
@@ -117,4 +117,4 @@ def _check_device(device: str) -> None:
     if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ModelError(f"device {device!r} is not supported; supported: cpu, cuda, cuda:N")
     if kind == "cuda" and int(index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        raise ModelError(f"device {device!r} is not there: torch sees no such CUDA device on this machine; try cpu")
+        raise ModelError(f"device {device!r} does not exist: torch sees no such CUDA device on this machine; try cpu")

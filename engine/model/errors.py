@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ModelError(Exception):
-    """A checkpoint that cannot be served; the message names file, field or tensor and what is supported."""
+    """A checkpoint that cannot be served; the message names the file, field or tensor and the supported values."""

@@ -1,10 +1,9 @@
-"""Rows whose bits do not depend on the rows beside them: what `--exact` asks of the libraries that sum.
+"""Computes rows whose bits do not depend on the other rows of a step, as `--exact` requires.
 
-A product of matrices sums in an order that the library chooses by the shapes: the same row can have other bits in a
-product of 1 row than of 33, or as the last row of 33 than as the first. So an exact product is computed in tiles of a
-few heights alone, and at the start the library is asked, on this processor and with these threads, which heights give
-every row the same order. The question is a sum of which the terms cancel: what comes out is nothing but the rounding of
-the order, so another order has other bits.
+A library chooses the order of summation in a matrix product by the shapes. So a row can have other bits in a product of
+1 row than of 33, or as the last row of 33 than as the first. An exact product is therefore computed in tiles of only a
+few heights. At the start a test on this processor and with these threads finds the heights that give every row the same
+order. The test is a sum whose terms cancel: its result is only the rounding error, which differs for another order.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from engine.model.rope import inverse_frequencies, rotate_, turns
 from engine.model.weights import LayerWeights, ModelWeights
 
 HEIGHTS = (4, 16, 64, 256, 1024)
-"""Rows that a product may have at once. Less than 4 are other routines in most libraries; more gain nothing."""
+"""Numbers of rows that a product may have. Most libraries use other routines below 4; more than 1024 gain nothing."""
 _OFFSET_ROWS = 3
-"""Rows before a tile in memory, so that the question covers tiles which do not begin where memory is aligned."""
+"""Rows before a tile in memory, so that the test covers tiles that are not aligned in memory."""
 _GRAIN = 32_768
 """Elements up to which torch computes an elementwise operation on one thread (`at::internal::GRAIN_SIZE`)."""
 _TURN_ROWS = 1024
@@ -34,11 +33,11 @@ _TURN_ROWS = 1024
 
 
 class NotExact(Exception):
-    """A library of this machine sums a row in another order from call to call; the text says which operation."""
+    """A library on this machine changes its order of summation from call to call; the text names the operation."""
 
 
 def cancelling(terms: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [terms] and w [terms, columns], of which x @ w is 0 but for rounding. The same at each call."""
+    """Return x [terms] and w [terms, columns] such that x @ w is 0 except for rounding. Each call returns the same."""
     made = np.random.default_rng(0)
     half = terms // 2
     order = torch.from_numpy(made.permutation(terms))
@@ -50,34 +49,47 @@ def cancelling(terms: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Te
     return x[order].to(dtype), w[order].to(dtype)
 
 
-def agreeing_heights(
+def agreeing_classes(
     multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int] = HEIGHTS
-) -> tuple[int, ...]:
-    """Those of `heights` at which `multiply` gives x the same bits in every row; (1,) where there are none.
+) -> list[tuple[int, ...]]:
+    """Group `heights` by the order in which `multiply` sums: within a group all rows of all products have equal bits.
 
-    `multiply`: [height, terms] -> [..., height, columns]. Every call with one row is the same call, so one row at a
-    time is exact on any machine, and slow.
+    `multiply`: [height, terms] -> [..., height, columns]. A height at which one product's rows differ is in no group.
     """
-    agreed: list[int] = []
-    reference: Tensor | None = None
+    classes: list[tuple[Tensor, list[int]]] = []
     for height in heights:
         rows = x.expand(_OFFSET_ROWS + height, -1).contiguous()
         results = [multiply(rows[start : start + height]) for start in (0, _OFFSET_ROWS)]
-        first = results[0].reshape(-1, results[0].shape[-1])[0] if reference is None else reference
-        if all(bool((result == first).all()) for result in results):
-            reference = first
-            agreed.append(height)
-    return tuple(agreed) or (1,)
+        first = results[0].reshape(-1, results[0].shape[-1])[0]
+        if not all(bool((result == first).all()) for result in results):
+            continue
+        for reference, members in classes:
+            if torch.equal(reference, first):
+                members.append(height)
+                break
+        else:
+            classes.append((first, [height]))
+    return [tuple(members) for _, members in classes]
+
+
+def agreeing_heights(
+    multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int] = HEIGHTS
+) -> tuple[int, ...]:
+    """Return the largest of `agreeing_classes`, in a tie the one with the least height; (1,) if there is none.
+
+    One row at a time is exact on any machine, because every call is the same, but it is slow.
+    """
+    return max(agreeing_classes(multiply, x, heights), key=len, default=(1,))
 
 
 def exact_projection(projection: Projection) -> Projection:
-    """The same weights, multiplied in tiles that sum in one order."""
+    """Return a projection of the same weights that multiplies in tiles with one order of summation."""
     x, w = cancelling(projection.inputs, projection.outputs, projection.dtype)
     return projection.tiled(agreeing_heights(projection.like(w.t().contiguous()), x))
 
 
 def check_exp() -> None:
-    """Raises NotExact where NumPy's exp of a number depends on where in an array it stands."""
+    """Raises NotExact if NumPy's exp of a number depends on the number's place in an array."""
     values = np.random.default_rng(0).uniform(-90, 0, 257).astype(np.float32)
     whole = np.exp(values)
     for start in (1, 5, 8, 17):
@@ -86,15 +98,15 @@ def check_exp() -> None:
 
 
 class ExactDecoder(Decoder):
-    """A decoder whose rows have the same bits beside any others. Steps have a multiple of `row_multiple` tokens.
+    """A decoder whose rows have the same bits with any other rows. Steps have a multiple of `row_multiple` tokens.
 
-    Products: `agreeing_heights`. Sums of squares: torch reduces the last axis row by row. Everything else is
-    elementwise: operations that IEEE 754 rounds correctly have one result; of the others (silu, the complex product)
-    torch computes whole vectors and the remainder of a line by different code, so a line is a row, on one thread.
+    Products use `agreeing_heights`. For sums of squares, torch reduces the last axis row by row. All else is
+    elementwise: operations that IEEE 754 rounds correctly have one result. For the others (silu, the complex product)
+    torch uses different code for whole vectors and for the rest of a line, so each line is a row, on one thread.
     """
 
     def __init__(self, model: Decoder) -> None:
-        """Asks the libraries, in the thread in which steps are to run. Raises NotExact."""
+        """Tests the libraries. Call it in the thread in which steps will run. Raises NotExact."""
         check_exp()
         asked: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -131,7 +143,7 @@ class ExactDecoder(Decoder):
 
 
 class _TurnTable:
-    """Rotations by position, each computed once in a call of one shape. Grows to the largest position that was used."""
+    """Rotations by position, each computed once, in calls of one shape. Grows to the largest position used."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
@@ -139,7 +151,7 @@ class _TurnTable:
         self._table = self._made(0)
 
     def of(self, positions: Tensor) -> Tensor:
-        """As `rope.turns`."""
+        """Return the same as `rope.turns`."""
         last = int(positions.max())
         if last >= len(self._table):
             blocks = range(len(self._table) // _TURN_ROWS, last // _TURN_ROWS + 1)
@@ -153,7 +165,7 @@ class _TurnTable:
 
 
 def _lines(rows: int, row_elements: int) -> Iterator[slice]:
-    """Rows to compute at once such that torch does not share them among threads, which would cut a row anywhere."""
+    """Return the rows to compute at once, few enough that torch uses one thread: several would cut rows anywhere."""
     step = max(1, rows) if torch.get_num_threads() == 1 else max(1, (_GRAIN - 1) // row_elements)
     return (slice(start, start + step) for start in range(0, rows, step))
 

@@ -1,4 +1,4 @@
-"""Typed look-ups in a JSON object, each refused by name."""
+"""Typed look-ups in a JSON object. An error names the field."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from engine.model.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object and what to call it in errors. A null counts as absent, as transformers reads it."""
+    """A JSON object and its name in errors. A null counts as absent, as in transformers."""
 
     content: Mapping[str, Any]
     origin: str
 
     def get(self, name: str) -> Any:
-        """The raw value, None where absent."""
+        """Return the raw value, None if absent."""
         return self.content.get(name)
 
     def error(self, name: str, problem: str) -> ModelError:
-        """A ModelError that names the field, its value and the problem."""
+        """Return a ModelError that names the field, its value and the problem."""
         given = repr(self.content[name]) if name in self.content else "absent"
         return ModelError(f"{self.origin}: {name} ({given}) {problem}")
 
     def integer(self, name: str, *, default: int | None = None) -> int:
-        """An integer that is not negative; the default where absent. Raises ModelError."""
+        """Return an integer of at least 0; the default if absent. Raises ModelError."""
         value = self.content.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -35,14 +35,14 @@ class Fields:
         return value
 
     def positive_int(self, name: str, *, default: int | None = None) -> int:
-        """An integer of at least 1; the default where absent. Raises ModelError."""
+        """Return an integer of at least 1; the default if absent. Raises ModelError."""
         value = self.integer(name, default=default)
         if value == 0:
             raise self.error(name, "must be at least 1")
         return value
 
     def positive_number(self, name: str, *, default: float | None = None) -> float:
-        """A finite number above 0; the default where absent. Raises ModelError."""
+        """Return a finite number above 0; the default if absent. Raises ModelError."""
         value = self.content.get(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -50,7 +50,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
-        """true or false; the default where absent. Raises ModelError."""
+        """Return true or false; the default if absent. Raises ModelError."""
         value = self.content.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """One of the words allowed. Raises ModelError."""
+        """Return one of the allowed strings. Raises ModelError."""
         value = self.content.get(name)
         if value not in allowed:
             raise self.error(name, f"is not supported; supported: {', '.join(allowed)}")

@@ -15,38 +15,38 @@ class Projection:
     float32 weights on an x86 CPU are kept in oneDNN's blocked layout: for 16 rows that is about twice as fast as MKL on
     the plain matrix, for 2,048 rows about 1.1 times (measured on an AMD EPYC, one thread). The plain matrix is dropped.
 
-    `tiled`: as many rows at once as one of `heights` says, and no other number (`exact.py`).
+    `tiled`: multiply only as many rows at once as one of `heights` says (`exact.py`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
-        """weight [out, in], bias [out]. `shared`: the weight is also in use elsewhere, so it stays as it is."""
+        """weight [out, in], bias [out]. `shared`: the weight is also in use elsewhere, so it is not reordered."""
         self._bias = bias
         self.outputs, self.inputs = weight.shape
         self.dtype = weight.dtype
         self.heights: tuple[int, ...] = ()
-        """Ascending; none: any number of rows at once."""
+        """Allowed numbers of rows at once, ascending; empty: any number."""
         self._packed = not shared and _packs(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
-        """weight [out, in] and bias [out]; None where the matrix is not kept plain."""
+        """weight [out, in] and bias [out]; None if the matrix is not kept plain."""
         return None if self._packed else (self._weight, self._bias)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Two of equal kind are multiplied by the same calls."""
+        """Two projections of equal kind are multiplied by the same calls."""
         return self.outputs, self.inputs, self.dtype, self._packed, self._bias is None
 
     def like(self, weight: Tensor) -> Projection:
-        """Another weight [out, in] with a bias of zeros where this one has a bias: of the same kind."""
+        """Return a projection of the same kind with `weight` [out, in], and a bias of zeros if this one has a bias."""
         bias = None if self._bias is None else torch.zeros_like(self._bias)
         return Projection(weight, bias, shared=not self._packed)
 
     def tiled(self, heights: tuple[int, ...]) -> Projection:
-        """The same matrix, of which the products have as many rows at once as one of `heights` says.
+        """Return the same matrix, which multiplies only as many rows at once as one of `heights` says.
 
-        Rows to multiply must then be a multiple of the smallest.
+        The number of rows must then be a multiple of the smallest height.
         """
         other = copy(self)
         other.heights = heights
@@ -72,7 +72,7 @@ class Projection:
         return linear(x, self._weight, self._bias)
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """x [T, in] -> out [T, out]; allocates nothing where the matrix is kept plain, as on CUDA."""
+        """x [T, in] -> out [T, out]. Allocates nothing if the matrix is kept plain, as on CUDA."""
         if self._packed:
             out.copy_(self(x))
         elif self._bias is None:

@@ -11,7 +11,7 @@ from engine.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions: [head_dim / 2] float32, in transformers' order of operations."""
+    """Return the radians per position of each pair of dimensions: [head_dim / 2] float32, as in transformers."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.variant == "linear":
@@ -30,22 +30,22 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
 
 
 def interleaved(weight: Tensor, dim: int) -> Tensor:
-    """[heads * dim, ...] in checkpoints' order -> the same with the two rows of each rotated pair neighbours.
+    """[heads * dim, ...] in the checkpoint's order -> the same rows with the two rows of each rotated pair adjacent.
 
-    Checkpoints turn (i, i + dim / 2). Queries and keys in another order have the same products, if it is one for both.
+    Checkpoints rotate (i, i + dim / 2). If queries and keys are reordered alike, their products stay the same.
     """
     pairs = weight.view(-1, 2, dim // 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
 def rotate_(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn the `interleaved` pairs of x [T, heads, dim] in place, by one complex product in float32."""
+    """Rotate the `interleaved` pairs of x [T, heads, dim] in place, by one complex product in float32."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turns)
     return x if x.dtype == torch.float32 else x.copy_(torch.view_as_real(pairs).flatten(-2))
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths slowed by `factor`, short ones kept, those between blended (Llama 3.1's reference code)."""
+    """Slow long wavelengths by `factor`, keep short ones, blend those between (Llama 3.1's reference code)."""
     wavelengths = 2 * math.pi / plain
     slow = plain / rope.factor
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
@@ -57,7 +57,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, exponents: Tensor) -> Tensor:
-    """Below `beta_slow` turns per original context interpolated, above `beta_fast` kept (arXiv 2309.00071)."""
+    """Interpolate below `beta_slow` turns per original context, keep above `beta_fast` (arXiv 2309.00071)."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""Rotary position embedding, as a checkpoint describes it. No torch here."""
+"""A checkpoint's parameters of the rotary position embedding. No torch here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Parameters of `engine.model.rope`; those that a variant does not use keep their defaults."""
+    """Parameters of `engine.model.rope`. A variant leaves the parameters that it does not use at their defaults."""
 
     variant: str = "default"
     theta: float = _DEFAULT_THETA
     factor: float = 1.0
     original_max_position: int = 0
-    """Context of the pretraining; llama3 and yarn."""
+    """Context of the pretraining in tokens; llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = _BETA_FAST
@@ -32,12 +32,11 @@ class RopeConfig:
 
     @staticmethod
     def parse(fields: Fields) -> tuple[RopeConfig, int]:
-        """The embedding and the context it reaches, in tokens. Raises ModelError naming the field.
+        """Return the embedding and its context in tokens. Raises ModelError naming the field.
 
-        `max_position_embeddings` is the context before scaling for linear and yarn (so transformers documents them) and
-        the served one otherwise. `dynamic` raises its base with the length of the sequence once that passes
-        max_position_embeddings, which would change the keys already cached; so it is served up to that length, where it
-        equals the default embedding exactly.
+        `max_position_embeddings` is the context before scaling for linear and yarn (as transformers documents) and the
+        served context otherwise. `dynamic` raises its base when a sequence grows beyond max_position_embeddings, which
+        would change the keys already cached. So it is served up to that length, where it equals the default embedding.
         """
         context = fields.positive_int("max_position_embeddings")
         name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
@@ -91,7 +90,7 @@ def _yarn(fields: Fields, theta: float, factor: float, original: int) -> RopeCon
 
 
 def _attention_factor(fields: Fields, factor: float) -> float:
-    """YaRN's temperature 0.1 ln(factor) + 1; DeepSeek's mscale pair scales the logarithm above and below a quotient."""
+    """Return YaRN's temperature 0.1 ln(factor) + 1; with DeepSeek's mscale pair, the quotient of two such terms."""
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,6 +1,6 @@
-"""A checkpoint's safetensors as the decoder's weights: every name and shape checked first, then one tensor at a time.
+"""Loads a checkpoint's safetensors: checks every name and shape first, then reads one tensor at a time.
 
-Peak memory is the model once, plus one tensor: parts of a fused matrix are copied into place as they are read.
+Peak memory is the model plus one tensor, because the parts of a fused matrix are copied into place as they are read.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; None where the architecture has no such part. Query and key dimensions are `rope.interleaved`."""
+    """One layer. None: the architecture has no such part. Query and key dimensions are `rope.interleaved`."""
 
     input_norm: Tensor
     qkv: Projection
-    """To query, key and value heads, in this order."""
+    """Its outputs are the query, key and value heads, in this order."""
     qk_norm: Tensor | None
     """[heads + kv_heads, head_dim]"""
     output: Projection
     mlp_norm: Tensor
     gate_up: Projection
-    """To gate, then up."""
+    """Its outputs are gate, then up."""
     down: Projection
 
 
@@ -57,7 +57,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def load_weights(folder: Path, config: ModelConfig, *, dtype: str = "auto", device: str = "cpu") -> ModelWeights:
-    """The weights on `device`. `dtype` is one of `DTYPES`, or "auto": the checkpoint's.
+    """Load the weights onto `device`. `dtype` is one of `DTYPES`, or "auto": the checkpoint's.
 
     Raises ModelError naming a missing, unexpected, wrongly shaped or unsupported tensor, or an unreadable file.
     """
@@ -74,7 +74,7 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: str = "auto", devi
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Name -> shape of every tensor that a checkpoint of `config` must hold."""
+    """Return name -> shape of every tensor that a checkpoint of `config` must hold."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tied:
@@ -103,7 +103,7 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 class _Files:
-    """The tensors of a checkpoint folder: one file, or shards by index. Opens files, reads nothing yet."""
+    """The tensors of a checkpoint folder: one file, or shards with an index. Opens files without reading tensors."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -129,7 +129,7 @@ class _Files:
         return tuple(self._by_tensor[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Raises ModelError where the stored type is none of `DTYPES`."""
+        """Return the stored type. Raises ModelError if it is none of `DTYPES`."""
         stored = self._by_tensor[name].get_slice(name).get_dtype()
         if stored not in _STORED:
             raise ModelError(f"tensor {name} is stored as {stored}; supported: {', '.join(_STORED)}")
@@ -163,7 +163,7 @@ def _check(files: _Files, expected: Shapes, tied: bool) -> None:
 
 
 def _is_harmless(name: str, tied: bool) -> bool:
-    """Rotary buffers that older libraries stored, and a copy of the embedding where it is tied."""
+    """Return whether it is a rotary buffer that older libraries stored, or a copy of a tied embedding."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
@@ -182,7 +182,7 @@ class _Loader:
     head_dim: int
 
     def fused(self, names: Sequence[str]) -> Tensor | None:
-        """These tensors stacked along the rows; None where the model has none of them."""
+        """Return these tensors stacked along the rows; None if the model has none of them."""
         names = [name for name in names if name in self.shapes]
         if not names:
             return None
@@ -202,7 +202,7 @@ class _Loader:
         return tensor
 
     def projection(self, *modules: str) -> Projection:
-        """The modules' weights as one matrix, with their biases where they have any."""
+        """Return the modules' weights as one matrix, with their biases if they have any."""
         weight = self.required(*(f"{module}.weight" for module in modules))
         return Projection(weight, self.fused([f"{module}.bias" for module in modules]))
 

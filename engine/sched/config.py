@@ -1,4 +1,4 @@
-"""What bounds the scheduler."""
+"""The bounds of the scheduler."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class SchedulerConfig:
     """Bounds of the scheduler. Raises ValueError naming the field that is out of range."""
 
     max_step_tokens: int
-    """Tokens one step computes, prefill and decode together."""
+    """Most tokens that one step computes, prefill and decode together."""
     max_running: int
-    """Requests that hold KV blocks."""
+    """Most requests that hold KV blocks."""
     max_waiting: int
-    """Requests accepted beyond those."""
+    """Most requests accepted beyond those."""
     max_overtakes: int = 64
-    """A request that so many younger ones were admitted before is not overtaken again."""
+    """A request is not overtaken again once so many younger requests were admitted before it."""
     least_kept_tokens: int = 1
     """Tokens of the shortest beginning of a conversation that is kept unasked."""
 

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of a request."""
+"""What the scheduler stores for each request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from dataclasses import dataclass
 from engine.cache.sequence import CachedSequence
 from engine.sched.plan import PENDING, SequenceChunk
 from engine.sched.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """The blocks that a request lacked when it did not fit, and the counts of then that could make it fit."""
+
+    blocks: int
+    given_back: int
+    """`BlockPool.given_back` at that time."""
+    hits: int
+    """Leading blocks that were cached."""
+    reserve: int
+    """Blocks that had to stay available for others."""
+
+    def left(self, given_back: int, hits: int, reserve: int) -> int:
+        """Return the least number of blocks that the request still lacks.
+
+        A block helps if it was given back, can be reused now, or need not stay available any more.
+        """
+        return self.blocks - (given_back - self.given_back) - max(0, hits - self.hits) - (self.reserve - reserve)
 
 
 @dataclass(slots=True, eq=False)
@@ -20,32 +40,35 @@ class Entry:
     computed_tokens: int = 0
     """Leading tokens whose KV is in the sequence's blocks."""
     planned_tokens: int = 0
-    """Leading tokens whose KV is there or comes with a step in progress. All known ones: that step samples another."""
+    """Leading tokens whose KV is present or comes with a step in progress. If it equals `known_tokens`, that step
+    samples the next one."""
     prefill_end: int = 0
-    """Tokens known at the latest admission: up to here chunks are prefill, from here on decode."""
+    """Tokens known at the latest admission: chunks before this position are prefill, later ones decode."""
     cached_tokens: int | None = None
     """Prompt tokens reused at the first admission; None before."""
     kept_tokens: int | None = None
     """Leading prompt tokens that are pinned for the request's marks; None before its prompt is computed."""
     unkept_tokens: int = 0
-    """Prompt tokens that its marks ask for and that had no room."""
+    """Prompt tokens that its marks ask for but that had no room."""
+    lack: Lack | None = None
+    """What it lacked when it last did not fit; None: it has not been tried."""
     overtaken: int = 0
-    """Younger requests admitted before this one."""
+    """Number of younger requests admitted before this one."""
     told_tokens: int = 0
-    """Known tokens that the cache has been told of."""
+    """Number of known tokens that were passed to the cache."""
     is_started: bool = False
     """Whether a chunk was planned since the latest admission."""
     shown_blocks: tuple[int, ...] = ()
-    """The sequence's blocks as its decode chunks show them: copied only when they have grown."""
+    """The sequence's blocks for its decode chunks: copied only when they have grown."""
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.request.prompt_tokens) + len(self.request.output_tokens)
 
     @property
     def is_decoding(self) -> bool:
-        """Past its prefill."""
+        """Whether its prefill is over."""
         return self.computed_tokens >= self.prefill_end
 
     @property
@@ -60,7 +83,7 @@ class Entry:
         return not last_is_on_its_way and not request.sampling.reads_output
 
     def decode_chunk(self) -> SequenceChunk:
-        """The next token: the last known one, or the one that the step in progress samples."""
+        """Return a chunk of one token: the last known one, or the one that the step in progress samples."""
         request, start = self.request, self.planned_tokens
         token = request.output_tokens[-1] if start < self.known_tokens else PENDING
         self.planned_tokens = start + 1
@@ -69,9 +92,9 @@ class Entry:
         return SequenceChunk(request, start, (token,), self.shown_blocks, True, True)
 
     def prefill_chunk(self, budget_tokens: int) -> SequenceChunk:
-        """The next tokens of the prefill, `budget_tokens` at most.
+        """Return a chunk of the next tokens of the prefill, `budget_tokens` at most.
 
-        A chunk that does not end the prefill ends at a block edge where the budget allows.
+        A chunk that does not end the prefill ends at a block edge if the budget allows.
         """
         start, block_size = self.planned_tokens, self.sequence.block_size
         end = min(self.prefill_end, start + budget_tokens)
@@ -84,12 +107,12 @@ class Entry:
         return SequenceChunk(self.request, start, self.tokens(start, end), blocks, samples, False, self.take_source())
 
     def take_source(self) -> int | None:
-        """The block to copy rows from, of the first chunk after the admission."""
+        """Return the block to copy rows from, for the first chunk after the admission; None for later ones."""
         is_first, self.is_started = not self.is_started, True
         return self.sequence.source if is_first else None
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Known tokens at positions start .. end - 1."""
+        """Return the known tokens at positions start .. end - 1."""
         prompt, output = self.request.prompt_tokens, self.request.output_tokens
         n = len(prompt)
         return (*prompt[start:end], *output[max(start - n, 0) : max(end - n, 0)])

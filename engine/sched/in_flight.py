@@ -6,23 +6,23 @@ from engine.cache.sequence import CachedSequence
 
 
 class InFlightBlocks:
-    """Digest of a block -> the sequence that computes it. A claim ends when computed, or when its owner stops."""
+    """Digest of a block -> the sequence that computes it. A claim ends when its block is computed or its owner ends."""
 
     def __init__(self) -> None:
         self._owner: dict[bytes, CachedSequence] = {}
 
     def claim(self, sequence: CachedSequence, first: int) -> None:
-        """The sequence computes its blocks from index `first` on."""
+        """Note that the sequence computes its blocks from index `first` on."""
         for digest in sequence.digests[first:]:
             self._owner.setdefault(digest, sequence)
 
     def end(self, sequence: CachedSequence, first: int, stop: int | None = None) -> None:
-        """The sequence's claims on its blocks `first` .. `stop - 1` (None: all that follow) are over."""
+        """End the sequence's claims on its blocks `first` .. `stop - 1` (None: on all from `first` on)."""
         for digest in sequence.digests[first:stop]:
             if self._owner.get(digest) is sequence:
                 del self._owner[digest]
 
     def covers(self, sequence: CachedSequence, block: int, known_tokens: int) -> bool:
-        """Whether another sequence computes this one's block `block`, one it could reuse."""
+        """Whether another sequence computes a block that equals this one's block `block` and that it could reuse."""
         reusable = min((known_tokens - 1) // sequence.block_size, len(sequence.digests))
         return block < reusable and sequence.digests[block] in self._owner

@@ -1,4 +1,4 @@
-"""What a request hears of the scheduler."""
+"""What the scheduler returns for a request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from engine.sched.request import FinishReason
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The number of waiting requests is at its limit."""
 
 
 @dataclass(slots=True)
 class TokenOutput:
-    """A request's next token. The token that ends a request by a stop id is among them.
+    """A request's next token. A stop token that ends the request is returned, too.
 
     Never changed, though not frozen (`plan.py`).
     """
@@ -25,6 +25,6 @@ class TokenOutput:
     cached_tokens: int
     """Prompt tokens reused at the first admission."""
     kept_tokens: int = 0
-    """Leading prompt tokens that stay in the pool because the request's marks ask for it: those of whole blocks."""
+    """Leading prompt tokens, in whole blocks, that stay in the pool because the request's marks ask for it."""
     unkept_tokens: int = 0
-    """Those behind them that the marks ask for and that had no room."""
+    """Further tokens that the marks ask for but that had no room."""

@@ -1,4 +1,4 @@
-"""How long tools take, learnt from the requests that bring their results. Has no clock: times are told."""
+"""How long tools take, learnt from the requests that bring their results. Has no clock: callers pass the time."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ import math
 from collections import OrderedDict, deque
 
 FIRST_PAUSE_S = 10.0
-"""Kept so long while too few pauses have been seen."""
+"""How long a conversation is kept while too few pauses have been seen."""
 LEAST_PAUSE_S = 1.0
-"""Kept so long at least, however fast tools are."""
+"""A conversation is kept for at least so long, however fast tools are."""
 MOST_PAUSE_S = 120.0
-"""Kept so long at most, however long tools take."""
+"""A conversation is kept for at most so long, however slow tools are."""
 WAITED_S = 600.0
-"""An answer whose conversation has not gone on by then ended it."""
+"""If a conversation has not gone on for so long after an answer, the answer counts as its last."""
 QUANTILE = 0.9
-"""Part of the pauses that what is kept outlasts."""
+"""Part of the pauses that a kept conversation outlasts."""
 MARGIN = 1.25
-"""Longer than that quantile, as the next pause is none of those seen."""
+"""Factor on that quantile, because the next pause may be longer than those seen."""
 LEAST_SHARE = 0.25
-"""Part of the answers a tool's result must follow on, for others to be kept for one."""
+"""Conversations are kept only if a tool's result follows at least this part of the answers."""
 _SEEN = 128
-"""Pauses that are remembered."""
+"""Number of pauses that are remembered."""
 _ENOUGH = 8
-"""Pauses that tell more than the first guess."""
+"""Number of pauses that say more than the first guess."""
 _FORGET = 1 / 32
-"""Weight of the latest answer in that share."""
+"""Weight of the latest answer in the share of answers that a tool's result follows."""
 _MOST_AWAITED = 4096
 
 
 class ToolPauses:
-    """Answers that may have called a tool, by what identifies their conversation, and how those before went on."""
+    """Answers that may have called a tool, by conversation, and how earlier conversations went on."""
 
     def __init__(self) -> None:
         self._awaited: OrderedDict[bytes, float] = OrderedDict()
-        """When each ended, the longest ago first."""
+        """Conversation -> when its answer ended, the oldest first."""
         self._pauses: deque[float] = deque(maxlen=_SEEN)
         self._share = 0.5
         self._lifetime_s = FIRST_PAUSE_S
 
     @property
     def lifetime_s(self) -> float:
-        """Seconds for which a conversation is worth keeping now; 0: it is not."""
+        """Seconds for which a conversation is worth keeping now; 0: it is not worth keeping."""
         return self._lifetime_s if self._share >= LEAST_SHARE else 0.0
 
     def ended(self, conversation: bytes, now_s: float) -> None:
-        """An answer that may have called a tool has ended."""
+        """Note that an answer that may have called a tool has ended."""
         awaited = self._awaited
         awaited.pop(conversation, None)
         awaited[conversation] = now_s
@@ -60,7 +60,10 @@ class ToolPauses:
         return conversation in self._awaited
 
     def goes_on(self, conversation: bytes, now_s: float, *, with_result: bool) -> None:
-        """An awaited conversation has gone on. `with_result`: by what a tool gave, and not by another question."""
+        """Note that an awaited conversation has gone on.
+
+        `with_result`: with a tool's result, and not with another question.
+        """
         pause_s = now_s - self._awaited.pop(conversation)
         self._learn_share(float(with_result))
         if with_result:

@@ -1,7 +1,7 @@
-"""What crosses between scheduler and backend: one step's work, and its outcome.
+"""What the scheduler and the backend exchange: one step's work, and its outcome.
 
-What is made for every token is never changed once it was given away, though not frozen: freezing makes making it
-several times as dear.
+Objects made for every token are never changed once they are handed over. They are not frozen, because making a frozen
+object takes several times as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.sched.request import Request
 
 PENDING = -1
-"""Stands for the token that the step before, still in progress, samples for the same request."""
+"""Stands for the token that the previous step, still in progress, samples for the same request."""
 
 
 @dataclass(slots=True)
@@ -22,33 +22,30 @@ class SequenceChunk:
     request: Request
     """Read-only for the backend. With two steps in flight its `output_tokens` may grow once `Backend.run` has begun."""
     start: int
-    """Position of the first token; the KV before it is in the pool, or written by the step in progress before this."""
+    """Position of the first token. The KV before it is in the pool, or the previous step in progress writes it."""
     tokens: Sequence[int]
     """Token ids at positions start .. start + len(tokens) - 1; `PENDING` for a decode token not known yet."""
     blocks: Sequence[int]
     """Pool blocks of positions 0 .. start + len(tokens) - 1, in order; the last may be partly filled."""
     samples: bool
-    """True where the chunk ends at the request's last known token, so the step yields its next one."""
+    """Whether the chunk ends at the request's last known token, so that the step samples the next one."""
     decodes: bool
-    """True for a decode token: not a part of the prompt, nor of a prefill repeated after preemption."""
+    """Whether this is a decode token: not part of the prompt, nor of a prefill repeated after preemption."""
     source: int | None = None
-    """The block to copy the first `start % block_size` rows from, into the block of position `start`, before the step
+    """A block whose first `start % block_size` rows are copied into the block of position `start`, before the step
     writes anything. No step in progress writes those rows."""
 
     @property
     def output_index(self) -> int:
-        """Where the chunk samples: how many output tokens come before the new one. A seed's draw depends on it."""
+        """How many output tokens come before the token that the chunk samples. A seed's draw depends on it."""
         return self.start + len(self.tokens) - len(self.request.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, or a run of steps alike: chunks of distinct requests, never empty."""
+    """One step: chunks of distinct requests, never empty."""
 
     chunks: tuple[SequenceChunk, ...]
-    """Of the first step."""
-    steps: int = 1
-    """More than one: each chunk decodes, and as many steps may follow one another with nothing to decide between."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A request as scheduler and backend see it."""
+"""A request as the scheduler and the backend see it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class CacheMark:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools."""
+    """What a request says about tools."""
 
     may_be_called: bool
-    """The answer may call one."""
+    """The answer may call a tool."""
     brings_result: bool
-    """The last message is what one gave: the conversation goes on where one was called."""
+    """The last message is a tool's result: the conversation goes on where a tool was called."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Request:
     prompt_tokens: Sequence[int]
     """Never empty, and shorter than the model's context."""
     max_tokens: int
-    """Output tokens at most, at least 1; prompt and output together fit the model's context."""
+    """Most output tokens, at least 1. Prompt and output together fit the model's context."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the request with STOP: the model's end-of-text ids unless ignored, and the request's own."""
@@ -64,10 +64,10 @@ class Request:
     salt: str = ""
     """Requests of different salts share no KV."""
     hashed: CachedSequence | None = None
-    """What `Scheduler.hash_prompt` made of prompt, salt and spans, shared by all requests that have the same ones."""
+    """Result of `Scheduler.hash_prompt`, shared by all requests with the same prompt, salt and spans."""
     marks: tuple[CacheMark, ...] = ()
     """What the client asks to keep, shortest first."""
     tools: ToolUse | None = None
-    """None: the request knows of none."""
+    """None: the request names no tools."""
     output_tokens: list[int] = field(default_factory=list)
-    """May begin with tokens that another engine has made: they count in `max_tokens`, and it goes on from there."""
+    """May begin with tokens that another engine has made: they count in `max_tokens`, and the request goes on there."""

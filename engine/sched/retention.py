@@ -1,4 +1,4 @@
-"""What of a request's KV stays in the pool after it: what its client asks to keep, and what is likely to be wanted."""
+"""The KV that stays in the pool after a request: what its client asks to keep, and what is likely to be wanted."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from engine.sched.entry import Entry
 from engine.sched.pauses import ToolPauses
 
 BRANCH_S = 60.0
-"""Seconds that the prefix before a branch stays: somebody reads the answer and may ask for another one yet."""
+"""Seconds that the prefix before a branch stays: a person reads the answer and may still ask for another one."""
 FEW = 4
-"""Requests to which what is before a branch may be common. What more have in common stays by its own use."""
+"""A prefix before a branch is pinned if at most so many requests share it. More requests keep it by their use."""
 
 
 class Retention:
-    """Pins what requests ask to keep and what is learnt to be worth it, and ends pins where a request needs blocks."""
+    """Pins what requests ask to keep and what was learnt to be worth keeping. Ends pins if a request needs blocks."""
 
     def __init__(self, cache: PrefixCache, least_tokens: int) -> None:
-        """`least_tokens`: of a beginning that is kept unasked."""
+        """`least_tokens`: the shortest beginning that is kept unasked."""
         self._cache = cache
         self._least_blocks = max(1, -(-least_tokens // cache.block_size))
         self._pauses = ToolPauses()
         self._now_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """It is so late, in seconds of a clock that only goes forward."""
+        """Tell the time, in seconds of a clock that only goes forward."""
         self._now_s = now_s
         self._cache.advance(now_s)
 
     def started(self, entry: Entry) -> None:
-        """A request has got its blocks: does it go on where a tool ran, or branch off where another went on?"""
+        """Pin the prefix of a request that has got its blocks and branches off; learn from one that follows a tool."""
         cache, sequence = self._cache, entry.sequence
         if not cache.learnt.most_blocks:
             return
@@ -39,7 +39,7 @@ class Retention:
             cache.keep(sequence, reused, BRANCH_S, is_asked=False)
 
     def ended(self, entry: Entry) -> None:
-        """A request has its last token, and its blocks still: if it may have called a tool, that runs now."""
+        """Pin the conversation of a request that has its last token, and still its blocks, if a tool may run now."""
         cache, sequence, tools = self._cache, entry.sequence, entry.request.tools
         last = len(entry.request.prompt_tokens) // cache.block_size - 1
         if tools is None or not tools.may_be_called or not 0 <= last < len(sequence.digests):
@@ -52,7 +52,7 @@ class Retention:
             cache.keep(sequence, len(sequence.nodes), lifetime_s, is_asked=False)
 
     def computed(self, entry: Entry) -> None:
-        """More of a request with marks is computed: pin what it asks for once its whole prompt is there."""
+        """Pin what a request with marks asks for, once its whole prompt is computed."""
         if entry.kept_tokens is not None or entry.computed_tokens < len(entry.request.prompt_tokens):
             return
         block_size, asked, kept = self._cache.block_size, 0, 0
@@ -63,14 +63,14 @@ class Retention:
         entry.kept_tokens, entry.unkept_tokens = kept * block_size, (asked - kept) * block_size
 
     def gives(self, blocks: int) -> bool:
-        """Running requests need blocks: end for them what nobody asked for. False: there is nothing to end."""
+        """End pins that no client asked for, because running requests need blocks; return False if there are none."""
         return self._cache.learnt.give_up(blocks) > 0
 
     def yields(self, entry: Entry, hits: int, reserve_blocks: int, *, is_alone: bool) -> bool:
-        """A request, `hits` tokens of which are cached, does not fit: end what nobody asked for, if it fits then.
+        """End pins that no client asked for if that lets a waiting request fit; `hits` of its tokens are cached.
 
-        Where nothing runs whose end would make room (`is_alone`), end also what clients asked for. False: it does not
-        fit still.
+        If nothing runs whose end would make room (`is_alone`), also end pins that clients asked for. Returns False if
+        the request still does not fit.
         """
         cache = self._cache
         if not cache.learnt and not (is_alone and cache.pins):
@@ -91,7 +91,7 @@ class Retention:
         return self._cache.pool.available > before
 
     def _go_on(self, entry: Entry, *, with_result: bool) -> None:
-        """Learn from a request that goes on where an answer ended, and let go of what was kept for it."""
+        """Learn from a request that goes on where an answer ended, and end the pins that were kept for it."""
         sequence, pauses = entry.sequence, self._pauses
         place = next(
             (i for i in reversed(range(len(sequence.digests))) if pauses.is_awaited(sequence.digests[i])), None

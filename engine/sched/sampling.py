@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIN_TEMPERATURE = 1e-5
-"""Below, the most probable token is as good as certain, and float32 would divide by zero."""
+"""Below this the most probable token is as good as certain, and float32 would divide by zero."""
 MIN_REPETITION_PENALTY = 0.01
-"""Below, penalised logits leave the range in which float32 tells them apart."""
+"""Below this, penalised logits leave the range in which float32 can tell them apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one request. The engine checks ranges where the request enters; here they hold."""
+    """Sampling of one request. The engine checks the ranges when the request comes in; here they hold."""
 
     temperature: float = 1.0
     """0, or below `MIN_TEMPERATURE`: greedy, the most probable token (lowest id on a tie)."""
@@ -38,7 +38,7 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether the token is drawn; the most probable one is taken else."""
+        """Whether the token is drawn at random. Otherwise the most probable one is taken."""
         return self.temperature >= MIN_TEMPERATURE
 
     @property

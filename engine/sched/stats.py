@@ -1,4 +1,4 @@
-"""Counters of a scheduler, since it was made."""
+"""Counters of a scheduler since it was created."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """All monotonic. Metrics are derived from two of these."""
+    """Counters that only grow. Metrics are the difference of two of these."""
 
     prompt_tokens_queried: int = 0
     """Prompt tokens of requests at their first admission."""
@@ -23,7 +23,7 @@ class SchedulerStats:
     finished_length: int = 0
     aborted: int = 0
     evicted_blocks: int = 0
-    """Cached blocks that had to hold something else."""
+    """Cached blocks whose content was evicted."""
     evicted_too_soon: int = 0
     """Of these, blocks asked for again before about four pools of others were evicted."""
     failed: int = 0

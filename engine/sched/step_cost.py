@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import combinations
 
 from engine.contract.load import StepCost
-from engine.sched.plan import StepPlan
+from engine.sched.plan import SequenceChunk, StepPlan
 
 _FEATURES = 5
 _FORGET = 0.99
-"""Weight of a step after one newer step of its kind: the last hundred or so count."""
+"""Factor on a step's weight for each newer step of its kind: the last hundred or so count."""
 _MIN_PREFILL_STEPS = 8
 _MIN_TOLERANCE = 0.25
 _REFIT_EVERY = 32
+_LEAST_FITS = 16
+"""Fits after which the search for the shortest step starts anew. The last one found counts for as many fits more."""
 
 
 def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
-    """What the five coefficients of `StepCost` multiply, in the order of its fields."""
+    """Return what the five coefficients of `StepCost` multiply, in the order of its fields."""
     tokens = attention = 0.0
     ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks if chunk.decodes]
     if len(ends) < len(plan.chunks):
@@ -28,12 +32,26 @@ def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
     return 1.0, tokens, attention, float(sum(ends)), float(len(ends))
 
 
-class StepCostFit:
-    """Non-negative least squares of relative error, forgetting exponentially.
+def pace_of(cost: StepCost, chunks: Sequence[SequenceChunk]) -> tuple[float, float]:
+    """Return the seconds of a step of these chunks, and of the steps after it, with the same decodes and no prefill."""
+    return _predicted_s(cost, chunks), _predicted_s(cost, [chunk for chunk in chunks if chunk.decodes])
 
-    Steps with a prefill and pure decode steps are summed apart and forgotten apart: thousands of decode steps in a row
-    leave what is known of prefill as it was. A time far from its prediction counts as the edge of what is usual, and
-    what is usual widens while such times persist: one hiccup changes little, a slower device is followed.
+
+def _predicted_s(cost: StepCost, chunks: Sequence[SequenceChunk]) -> float:
+    """Return the seconds of a step of these chunks; 0 without any."""
+    if not chunks:
+        return 0.0
+    base, tokens, attention, context, sequences = step_features(StepPlan(tuple(chunks)))
+    prefill_s = cost.base_s * base + cost.token_s * tokens + cost.attention_s * attention
+    return prefill_s + cost.context_s * context + cost.sequence_s * sequences
+
+
+class StepCostFit:
+    """Non-negative least squares of relative error, in which old steps fade exponentially.
+
+    Steps with a prefill and pure decode steps are summed separately and fade separately, so thousands of decode steps
+    in a row do not change what is known of prefill. A time far from its prediction is clipped to the usual range. This
+    range widens while such times persist. So one hiccup changes little, but a device that became slower is followed.
     """
 
     def __init__(self) -> None:
@@ -41,15 +59,18 @@ class StepCostFit:
         self._decode = _Moments()
         self._prefill_steps = 0
         self._deviation = 0.0
+        self._least_s = [math.inf, math.inf]
         self._coefficients = [0.0] * _FEATURES
         self._since_fit = 0
+        self._fits = 0
 
     def observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
-        """A step took so long, or each of a run of `steps` on average; times that are not positive are ignored."""
+        """Learn that a step took `elapsed_s`, or each of a run of `steps` on average. Ignores times of 0 or less."""
         if elapsed_s <= 0:
             return
+        self._least_s[-1] = min(self._least_s[-1], elapsed_s)
         features = step_features(plan)
-        if steps > 1:  # each sequence grows by a token a step
+        if steps > 1:  # each sequence grows by a token per step
             base, tokens, attention, context, sequences = features
             features = (base, tokens, attention, context + sequences * (steps - 1) / 2, sequences)
         predicted_s = sum(c * x for c, x in zip(self._coefficients, features, strict=True))
@@ -65,12 +86,21 @@ class StepCostFit:
         if self._prefill_steps >= _MIN_PREFILL_STEPS and (self._since_fit >= _REFIT_EVERY or not predicted_s):
             self._fit()
 
+    @property
+    def least_s(self) -> float:
+        """Seconds of the shortest recent step; 0 before the first. A device has a floor that the fit does not show."""
+        least_s = min(self._least_s)
+        return 0.0 if math.isinf(least_s) else least_s
+
     def cost(self) -> StepCost:
-        """The fitted coefficients; all zero until a few prefill steps were seen."""
+        """Return the fitted coefficients; all zero until a few prefill steps were seen."""
         return StepCost(*self._coefficients)
 
     def _fit(self) -> None:
         self._since_fit = 0
+        self._fits += 1
+        if not self._fits % _LEAST_FITS:
+            self._least_s = [self._least_s[-1], math.inf]
         matrix = [
             [a + b for a, b in zip(row, other, strict=True)]
             for row, other in zip(self._prefill.matrix, self._decode.matrix, strict=True)
@@ -80,7 +110,7 @@ class StepCostFit:
 
 
 class _Moments:
-    """Exponentially forgotten sums of w x xT and w x y."""
+    """Exponentially fading sums of w x xT and w x y."""
 
     def __init__(self) -> None:
         self.matrix = [[0.0] * _FEATURES for _ in range(_FEATURES)]
@@ -88,14 +118,14 @@ class _Moments:
 
     def add(self, x: tuple[float, ...], y: float, weight: float) -> None:
         for i, row in enumerate(self.matrix):
-            if x[i] or row[i]:  # else the row has been zero from the start and stays so
+            if x[i] or row[i]:  # otherwise the row has always been zero and stays so
                 scaled = weight * x[i]
                 row[:] = [_FORGET * old + scaled * other for old, other in zip(row, x, strict=True)]
                 self.vector[i] = _FORGET * self.vector[i] + scaled * y
 
 
 def _non_negative_least_squares(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Minimiser of wT A w - 2 bT w over w >= 0. Coefficients that never showed stay zero."""
+    """Return the minimiser of wT A w - 2 bT w over w >= 0. Coefficients of features not seen yet stay zero."""
     present = tuple(i for i in range(_FEATURES) if matrix[i][i] > 0)
     return _drop_negatives(matrix, vector, present) or _try_every_set(matrix, vector, present)
 
@@ -114,7 +144,7 @@ def _drop_negatives(matrix: list[list[float]], vector: list[float], chosen: tupl
 
 
 def _try_every_set(matrix: list[list[float]], vector: list[float], present: tuple[int, ...]) -> list[float]:
-    """The best of all sets of positive coefficients (31 at most): exact, and slow.
+    """Return the best of all sets of positive coefficients (31 at most): exact, and slow.
 
     The best feasible solution of an unconstrained subproblem is the constrained optimum; at such a solution the
     objective is -bT w.
@@ -139,7 +169,7 @@ def _spread(chosen: tuple[int, ...], solution: list[float]) -> list[float]:
 
 
 def _solve(matrix: list[list[float]], vector: list[float], chosen: tuple[int, ...]) -> list[float]:
-    """Solution of the chosen rows and columns by Gaussian elimination.
+    """Solve the chosen rows and columns by Gaussian elimination.
 
     A feature that depends on those before it (a batch that never changes looks like the base) gets zero.
     """

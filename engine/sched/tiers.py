@@ -1,4 +1,4 @@
-"""The seam between the scheduler and the tiers below the pool."""
+"""The interface between the scheduler and the tiers below the pool."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ from engine.contract.load import StepCost
 class LowerTiers(Protocol):
     """Keeps what requests leave behind and brings it back. No method waits; `engine.tiers` implements it."""
 
-    def poll(self) -> None:
-        """Take in what has been copied since the last call."""
+    def begin_step(self, others_s: float) -> None:
+        """Note that a step of requests that wait for no tier is planned, which takes about `others_s` seconds.
+
+        0: there are no such requests, or the time is not known. Until the next step, work for tiers takes at most a
+        small share of this time.
+        """
+        ...
+
+    def poll(self, *, is_idle: bool = False) -> None:
+        """Process copies that have ended since the last call. `is_idle`: no request is computed, so none is delayed."""
+        ...
+
+    def expect(self, request_id: int, sequence: CachedSequence, known_tokens: int, *, cached_blocks: int) -> None:
+        """Begin slow look-ups for a request that has arrived and that the next step may start."""
         ...
 
     def waits(
@@ -28,44 +40,46 @@ class LowerTiers(Protocol):
         fits: bool,
         reserve_blocks: int,
         queue_s: float,
+        pace_s: tuple[float, float],
     ) -> bool:
-        """Whether the request had better not start now, because blocks that it can reuse are on their way.
+        """Whether the request should not start now, because blocks that it can reuse are on their way.
 
-        Begins to fetch them where that is sooner than computing them. Once they are there, or the fetch is given up,
-        the answer is False. `cached_blocks`: that it finds in the pool; `fits`: whether the pool has room for it, for
-        nothing is fetched else; `reserve_blocks`: to be left for running requests; `queue_s`: seconds until the device
-        could begin to compute this prompt.
+        Begins to fetch them if that is sooner than computing them. Returns False once they are there or the fetch is
+        given up. `cached_blocks`: blocks of it in the pool; `fits`: whether the pool has room for it, because otherwise
+        nothing is fetched; `reserve_blocks`: blocks to leave for running requests; `queue_s`: seconds until the device
+        could begin to compute this prompt. `pace_s`: seconds, without this request, of the step in which it would
+        begin, and of each step of others after that; 0: there is no such step, so the request can begin at any time.
         """
         ...
 
     def forget(self, request_id: int) -> None:
-        """The request has started or has left: it waits no more."""
+        """Forget a request that has started or has left."""
         ...
 
     def take_over(self, sequence: CachedSequence) -> None:
-        """The request has ended: release its blocks, once what is worth keeping of them has been copied."""
+        """Release the blocks of a request that has ended, once those worth keeping have been copied."""
         ...
 
     def make_room(self) -> None:
-        """A request does not start for lack of blocks: give up copies that keep blocks from being free."""
+        """Give up copies that keep blocks from being free, because a request cannot start for lack of blocks."""
         ...
 
-    def learn_cost(self, cost: StepCost) -> None:
-        """What computing costs; all zero: not known yet."""
+    def learn_cost(self, cost: StepCost, least_s: float = 0.0) -> None:
+        """Tell what computing costs; all zero: not known yet. No step is shorter than `least_s` seconds."""
         ...
 
     def fetch_costs(self) -> FetchCosts:
-        """What fetching takes now, for the load report."""
+        """Return what fetching takes now, for the load report."""
         ...
 
     def reset(self) -> None:
-        """Forget everything kept."""
+        """Forget everything that the tiers keep."""
         ...
 
     def take_changes(self) -> KeyChanges:
-        """Net change of the keys held in the pool and below it, since the last call."""
+        """Return the net change of the keys held in the pool and below it since the last call."""
         ...
 
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
-        """Every held key by the fastest tier that holds it, parents first."""
+        """Return every held key by the fastest tier that holds it, parents first."""
         ...

@@ -28,12 +28,12 @@ class Usage:
     """Leading prompt tokens that stay in the cache because the request asks for it."""
 
     unkept_tokens: int = 0
-    """Those that it asks to keep and that had no room."""
+    """Prompt tokens that the request asks to keep and that had no room."""
     has_marks: bool = False
-    """Whether it asks to keep any."""
+    """Whether the request asks to keep any tokens."""
 
     def json(self) -> Json:
-        """The `usage` object. Of a request with marks, it says what they have come to."""
+        """Return the `usage` object. If the request has marks, the object has their counts."""
         details = {"cached_tokens": self.cached_tokens}
         if self.has_marks:
             details["created_cache_tokens"] = max(0, self.kept_tokens - self.cached_tokens)  # vLLM's name
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Written:
-    """All that one choice has said, for an answer that is not streamed."""
+    """The whole output of one choice, for an answer that is not streamed."""
 
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Written:
     stop: str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append."""
+        """Append a delta."""
         self.text += delta.text
         self.tokens += delta.tokens
         self.ids += delta.ids
@@ -66,22 +66,22 @@ class Written:
 
 
 class Answer(Protocol):
-    """How an endpoint words what was generated."""
+    """The format in which an endpoint answers."""
 
     def start(self, choice: int, usage: Usage) -> bytes:
-        """Events that open a choice. `usage`: the tokens so far."""
+        """Return the events that open a choice. `usage`: the tokens so far."""
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Events for a delta; empty where there is nothing to say yet."""
+        """Return the events for a delta; empty if there is nothing to send yet."""
 
     def end(self, usage: Usage) -> bytes:
-        """Events behind all others: nothing is missing."""
+        """Return the last events of a complete stream."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream which cannot go on."""
+        """Return the event that ends a stream which cannot go on."""
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
-        """The whole answer, not streamed."""
+        """Return the whole answer, not streamed."""
 
 
 class _Base:
@@ -94,14 +94,13 @@ class _Base:
         include_usage: bool,
         prompt_ids: Mapping[int, Sequence[int]] | None,
     ) -> None:
-        """`prompt_ids`: of each choice's prompt, where token ids are to be returned;
-        fields and places are vLLM's."""
+        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; its fields are vLLM's."""
         self._head = head
         self._prompt_ids = prompt_ids
         self._begun: set[int] = set()
         self._tokenizer = tokenizer
         self._logprobs = logprobs
-        # Where usage is asked for, every other event says that it has none.
+        # If the client asks for usage, every event except the last says that it has none.
         self._include_usage = include_usage
         self._tail: Json = {"usage": None} if include_usage else {}
 
@@ -109,11 +108,11 @@ class _Base:
         return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **self._tail}))
 
     def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
-        """The choice with the ids of its tokens, where they were asked for."""
+        """Return the choice, with the ids of its tokens if the client asked for them."""
         return choice if self._prompt_ids is None else {**choice, "token_ids": list(ids)}
 
     def _prompt(self, choice: int) -> Json:
-        """The ids of the choice's prompt, once, where they were asked for."""
+        """Return the ids of the choice's prompt, only once and only if the client asked for them."""
         if self._prompt_ids is None or choice in self._begun:
             return {}
         self._begun.add(choice)
@@ -186,7 +185,7 @@ class ChatAnswer(_Base):
             )
             for i, choice in enumerate(written)
         ]
-        # A chat has one prompt, whatever n is.
+        # A chat has one prompt for any n.
         return orjson.dumps({**self._whole, "choices": choices, "usage": usage.json(), **self._prompt(0)})
 
     def _token_logprobs(self, tokens: Sequence[SampledToken]) -> Json:
@@ -207,7 +206,7 @@ class ChatAnswer(_Base):
 
 
 class CompletionAnswer(_Base):
-    """`/v1/completions`. `echoed`: for each choice the prompt's text to begin with, empty where not asked for."""
+    """`/v1/completions`. `echoed`: the prompt's text before each choice, if the client asked for it."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class CompletionAnswer(_Base):
         return events
 
     def _told(self, index: int, choice: Json, ids: Sequence[int]) -> Json:
-        """The choice with its ids, and with those of its prompt the first time."""
+        """Return the choice with its ids, and the first time with its prompt's ids."""
         return {**self._with_ids(choice, ids), **self._prompt(index)}
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
@@ -285,5 +284,5 @@ def _text_choice(index: int, text: str, logprobs: Json | None, finish: str | Non
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no -infinity; the API uses -9999 for tokens too improbable to say."""
+    """JSON has no -infinity; the API uses -9999 for the least probable tokens."""
     return None if logprob is None else max(logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""One sequence's tokens to the text, log-probabilities and finish reason that the client sees."""
+"""Turns one sequence's tokens into the text, log-probabilities and finish reason that the client sees."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token adds. `finish` is the API's finish_reason, None while the sequence goes on."""
+    """The part of an answer that one token adds. `finish` is the API's finish_reason, None until the sequence ends."""
 
     text: str
     tokens: tuple[SampledToken, ...]
-    """Tokens whose log-probabilities were asked for and not sent yet."""
+    """Tokens whose log-probabilities the client asked for and has not got yet."""
     finish: str | None
     ids: tuple[int, ...] = ()
-    """Of all tokens since the last delta, where they were asked for: those without text too, and one that ends it."""
+    """Ids of all tokens since the last delta, if the client asked for them: also of tokens without text and of the last
+    token."""
     stop: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the sequence."""
 
 
-class Choice:
+class AnswerChoice:
     """State of one sequence of a request. Stop tokens and stop strings never appear in its text."""
 
     def __init__(
@@ -42,11 +43,11 @@ class Choice:
         answered: int = 0,
         sends_ids: bool = False,
     ) -> None:
-        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client has already. `sends_ids`: a
-        delta for every token, with its id."""
+        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client already has. `sends_ids`: send
+        a delta for every token, with its id."""
         self.index = index
         self.prompt = prompt
-        """Which of the request's prompts it continues."""
+        """Index of the prompt that the sequence continues."""
         self.cached_tokens = self.kept_tokens = self.unkept_tokens = 0
         self.completion_tokens = answered
         self.finish: str | None = None
@@ -57,7 +58,7 @@ class Choice:
         self._unsent: list[SampledToken] = []
 
     def push(self, output: TokenOutput) -> Delta:
-        """What `output` adds. A finish the output does not have itself is a stop string: end the request then."""
+        """Return the delta of `output`. If only the delta has a finish, a stop string was found: abort the request."""
         self.cached_tokens = output.cached_tokens
         self.kept_tokens, self.unkept_tokens = output.kept_tokens, output.unkept_tokens
         text, stopped = "", False

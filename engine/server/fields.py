@@ -1,4 +1,4 @@
-"""The body of a generating request, field by field: honoured, harmless, or refused by name.
+"""The body of a generating request. Each field is honoured, harmless, or refused by name.
 
 Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
 ignore_eos, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt and continue_final_message are
@@ -43,7 +43,8 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+"""Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
+always accepted."""
 
 
 class StreamOptions(BaseModel):
@@ -53,40 +54,55 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationFields(BaseModel):
-    """What the two endpoints share. None: not given."""
+class SharedFields(BaseModel):
+    """The fields of all generating endpoints. None: not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: list[StopString] = Field([], max_length=16)
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool | None = None
-    n: int | None = Field(None, ge=1, le=MAX_N)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """24h: the prompt stays in the cache so long after its last use, as far as --pin-share allows."""
-    return_token_ids: bool | None = None
-    """Whether the answer says the ids of the prompt's tokens and of its own."""
     answer_so_far: str | None = None
-    """The beginning of the answer, which the client has from another engine. What is generated goes on from there."""
-    # Harmless: they ask nothing of the answer.
+    """The beginning of the answer, which the client has from another engine. This engine continues it."""
+
+
+class OpenAiFields(SharedFields):
+    """The further fields of OpenAI's endpoints."""
+
+    model: str | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """24h: the prompt stays in the cache for that time after its last use, as far as --pin-share allows."""
+    # Harmless: they have no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+def shared(fields: SharedFields, kind: type[SharedFields]) -> dict[str, Any]:
+    """Return the fields of a request that `kind` defines."""
+    return {name: getattr(fields, name) for name in kind.model_fields}
+
+
+class GenerationFields(OpenAiFields):
+    """The further fields of chats and completions."""
+
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    stop: list[StopString] = Field([], max_length=16)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer includes the ids of the prompt's tokens and of its own tokens."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -95,7 +111,7 @@ class GenerationFields(BaseModel):
 
 
 class ChatFields(GenerationFields):
-    """Body of `/v1/chat/completions`; `messages` and `tools` are checked by `engine.server.messages`."""
+    """Body of `/v1/chat/completions`. `engine.server.messages` checks `messages` and `tools`."""
 
     messages: list[_Anything] = Field(min_length=1)
     tools: list[_Anything] | None = None
@@ -110,7 +126,7 @@ class ChatFields(GenerationFields):
 
 
 class CompletionFields(GenerationFields):
-    """Body of `/v1/completions`; the shape of `prompt` is checked by `engine.server.requests`."""
+    """Body of `/v1/completions`. `engine.server.requests` checks the shape of `prompt`."""
 
     prompt: _Anything
     echo: bool | None = None
@@ -118,7 +134,7 @@ class CompletionFields(GenerationFields):
 
 
 def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = _REFUSED) -> F:
-    """`body` as `kind`. `refused`: fields that are not supported, with the values that ask for nothing.
+    """Return `body` as `kind`. `refused`: unsupported fields, with the values that are accepted.
 
     Raises BadRequest naming the first field at fault.
     """
@@ -128,7 +144,7 @@ def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, t
 
 
 def parse_at(kind: type[F], value: object, where: str = "") -> F:
-    """`value`, found at `where` in the body, as `kind`. Raises BadRequest naming the first field at fault."""
+    """Return `value`, found at `where` in the body, as `kind`. Raises BadRequest naming the first field at fault."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -138,7 +154,7 @@ def parse_at(kind: type[F], value: object, where: str = "") -> F:
 def _asks_nothing(name: str, value: object, kind: type[BaseModel], refused: Mapping[str, tuple[Any, ...]]) -> bool:
     if name in kind.model_fields or name not in refused:
         return False
-    # `1 == True` in Python, and {"store": 0} is not a boolean either.
+    # The types are compared because `0 == False` in Python, and {"store": 0} is not a boolean.
     if value is None or any(value == neutral and type(value) is type(neutral) for neutral in refused[name]):
         return True
     raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")

@@ -1,4 +1,4 @@
-"""The generating routes: one request from its bytes to its last token."""
+"""The generating routes: take one request from its bytes to its last token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.loop import RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
-from engine.server.choices import Choice, Delta
+from engine.server.choices import AnswerChoice, Delta
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, prepare
@@ -29,19 +29,19 @@ from engine.server.wire import ending, read_body, send_json, write
 
 @dataclass(slots=True)
 class _Generation:
-    """One request under way."""
+    """One request in progress."""
 
     service: EngineService
     job: GenerationJob
-    choices: Mapping[int, Choice]
+    choices: Mapping[int, AnswerChoice]
     stream: TokenStream
     arrived_s: float
-    """`time.perf_counter` when the request came in: uvloop's own clock counts whole milliseconds."""
+    """`time.perf_counter` when the request came in; uvloop's own clock counts whole milliseconds."""
     last_token_s: dict[int, float] = field(default_factory=dict)
     first_token_s: float | None = None
 
-    async def next(self) -> tuple[Choice, Delta] | None:
-        """The next delta, None after the last. Raises StepFailed."""
+    async def next(self) -> tuple[AnswerChoice, Delta] | None:
+        """Return the next delta, None after the last. Raises StepFailed."""
         try:
             output = await anext(self.stream)
         except StopAsyncIteration:
@@ -56,7 +56,7 @@ class _Generation:
         return choice, delta
 
     def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, whatever n is, and its cached tokens are those of its first choice."""
+        """Return the tokens so far. A prompt counts once for all n choices, with the first choice's cached tokens."""
         first = [choice for choice in self.choices.values() if choice.index % self.job.n == 0]
         return Usage(
             prompt_tokens=sum(len(prompt.tokens) for prompt in self.job.prompts),
@@ -68,7 +68,7 @@ class _Generation:
         )
 
     def response_headers(self, cached_tokens: int) -> dict[str, str]:
-        """Headers that tell a gateway what it got."""
+        """Return the headers with the pod and the token counts, for the gateway."""
         return {
             headers.POD: self.service.pod_id,
             headers.CACHED: str(cached_tokens),
@@ -76,13 +76,16 @@ class _Generation:
         }
 
     def first_headers(self, cached_tokens: int) -> dict[str, str]:
-        """`response_headers` when only one choice's cached tokens are known: without counts for several prompts."""
+        """Return the headers before the first event, without counts if there are several prompts.
+
+        At that time only the first choice's cached tokens are known.
+        """
         if len(self.job.prompts) > 1:
             return {headers.POD: self.service.pod_id}
         return self.response_headers(cached_tokens)
 
     def tell(self, seen: Timeline) -> None:
-        """What came of the request, for its trace."""
+        """Write the request's result into its trace."""
         usage = self.usage()
         seen.pod, seen.model, seen.stream = self.service.pod_id, self.service.model.name, self.job.stream
         seen.taken_up_s, seen.first_token_s = self.stream.taken_up_s, self.first_token_s
@@ -90,7 +93,7 @@ class _Generation:
         seen.cached_tokens = None if self.first_token_s is None else usage.cached_tokens
         seen.finish_reasons = [choice.finish for choice in self.choices.values() if choice.finish is not None]
 
-    def _observe(self, choice: Choice, output: TokenOutput) -> None:
+    def _observe(self, choice: AnswerChoice, output: TokenOutput) -> None:
         now = time.perf_counter()
         metrics = self.service.metrics
         last = self.last_token_s.get(output.request_id)
@@ -110,9 +113,9 @@ class _Generation:
 
 
 async def generate(request: web.Request, state: ServerState) -> web.StreamResponse:
-    """Answer a request to one of `Endpoint`. Nothing is sent before the first token, so a gateway can retry till then.
+    """Answer a request to one of `Endpoint`. Nothing is sent before the first token, so a gateway can retry until then.
 
-    Raises ApiError. Cancelled when the client goes, which frees what the request holds.
+    Raises ApiError. It is cancelled when the client leaves, which frees the request's blocks.
     """
     arrived_s = time.perf_counter()
     service = state.serving()
@@ -141,8 +144,8 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
 
 def _prepared(
     service: EngineService, endpoint: Endpoint, body: bytes
-) -> tuple[GenerationJob, list[Request], dict[int, Choice]]:
-    """All that takes time with the length of a prompt, on a thread."""
+) -> tuple[GenerationJob, list[Request], dict[int, AnswerChoice]]:
+    """Prepare the request on a thread: all work that takes longer for a longer prompt."""
     if endpoint is Endpoint.MESSAGES:
         job = prepare_messages(service.model, body)
     elif endpoint is Endpoint.RESPONSES:
@@ -152,7 +155,9 @@ def _prepared(
     return job, *service.sequences(job)
 
 
-def _answer(endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, Choice]) -> Answer:
+def _answer(
+    endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, AnswerChoice]
+) -> Answer:
     if endpoint is Endpoint.MESSAGES:
         (prompt,) = job.prompts
         return MessagesAnswer(
@@ -226,9 +231,9 @@ async def _send(
     response: web.StreamResponse,
     generation: _Generation,
     answer: Answer,
-    item: tuple[Choice, Delta] | None,
+    item: tuple[AnswerChoice, Delta] | None,
 ) -> None:
-    """Every event, from the first delta, which is `item`."""
+    """Send all events. `item` is the first delta."""
     started: set[int] = set()
     try:
         while item is not None:
@@ -239,5 +244,5 @@ async def _send(
             item = await generation.next()
         await write(request, response, answer.end(generation.usage()))
     except StepFailed as error:
-        # The status is sent already: the error travels in the stream, which then ends without its end.
+        # The status is already sent, so the error is an event of the stream, which then lacks its closing events.
         await write(request, response, answer.failure(ApiError(str(error))))

@@ -1,4 +1,4 @@
-"""Who may have an engine compute: API keys, which clients and gateways show."""
+"""API keys: which clients and gateways may use an engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.contract.api_keys import authorization_of, digest_of, digest_shown
 from engine.contract.errors import BadRequest
 
 OPEN_PATHS = frozenset(("/health", "/metrics"))
-"""For kubelets and Prometheus, which have no key."""
+"""Paths for kubelets and Prometheus, which have no key."""
 
 
 class Unauthorized(BadRequest):
-    """401: no key, or none that is valid."""
+    """401: there is no key, or it is not valid."""
 
     status = 401
 
@@ -27,11 +27,11 @@ class ApiKeys:
         self._digests: frozenset[bytes] = frozenset()
 
     def use(self, keys: Sequence[str]) -> None:
-        """From now on these, and no others."""
+        """Replace the valid keys."""
         self._digests = frozenset(map(digest_of, keys))
 
     def check(self, authorization: str | None) -> None:
-        """Return for `Bearer` and one of the keys. Raises Unauthorized."""
+        """Accept `Bearer` with one of the keys. Raises Unauthorized."""
         if authorization is None:
             raise Unauthorized(
                 "no API key given: send the header 'Authorization: Bearer KEY', or x-api-key", code="missing_api_key"
@@ -41,7 +41,7 @@ class ApiKeys:
 
 
 def require_key(keys: ApiKeys) -> Middleware:
-    """A middleware that lets nothing but OPEN_PATHS pass without a key."""
+    """Return a middleware that requires a key for all paths except OPEN_PATHS."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

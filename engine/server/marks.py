@@ -1,7 +1,7 @@
-"""What a request asks to keep in the cache: where its marks are, and how many tokens are before each.
+"""The prefixes that a request asks to keep in the cache: where its marks are, and how many tokens precede each.
 
-A mark is `cache_control` as Anthropic's API has it, in blocks of `/v1/messages` and in parts and tools of chats.
-OpenAI's `prompt_cache_retention` is one at the end of the prompt.
+A mark is Anthropic's `cache_control`, in blocks of `/v1/messages` and in parts and tools of chats.
+OpenAI's `prompt_cache_retention` counts as a mark at the end of the prompt.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_MARKS = 4
 LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds that a mark's `ttl` keeps a prefix."""
 RETENTIONS_S = {"24h": 86_400.0}
-"""Seconds of `prompt_cache_retention`. In memory is where everything is anyway."""
+"""Seconds of `prompt_cache_retention`. `in_memory` is not here, because it asks for no more than the cache does."""
 
 
 class CacheControl(BaseModel):
-    """A mark: everything up to here is to be kept for a while."""
+    """A mark: asks to keep the prompt up to here for a while."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["ephemeral"]
@@ -39,13 +39,13 @@ class CacheControl(BaseModel):
 
     @property
     def lifetime_s(self) -> float:
-        """Seconds."""
+        """Seconds to keep the prefix."""
         return LIFETIMES_S[self.ttl]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Behind the first `parts` parts of the chat's message `message`; before its content where `parts` is 0."""
+    """The place after the first `parts` parts of the chat's message `message`; with 0 parts, before the content."""
 
     message: int
     parts: int
@@ -53,15 +53,15 @@ class Place:
 
 
 def check_count(places: Sequence[Place]) -> None:
-    """Raises BadRequest for more marks than a request may have."""
+    """Check the number of marks. Raises BadRequest for too many."""
     if len(places) > MAX_MARKS:
         raise BadRequest(f"{CACHE_CONTROL}: {len(places)} marks; a request may have {MAX_MARKS}", param=CACHE_CONTROL)
 
 
 def chat_places(messages: Sequence[Any], tools: Sequence[Any] | None) -> list[Place]:
-    """The marks of a chat, in ascending order. Raises BadRequest.
+    """Return the marks of a chat, in ascending order. Raises BadRequest.
 
-    One on a tool keeps all tools, and the system text, which templates render with them.
+    A mark on a tool keeps all tools and the system text, because templates render them together.
     """
     places = []
     lifetimes = [mark.lifetime_s for i, tool in enumerate(tools or ()) if (mark := _mark(tool, f"tools[{i}]"))]
@@ -82,7 +82,7 @@ def chat_places(messages: Sequence[Any], tools: Sequence[Any] | None) -> list[Pl
 def marks_at(
     places: Sequence[Place], messages: Sequence[Any], tools: Sequence[Any] | None, text: str, encoded: Encoded
 ) -> tuple[CacheMark, ...]:
-    """The marks in tokens of the rendered prompt; without those that cannot be followed into it."""
+    """Return the marks in tokens of the rendered prompt, without those that cannot be located in it."""
     if not places:
         return ()
     ends = [(place.message, place.parts) for place in places]
@@ -93,7 +93,7 @@ def marks_at(
 def kept_marks(
     model: ModelText, fields: GenerationFields, marks: Sequence[CacheMark], prompt_tokens: int
 ) -> tuple[CacheMark, ...]:
-    """The marks of the request, that of `prompt_cache_retention` among them, which are long enough to be kept."""
+    """Return the marks that are long enough to be kept, with that of `prompt_cache_retention`."""
     lifetime_s = RETENTIONS_S.get(fields.prompt_cache_retention or "")
     whole = () if lifetime_s is None else (CacheMark(prompt_tokens, lifetime_s),)
     return tuple(mark for mark in (*marks, *whole) if mark.tokens >= model.least_kept_tokens)

@@ -23,7 +23,7 @@ _PING = named_event("ping", orjson.dumps({"type": "ping"}))
 
 
 class MessagesAnswer:
-    """One answer. `Answer` says what the methods are for."""
+    """One answer. `Answer` describes the methods."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class MessagesAnswer:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self, usage: Usage) -> Mapping[str, Any]:
-        """Prompt tokens that were read from the cache, those behind them that stay there for a mark, and the rest."""
+        """Count the prompt tokens read from the cache, the tokens after them that a mark keeps, and the rest."""
         read = usage.cached_tokens
         written = dict.fromkeys(LIFETIMES_S, 0)
         end = read

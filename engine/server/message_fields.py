@@ -1,19 +1,19 @@
-"""The body of `/v1/messages` and of its token count, field by field: honoured, harmless, or refused by name.
+"""The body of `/v1/messages` and of its token count. Each field is honoured, harmless, or refused by name.
 
-Field meanings: https://docs.anthropic.com/en/api/messages. cache_salt, min_p, repetition_penalty, seed, stop_token_ids,
-ignore_eos, chat_template_kwargs and answer_so_far mean what they mean at the other endpoints (`fields.py`).
+Field meanings: https://docs.anthropic.com/en/api/messages. cache_salt, min_p, repetition_penalty, seed, logit_bias,
+stop_token_ids, ignore_eos, chat_template_kwargs and answer_so_far mean the same as at the other endpoints
+(`fields.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.contract.errors import BadRequest
-from engine.sched.sampling import MIN_REPETITION_PENALTY
-from engine.server.fields import StopString, parse_at
+from engine.server.fields import SharedFields, StopString, parse_at
 from engine.server.marks import CacheControl
 
 _UNSUPPORTED = "unsupported_parameter"
@@ -31,13 +31,14 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ({"type": "none"}, {"type": "auto"}),
 }
-"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+"""Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
+always accepted."""
 
 _Anything = Any
 
 
 class TextBlock(BaseModel):
-    """A content block. Its citations tell where an earlier answer had it from, and are not rendered."""
+    """A content block. Its citations name the sources of an earlier answer and are not rendered."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
@@ -47,7 +48,7 @@ class TextBlock(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn. Its content is checked block by block, so that an error says which kind is not supported."""
+    """A turn. `check_content` checks its content block by block, so that an error names the unsupported kind."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["user", "assistant", "system"]
@@ -55,7 +56,7 @@ class Message(BaseModel):
 
 
 class CountFields(BaseModel):
-    """What the token count reads. None: not given."""
+    """The fields that the token count reads. None: not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -67,33 +68,21 @@ class CountFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesFields(CountFields):
-    """What generating reads."""
+class MessagesFields(CountFields, SharedFields):
+    """The fields that generating reads."""
 
     max_tokens: int = Field(ge=0, le=2**31)
-    """0: compute and keep the prompt, and answer nothing."""
+    """0: compute and keep the prompt, and generate no text."""
     stop_sequences: list[StopString] | None = Field(None, max_length=16)
-    stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
-    ignore_eos: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    answer_so_far: str | None = None
-    """See GenerationFields."""
-    # Harmless: they ask nothing of the answer.
+    # Harmless: they have no effect on the answer.
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]:
-    """The marks in a message's or the system's content: (blocks up to and with the marked one, mark).
+    """Return the marks in the content of a message or of `system`: (blocks up to and with the marked block, mark).
 
-    Raises BadRequest naming what is no text block.
+    Raises BadRequest naming the block that is not text.
     """
     if isinstance(content, str):
         return []

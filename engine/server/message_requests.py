@@ -1,4 +1,4 @@
-"""From the body of `/v1/messages` to a sequence the scheduler can run. Pure work for a thread: nothing here waits."""
+"""Turns the body of `/v1/messages` into a sequence for the scheduler. Pure work for a thread: nothing here waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
 from engine.sched.request import CacheMark
-from engine.server.fields import GenerationFields, parse_at, parse_fields
+from engine.server.fields import GenerationFields, SharedFields, parse_at, parse_fields, shared
 from engine.server.marks import Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
     REFUSED,
@@ -34,25 +34,10 @@ from engine.server.requests import (
 from engine.text.key_spans import chat_spans
 from engine.text.tokenizer import Encoded
 
-_SHARED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "stream",
-    "cache_salt",
-    "answer_so_far",
-)
-"""Fields that mean what they mean at the other endpoints."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """The conversation as it is rendered."""
+    """A rendered conversation."""
 
     messages: list[dict[str, Any]]
     text: str
@@ -61,30 +46,28 @@ class _Chat:
 
 
 def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
-    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
+    """Return the job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
     fields = parse_fields(MessagesFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
     chat = _chat(model, fields)
     keys = keys_of(model, canonical_chat(chat.messages), fields.cache_salt)
     spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, chat.encoded.ends)
     room = room_for(model, len(chat.encoded.ids), None, "messages")
-    shared = GenerationFields(
-        **{name: getattr(fields, name) for name in _SHARED}, stop=list(fields.stop_sequences or ())
-    )
+    meant = GenerationFields(**shared(fields, SharedFields), stop=list(fields.stop_sequences or ()))
     prompt = Prompt(
         chat.encoded.ids,
         spans,
         max(1, min(fields.max_tokens, room)),
         None,
-        marks=kept_marks(model, shared, chat.marks, len(chat.encoded.ids)),
+        marks=kept_marks(model, meant, chat.marks, len(chat.encoded.ids)),
         fills_context=fields.max_tokens > room,
     )
-    prompts = (with_answer_so_far(model, shared, prompt),)
-    return make_job(model, shared, prompts, None, says_nothing=not fields.max_tokens)
+    prompts = (with_answer_so_far(model, meant, prompt),)
+    return make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens)
 
 
 def count_tokens(model: ModelText, body: bytes) -> int:
-    """Prompt tokens of the messages in `body`. Raises BadRequest, ModelNotFound."""
+    """Return the number of prompt tokens of the messages in `body`. Raises BadRequest, ModelNotFound."""
     fields = parse_fields(CountFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
     return len(_chat(model, fields).encoded.ids)
@@ -101,7 +84,7 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
 
 
 def _marks(fields: CountFields) -> list[Place]:
-    """Where prefixes to keep end, in ascending order. Raises BadRequest for content that is not supported here."""
+    """Return the ends of the prefixes to keep, in ascending order. Raises BadRequest for unsupported content."""
     found: list[Place] = []
     first = 0
     if fields.system is not None:

@@ -1,4 +1,4 @@
-"""Messages and tools of a chat request: checked, and in the form that chat templates expect."""
+"""Checks the messages and tools of a chat request, and brings them into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.sched.request import ToolUse
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "reasoning", "parsed")
-"""Fields that clients send back with an earlier answer: passed over while empty."""
+"""Fields that clients send back with an earlier answer: ignored if empty."""
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages with text parts joined and tool-call arguments parsed. Raises BadRequest naming what is wrong."""
+    """Return the messages with joined text parts and parsed tool-call arguments. Raises BadRequest naming the fault."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
-    """Raises BadRequest where a tool is not a named function, or a call is demanded: the engine forces none."""
+    """Raises BadRequest if a tool is not a named function, or if a call is demanded: the engine forces no calls."""
     for i, tool in enumerate(tools or ()):
         where = f"tools[{i}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -37,7 +37,7 @@ def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
 
 
 def tool_use(messages: Sequence[Any], *, may_be_called: bool) -> ToolUse | None:
-    """What checked messages say of tools."""
+    """Return the use of tools in checked messages; None if there is none."""
     brings_result = messages[-1]["role"] == "tool"
     return ToolUse(may_be_called, brings_result) if may_be_called or brings_result else None
 
@@ -86,7 +86,7 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Calls with their arguments as an object: the API sends them as JSON text, templates render them as JSON."""
+    """Return the calls with their arguments parsed: the API sends JSON text, templates render an object as JSON."""
     if not isinstance(calls, list):
         raise _bad(where, "must be a list")
     out = []

@@ -1,4 +1,4 @@
-"""From the bytes of a request to sequences the scheduler can run. Pure work for a thread: nothing here waits."""
+"""Turns the bytes of a request into sequences for the scheduler. Pure work for a thread: nothing here waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.text.key_spans import chat_spans, text_spans, token_spans
 from engine.text.tokenizer import Encoded, Tokenizer
 
 MAX_CHOICES = 64
-"""Prompts times n of one request."""
+"""Most choices (prompts times n) of one request."""
 COMPLETION_MAX_TOKENS = 16
 """The API's default for `/v1/completions`."""
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
@@ -31,20 +31,20 @@ _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What turning requests into tokens needs to know of the served model."""
+    """The properties of the served model that are needed to turn requests into tokens."""
 
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
     vocab_size: int
-    """Ids the model can embed."""
+    """Number of token ids that the model can embed."""
     max_model_len: int
     """Tokens of prompt and output together."""
     eos_token_ids: frozenset[int]
     stride: int
     """Bytes per prefix key."""
     least_kept_tokens: int = 1
-    """Of the shortest beginning of a prompt that is kept for a client."""
+    """Tokens of the shortest prefix that is kept for a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Prompt:
     text: str | None
     """The prompt as the client wrote it, None for token ids and chats."""
     context: tuple[int, ...] = ()
-    """Its last tokens, where the answer's text goes on from them (`text/detokenize.py`)."""
+    """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
-    """Tokens of the answer that the client has already. They count as output."""
+    """Tokens of the answer that the client already has. They count as output."""
     marks: tuple[CacheMark, ...] = ()
-    """What the client asks to keep, shortest prefix first."""
+    """The prefixes that the client asks to keep, shortest first."""
     fills_context: bool = False
-    """`max_tokens` is less than was asked for: what the context has room for."""
+    """Whether `max_tokens` was lowered to the room in the context."""
     tools: ToolUse | None = None
-    """What the client says of tools; None: nothing."""
+    """The use of tools in the request; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,18 @@ class GenerationJob:
     stream: bool
     include_usage: bool
     is_seeded: bool
-    """Whether the seed is the client's."""
+    """Whether the client gave the seed."""
     echo: bool = False
     returns_token_ids: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that its answer repeats."""
     says_nothing: bool = False
-    """The prompt is all that matters: the token that is generated behind it is not told."""
+    """Whether the request is only for computing the prompt: the answer omits the one generated token."""
 
     def choice_sampling(self, prompt: int, choice: int) -> SamplingParams:
-        """Sampling of one of a prompt's `n` sequences: each its own seed, the first that of the request.
+        """Return the sampling of one of a prompt's `n` sequences. Each has its own seed; the first has the request's.
 
-        With a seed of the client's, equal prompts get equal answers, in one request as in several.
+        If the client gave a seed, equal prompts get equal answers, in one request or in several.
         """
         number = choice if self.is_seeded else prompt * self.n + choice
         own_seed = (self.sampling.seed + number * _GOLDEN_RATIO_64) % 2**63
@@ -102,7 +102,10 @@ class GenerationJob:
 
 
 def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
-    """The job in `body`, one of OpenAI's endpoints. Raises BadRequest naming the field at fault, ModelNotFound."""
+    """Return the job in `body`, sent to one of OpenAI's endpoints.
+
+    Raises BadRequest naming the field at fault, ModelNotFound.
+    """
     raw = parse_body(body)
     if endpoint is Endpoint.CHAT:
         chat = parse_fields(ChatFields, raw)
@@ -125,7 +128,7 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
 
 
 def check_model(model: ModelText, name: str | None) -> None:
-    """Raises ModelNotFound unless `name` is the served model or not given."""
+    """Check a request's `model`. Raises ModelNotFound unless it is the served model or None."""
     if name is not None and name != model.name:
         raise ModelNotFound(
             f"the model {name[:200]!r} does not exist; this engine serves {model.name!r}",
@@ -143,7 +146,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     goes_on: bool = False,
 ) -> str:
-    """The prompt's text. `goes_on`: the answer continues the last message. Raises BadRequest."""
+    """Return the prompt's text. `goes_on`: the answer continues the last message. Raises BadRequest."""
     if model.template is None:
         raise BadRequest(
             f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
@@ -159,7 +162,7 @@ def render_chat(
 
 
 def list_prompts(prompt: object) -> list[str | list[int]]:
-    """The prompts in the field `prompt`: one or several, texts or token ids. Raises BadRequest."""
+    """Return the prompts in the field `prompt`: one or several texts or lists of token ids. Raises BadRequest."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -177,7 +180,7 @@ def list_prompts(prompt: object) -> list[str | list[int]]:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises BadRequest for an id the model does not have."""
+    """Check token ids. Raises BadRequest for an id that the model does not have."""
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise BadRequest(
@@ -188,7 +191,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def check_length(model: ModelText, text: str, param: str) -> None:
-    """Raises BadRequest for a text that cannot fit the context, by its bytes: tokenizing takes a second a megabyte."""
+    """Raises BadRequest if a text has too many bytes for the context: tokenizing it would take a second a megabyte."""
     size, most = len(text.encode()), model.tokenizer.most_bytes(model.max_model_len)
     if size > most:
         raise BadRequest(
@@ -199,7 +202,7 @@ def check_length(model: ModelText, text: str, param: str) -> None:
 
 
 def encode_text(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
-    """The text's tokens. Raises BadRequest for too many, and for one that the tokenizer has and the model has not."""
+    """Return the text's tokens. Raises BadRequest for too many, and for a token that the model does not have."""
     check_length(model, text, param)
     encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_ids(encoded.ids, model.vocab_size, param)
@@ -241,7 +244,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
 
 
 def _goes_on(fields: ChatFields) -> bool:
-    """Whether the answer continues the last message. Raises BadRequest."""
+    """Return whether the answer continues the last message. Raises BadRequest."""
     if not fields.continue_final_message:
         return False
     if fields.add_generation_prompt is not False:
@@ -279,7 +282,7 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
 
 
 def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Prompt) -> Prompt:
-    """`prompt` with the tokens of `answer_so_far`, where that is given. Raises BadRequest."""
+    """Return `prompt` with the tokens of `answer_so_far`, if that is given. Raises BadRequest."""
     if not fields.answer_so_far:
         return prompt
     if (fields.n or 1) > 1:
@@ -299,12 +302,15 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
 
 
 def keys_of(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
-    """The prefix keys of a request with these canonical bytes."""
+    """Return the prefix keys of a request with these canonical bytes."""
     return prefix_keys(canonical, key_seed(model.name, "", salt or ""), model.stride)
 
 
 def room_for(model: ModelText, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
-    """Tokens the context has left for the answer, at least 1 and at least `max_tokens`. Raises BadRequest."""
+    """Return the tokens that the context has left for the answer, at least 1 and at least `max_tokens`.
+
+    Raises BadRequest.
+    """
     limit = model.max_model_len
     if prompt_tokens == 0:
         raise BadRequest("the prompt is empty: it has no tokens", param=param)
@@ -340,7 +346,7 @@ def make_job(
     says_nothing: bool = False,
     told: Mapping[str, Any] | None = None,
 ) -> GenerationJob:
-    """The job of these prompts, with what `fields` says of sampling and of the answer's form. Raises BadRequest."""
+    """Return the job for these prompts; `fields` gives the sampling and the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
     stop_ids = fields.stop_token_ids or []
@@ -377,7 +383,7 @@ def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) 
         )
         if (value := getattr(fields, name)) is not None
     }
-    top_k = max(0, given.pop("top_k", default.top_k))  # -1, too, is "all" in vLLM
+    top_k = max(0, given.pop("top_k", default.top_k))  # in vLLM -1 also means "all"
     return SamplingParams(
         **given,
         top_k=0 if top_k >= model.vocab_size else top_k,

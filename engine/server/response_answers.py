@@ -21,10 +21,10 @@ Json = dict[str, Any]
 
 
 class ResponsesAnswer:
-    """One answer: one message with one part of text. `Answer` says what the methods are for."""
+    """One answer: one message with one part of text. `Answer` describes the methods."""
 
     def __init__(self, name: str, model: str, created_s: int, told: Mapping[str, Any]) -> None:
-        """`name`: random, behind `resp_` and `msg_`. `told`: fields of the request that the answer repeats."""
+        """`name`: random part of the ids after `resp_` and `msg_`. `told`: the request's fields in the answer."""
         self._message_id = f"msg_{name}"
         self._head: Json = {"id": f"resp_{name}", "object": "response", "created_at": created_s}
         self._tail: Json = {

@@ -1,23 +1,23 @@
-"""From the body of `/v1/responses` to a sequence the scheduler can run. Pure work for a thread: nothing here waits.
+"""Turns the body of `/v1/responses` into a sequence for the scheduler. Pure work for a thread: nothing here waits.
 
-A subset: text in, text out, and nothing kept of an answer. Each other field is refused by name.
+It is a subset: text in, text out, and no stored answers. Each other field is refused by name.
 Field meanings: https://platform.openai.com/docs/api-reference/responses/create; top_k, min_p, repetition_penalty, seed,
-stop_token_ids, ignore_eos, cache_salt and chat_template_kwargs are those of the other endpoints (`fields.py`).
+logit_bias, stop_token_ids, ignore_eos, cache_salt, answer_so_far and chat_template_kwargs are those of the other
+endpoints (`fields.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from engine.contract.errors import ApiError, BadRequest, quoted
 from engine.contract.keys import canonical_chat
 from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
-from engine.sched.sampling import MIN_REPETITION_PENALTY
-from engine.server.fields import GenerationFields, parse_fields
+from engine.server.fields import GenerationFields, OpenAiFields, parse_fields, shared
 from engine.server.marks import kept_marks
 from engine.server.requests import (
     GenerationJob,
@@ -29,6 +29,7 @@ from engine.server.requests import (
     make_job,
     render_chat,
     room_for,
+    with_answer_so_far,
 )
 from engine.text.key_spans import chat_spans
 
@@ -48,47 +49,24 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Fields of the API this engine does not have, with the values that ask for nothing; null always does."""
+"""Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
+always accepted."""
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text")
 _ITEM = ("type", "role", "content", "id", "status", "phase")
-_SHARED = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
-    *("stop_token_ids", "ignore_eos", "stream", "cache_salt", "prompt_cache_retention"),
-)
 _Anything = Any
 
 
-class ResponsesFields(BaseModel):
-    """What is read of the body. None: not given."""
+class ResponsesFields(OpenAiFields):
+    """The fields of the body. None: not given."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: str | None = None
     input: _Anything
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Harmless: they ask nothing of the answer.
-    metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
+    """Harmless: it has no effect on the answer."""
 
 
 class NotKept(ApiError):
@@ -99,7 +77,7 @@ class NotKept(ApiError):
 
 
 def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
-    """The job in `body`. Raises BadRequest naming the field at fault, ModelNotFound and NotKept."""
+    """Return the job in `body`. Raises BadRequest naming the field at fault, ModelNotFound and NotKept."""
     fields = parse_fields(ResponsesFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
     if fields.previous_response_id is not None:
@@ -116,16 +94,17 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
     spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "input")
-    shared = GenerationFields(**{name: getattr(fields, name) for name in _SHARED})
+    meant = GenerationFields(**shared(fields, OpenAiFields))
     limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
-    kept = kept_marks(model, shared, (), len(encoded.ids))
+    kept = kept_marks(model, meant, (), len(encoded.ids))
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
     sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
-    return make_job(model, shared, (Prompt(encoded.ids, spans, limit, None, marks=kept),), None, told=told | sampled)
+    prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
+    return make_job(model, meant, (prompt,), None, told=told | sampled)
 
 
 def _check_input(given: object) -> None:
-    """Raises BadRequest, naming what is no text."""
+    """Check `input`. Raises BadRequest naming the item that is not text."""
     if isinstance(given, str):
         return
     if not isinstance(given, list) or not 0 < len(given) <= MAX_LISTED:

@@ -1,4 +1,4 @@
-"""All routes of an engine and how errors leave it."""
+"""All routes of an engine, and the shape of its errors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def make_app(
     has_metrics: bool = True,
     has_admin: bool = True,
 ) -> web.Application:
-    """What clients and gateways talk to, /health included; `has_metrics`, `has_admin`: these too have no other port.
+    """Return the app for clients and gateways, with /health. `has_metrics`, `has_admin`: it also has these routes.
 
-    /health and /metrics answer before a service is there.
+    /health and /metrics answer before the model is loaded.
     """
     app = _app(state, metrics, [require_key(keys)] if keys is not None else [])
     app.on_response_prepare.append(_return_request_id)
@@ -69,19 +69,19 @@ def make_app(
     if has_admin:
         app.add_routes(_ADMIN_ROUTES)
     elif keys is not None:
-        app.add_routes(_RESET_ROUTES)  # gateways pass a reset on, and show the key
+        app.add_routes(_RESET_ROUTES)  # gateways forward resets here, with the key
     return app
 
 
 def make_metrics_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
-    """/metrics alone."""
+    """Return the app with /metrics alone."""
     app = _app(state, metrics)
     app.router.add_get("/metrics", _metrics)
     return app
 
 
 def make_admin_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
-    """What operators see and do."""
+    """Return the app for operators."""
     app = make_metrics_app(state, metrics)
     app.router.add_get("/health", _health)
     app.add_routes(_ADMIN_ROUTES)
@@ -97,7 +97,7 @@ def _app(state: ServerState, metrics: EngineMetrics, guards: Sequence[Middleware
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error leaves in the API's shape; the outermost guard of a request."""
+    """Answer every error in the API's shape. This is the outermost middleware."""
     try:
         response = await handler(request)
     except ApiError as error:
@@ -109,14 +109,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
     except ConnectionError:
-        # The client has gone: nobody to answer. Raised further, it would be an error with a traceback in aiohttp's log.
+        # The client has left. If this were raised, aiohttp would log an error with a traceback.
         if request.transport is not None:
             request.transport.abort()
         return web.Response()
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         response = _error_response(request, ApiError("internal error; the engine's log has the details"), 500)
-    if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
+    if request.content.exception() is not None:  # the connection is unreadable, but aiohttp would go on reading
         response.force_close()
         request.content.feed_eof()
     resource = request.match_info.route.resource
@@ -167,7 +167,7 @@ async def _model(request: web.Request) -> web.Response:
 
 
 def _card(service: EngineService) -> dict[str, Any]:
-    """The model as the API describes one."""
+    """Return the API's description of the model."""
     return {
         "id": service.model.name,
         "object": "model",
@@ -208,7 +208,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
-    """Set the metrics that are read when somebody asks for them."""
+    """Set the metrics whose values are read at a scrape."""
     service = state.service
     if service is not None:
         stats = service.scheduler.stats()

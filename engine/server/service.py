@@ -1,4 +1,4 @@
-"""What the HTTP routes serve: a loaded model, its step loop, and the state that /health reports."""
+"""The objects behind the HTTP routes: a loaded model, its step loop, and the state that /health reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.server.choices import Choice
+from engine.server.choices import AnswerChoice
 from engine.server.requests import GenerationJob, ModelText
 
 P = ParamSpec("P")
@@ -26,7 +26,7 @@ RETRY_AFTER_S = 1.0
 
 
 class TextWorkers:
-    """A bounded pool of threads for what costs time with the length of a prompt: parsing, rendering, tokenizing."""
+    """A bounded thread pool for the work that takes longer for a longer prompt: parsing, rendering, tokenizing."""
 
     def __init__(self, threads: int, max_pending: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
@@ -34,23 +34,23 @@ class TextWorkers:
         self._pending = 0
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result. Raises TooManyRequests when too many calls wait already, and what the call raises."""
+        """Return the call's result. Raises TooManyRequests if too many calls wait, and the call's own errors."""
         if self._pending >= self._max_pending:
             raise TooManyRequests("too many requests wait to be tokenized", retry_after_s=RETRY_AFTER_S)
         self._pending += 1
         loop = asyncio.get_running_loop()
         job = self._pool.submit(call, *args, **kwargs)
-        # Counted until a thread is done with it, also when the client has gone before; one not begun is dropped then.
+        # Counted until a thread is done with it, even if the client has left. A call not begun is dropped then.
         job.add_done_callback(lambda _: self._count_done(loop))
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """Start nothing more; threads end after their present call."""
+        """Start no more calls. Threads end after their present call."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _count_done(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the worker's thread."""
-        with suppress(RuntimeError):  # the event loop has closed: nobody counts any more
+        """Called on the worker's thread."""
+        with suppress(RuntimeError):  # the event loop has closed, so the count no longer matters
             loop.call_soon_threadsafe(self._done)
 
     def _done(self) -> None:
@@ -69,18 +69,18 @@ class EngineService:
     pod_id: str
     epoch: int
     registry: Callable[[], RegistryState]
-    """How publishing goes at the moment."""
+    """Returns the present state of publishing."""
     on_fleet: Callable[[int], None]
-    """Called with the number of engines that a gateway follows, when one says it."""
+    """Called when a gateway reports the number of engines that it follows."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     surveying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread looks over the cache: one at a time, as it shares the interpreter with everything else."""
+    """Held while a thread surveys the cache: one at a time, because the thread shares the interpreter with all else."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, Choice]]:
-        """The job's requests for the scheduler, and the choice that each of them (by id) becomes. For a thread."""
+    def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, AnswerChoice]]:
+        """Return the job's requests for the scheduler, and the choice of each by request id. Called on a thread."""
         requests: list[Request] = []
-        choices: dict[int, Choice] = {}
+        choices: dict[int, AnswerChoice] = {}
         for i, prompt in enumerate(job.prompts):
             hashed = self.scheduler.hash_prompt(prompt.tokens, job.salt, prompt.spans)
             for j in range(job.n):
@@ -98,7 +98,7 @@ class EngineService:
                     output_tokens=list(prompt.answered),
                 )
                 requests.append(request)
-                choices[request.id] = Choice(
+                choices[request.id] = AnswerChoice(
                     len(choices),
                     i,
                     self.model.tokenizer,
@@ -112,12 +112,12 @@ class EngineService:
 
 
 class ServerState:
-    """Where the engine is in its life: loading, serving, draining. Also counts the requests being answered."""
+    """Whether the engine is loading, serving or draining, and the number of requests being answered."""
 
     def __init__(self) -> None:
         self.service: EngineService | None = None
         self.tracer: Tracer | None = None
-        """None where nobody asks for traces."""
+        """None if traces are off."""
         self.is_draining = False
         self._active = 0
         self._idle = asyncio.Event()
@@ -133,7 +133,7 @@ class ServerState:
         return "ok" if self.service.loop.is_alive else "failed"
 
     def serving(self) -> EngineService:
-        """The service, where it takes requests. Raises Unavailable with the reason."""
+        """Return the service if it takes requests. Raises Unavailable with the reason."""
         if self.status != "ok" or self.service is None:
             raise Unavailable(f"the engine cannot take requests: {self.status}", retry_after_s=RETRY_AFTER_S)
         return self.service

@@ -1,4 +1,4 @@
-"""The tokens of an answer's beginning, which a client has already and another engine is to continue."""
+"""The tokens of the beginning of an answer that a client has from another engine and this engine continues."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from engine.contract.errors import BadRequest
 from engine.text.tokenizer import Tokenizer
 
 _ANCHORS = ("\n", ".", "x")
-"""Texts to put before the answer for tokenizers that treat the beginning of a text in their own way: the first that the
-answer's own beginning does not join."""
+"""Texts to put before the answer for tokenizers that treat the beginning of a text specially. The first text whose
+tokens do not merge with the answer's is used."""
 
 
 def answered_tokens(tokenizer: Tokenizer, text: str, stops: Sequence[str]) -> list[int]:
-    """The tokens that the tokenizer makes of `text`, which stands within an answer. Raises BadRequest.
+    """Return the tokenizer's tokens for `text` within an answer. Raises BadRequest.
 
-    A trained model writes these tokens, as they are what it was trained on. One that wrote the same text in other
-    tokens goes on from there as it may, and not with certainty as it would have.
+    A trained model usually writes these tokens, because it was trained on them. If the other engine wrote the same text
+    in other tokens, the continuation may differ from its own.
     """
     for stop in stops:
         if any(text.endswith(stop[:length]) for length in range(1, len(stop) + 1)):
             raise BadRequest(
-                "answer_so_far ends with a stop string, or with the beginning of one: that is no place to go on from",
+                "answer_so_far ends with a stop string, or with the beginning of one, so it cannot be continued",
                 param="answer_so_far",
             )
     for anchor in ("",) if tokenizer.joins_bytes else _ANCHORS:

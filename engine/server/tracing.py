@@ -1,7 +1,7 @@
-"""A request's spans in the engine: the request, and under it what it waited for and what was computed, in turn.
+"""A request's spans in the engine: the request, and its children for preparing, waiting, prefill and decode, in order.
 
-Names of attributes as in the gateway: `gen_ai.*` and HTTP where the conventions have one, else `warmroute.*`. No span
-carries a word of a prompt or of an answer.
+Attributes have the same names as in the gateway: `gen_ai.*` and HTTP names if the conventions have one, else
+`warmroute.*`. No span contains text of a prompt or of an answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from aiohttp import web
 
 from engine.contract import headers
 from engine.contract.errors import ApiError
-from engine.contract.otel.operations import PROVIDER, operation_of
-from engine.contract.otel.tracer import Kind, Span, Trace, Tracer, Value
+from engine.contract.otel.request_span import request_span
+from engine.contract.otel.tracer import Span, SpanKind, Trace, Tracer, Value
 
 CLIENT_GONE = "client_gone"
 MAX_REQUEST_ID_CHARS = 128
@@ -24,13 +24,13 @@ MAX_REQUEST_ID_CHARS = 128
 
 @dataclass(slots=True)
 class Timeline:
-    """When a request came to what, in seconds of `time.perf_counter`; None: it did not."""
+    """When a request reached each stage, in seconds of `time.perf_counter`; None: it has not reached the stage."""
 
     arrived_s: float
     prepared_s: float | None = None
-    """Its prompts are tokens, and it is in the scheduler's queue."""
+    """When its prompts were tokenized and it was about to be queued."""
     taken_up_s: float | None = None
-    """A step computes of it."""
+    """When a step first included it."""
     first_token_s: float | None = None
     pod: str = ""
     model: str = ""
@@ -40,13 +40,13 @@ class Timeline:
     output_tokens: int | None = None
     finish_reasons: list[str] = field(default_factory=list)
     error: str = ""
-    """Why it failed, in a word."""
+    """Why it failed, as a short name."""
     status: int = 200
 
 
 @contextmanager
 def traced(tracer: Tracer | None, request: web.Request, arrived_s: float) -> Iterator[Timeline]:
-    """What the block fills in becomes the request's spans when it ends, if anybody asks for them."""
+    """Yield a timeline for the block to fill in. At the end it becomes the request's spans, if the trace is sampled."""
     seen = Timeline(arrived_s)
     trace = None if tracer is None else tracer.begin(request.headers)
     if tracer is None or trace is None or not trace.is_sampled:
@@ -70,7 +70,7 @@ def traced(tracer: Tracer | None, request: web.Request, arrived_s: float) -> Ite
 
 
 def spans_of(trace: Trace, seen: Timeline, request: web.Request, ended_s: float) -> list[Span]:
-    """The spans of a request that has ended at `ended_s`."""
+    """Return the spans of a request that has ended at `ended_s`."""
 
     def at_ns(seconds: float) -> int:
         return trace.started_ns + round(1e9 * (seconds - seen.arrived_s))
@@ -78,41 +78,25 @@ def spans_of(trace: Trace, seen: Timeline, request: web.Request, ended_s: float)
     def part(name: str, began_s: float, next_s: float | None, **attributes: Value) -> Span:
         end_s = ended_s if next_s is None else next_s
         return Span(
-            name, Kind.INTERNAL, trace, trace.child_id(), trace.span_id, at_ns(began_s), at_ns(end_s), attributes
+            name, SpanKind.INTERNAL, trace, trace.child_id(), trace.span_id, at_ns(began_s), at_ns(end_s), attributes
         )
 
-    operation = operation_of(request.path)
-    own: dict[str, Value | None] = {
-        "http.request.method": "POST",
-        "http.response.status_code": seen.status,
-        "url.path": request.path,
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": seen.model or None,
+    more: dict[str, Value | None] = {
         "gen_ai.request.stream": seen.stream,
-        "gen_ai.usage.input_tokens": seen.prompt_tokens,
-        "gen_ai.usage.output_tokens": seen.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": seen.cached_tokens,
         "gen_ai.response.finish_reasons": seen.finish_reasons or None,
         "warmroute.pod": seen.pod or None,
         "warmroute.request_id": request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS] or None,
     }
     if seen.first_token_s is not None:
-        own["gen_ai.response.time_to_first_chunk"] = seen.first_token_s - seen.arrived_s
-    attributes = {key: value for key, value in own.items() if value is not None}
-    name = f"{operation} {seen.model}" if seen.model else operation
-    ends = at_ns(ended_s)
+        more["gen_ai.response.time_to_first_chunk"] = seen.first_token_s - seen.arrived_s
     spans = [
-        Span(
-            name,
-            Kind.SERVER,
-            trace,
-            trace.span_id,
-            trace.parent_id,
-            trace.started_ns,
-            ends,
-            attributes,
-            seen.error,
+        request_span(
+            *(trace, request.path, seen.model),
+            end_ns=at_ns(ended_s),
+            status=seen.status,
+            error=seen.error,
+            tokens=(seen.prompt_tokens, seen.output_tokens, seen.cached_tokens),
+            more=more,
         ),
         part("prepare", seen.arrived_s, seen.prepared_s),
     ]

@@ -1,4 +1,4 @@
-"""Bodies in and out of a connection, each under a deadline."""
+"""Reads and writes bodies, each with a deadline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.contract.errors import BadRequest
 
 BODY_TIMEOUT_S = 60.0
 WRITE_TIMEOUT_S = 120.0
-"""A client that reads nothing for so long is gone."""
+"""A client that reads nothing for this long is treated as gone."""
 SMALL_BYTES = 16_384
-"""What a socket without a backlog takes at once: far below the 64 KiB at which a transport makes its writer wait."""
+"""Bytes that a socket without a backlog takes at once: far below the 64 KiB at which a transport makes writers wait."""
 _SLICE_BYTES = 65_536
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The request's whole body. Raises BadRequest where it comes late or is not what its headers say."""
+    """Return the request's whole body. Raises BadRequest if it comes late or does not match its headers."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
@@ -30,12 +30,12 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Raises ConnectionResetError when the client has gone, or reads nothing any more."""
+    """Write data. Raises ConnectionResetError if the client has left or no longer reads."""
     if not data:
         return
     transport = request.transport
     if transport is not None and len(data) <= SMALL_BYTES and not transport.get_write_buffer_size():
-        await response.write(data)  # never waits, so it needs no timer: a tenth of what a token costs
+        await response.write(data)  # never waits, so it needs no timer, which is a tenth of a token's cost
         return
     async with _deadline():
         await response.write(data)
@@ -43,9 +43,9 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
 
 @asynccontextmanager
 async def ending(request: web.Request, response: web.StreamResponse) -> AsyncIterator[None]:
-    """The body is written inside and ends with the block; whatever goes wrong drops the connection.
+    """End the body when the block ends; any failure in the block drops the connection.
 
-    So the client never takes a part for the whole, nor gets a second answer inside the first.
+    So the client never takes a part for the whole and never gets a second answer inside the first.
     """
     is_whole = False
     try:
@@ -59,7 +59,7 @@ async def ending(request: web.Request, response: web.StreamResponse) -> AsyncIte
 
 
 async def send_json(request: web.Request, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
-    """A whole answer, however large: in slices, so that a client that reads slowly is not one that reads nothing."""
+    """Send a whole answer of any size, in slices, so that a slow reader is not mistaken for one that reads nothing."""
     response = web.StreamResponse(headers={"Content-Type": "application/json", **headers})
     response.content_length = len(body)
     async with ending(request, response):
@@ -70,8 +70,8 @@ async def send_json(request: web.Request, body: bytes, headers: Mapping[str, str
 
 
 async def finish(request: web.Request, response: web.StreamResponse) -> None:
-    """Send what has not been sent of a response: aiohttp itself waits for ever for a client that reads nothing."""
-    with suppress(ConnectionError):  # the client has gone: nobody to answer
+    """Send the rest of a response, with a deadline: aiohttp itself waits for ever for a client that reads nothing."""
+    with suppress(ConnectionError):  # the client has left
         async with ending(request, response):
             await response.prepare(request)
 

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, prefix-key spans, incremental decoding, stop strings. No torch."""
+"""Text to tokens and back: tokenizer, chat template, prefix-key spans, incremental decoding, stop strings; no torch."""

@@ -1,6 +1,6 @@
-"""A checkpoint's chat template: messages and tools to the text of a prompt.
+"""A checkpoint's chat template, which turns messages and tools into the text of a prompt.
 
-The variables, filters and functions a template may use are those that transformers gives it.
+A template may use the same variables, filters and functions as in transformers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from engine.text.tokenizer import TokenizerError, read_json, read_text
 _RENDER_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-"""What code over unexpected messages raises: a template indexes and concatenates whatever the client sent."""
+"""Errors from a template on unexpected messages: it indexes and concatenates any value that a client sends."""
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""What transformers puts behind a message that is to be continued. Its space shows whether the template trims."""
+"""The mark that transformers puts after a message to be continued. Its space shows whether the template trims."""
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name. Thread-safe."""
+    """A compiled template with the special tokens that it may name. Thread-safe."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
-        """`with_tools`: that of requests with tools, where it is another. Raises jinja2.TemplateSyntaxError."""
+        """`with_tools`: the template for requests with tools, if it differs. Raises jinja2.TemplateSyntaxError."""
         environment = _environment()
         self._template = environment.from_string(source)
         self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
@@ -41,7 +41,7 @@ class ChatTemplate:
 
     @classmethod
     def from_path(cls, folder: Path) -> ChatTemplate | None:
-        """The template of the checkpoint in `folder`, None where it has none. Raises TokenizerError."""
+        """Return the template of the checkpoint in `folder`, None if it has none. Raises TokenizerError."""
         config = read_json(folder / "tokenizer_config.json")
         source, with_tools = _template_sources(folder, config)
         if source is None:
@@ -59,7 +59,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text. `variables`: a template's own switches. Raises BadRequest when the template refuses."""
+        """Return the prompt's text. `variables`: the template's own options. Raises BadRequest if it refuses."""
         template = self._with_tools if tools else self._template
         try:
             return template.render(
@@ -83,9 +83,9 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """As `render`, up to the end of the last message's content: the model goes on with that message.
+        """Render up to the end of the last message's content, so that the model continues that message.
 
-        As transformers does for `continue_final_message`: a mark behind the content says where it ends, and where the
+        The method is that of transformers for `continue_final_message`: a mark after the content shows its end. If the
         template trims the content, white space before the mark is left out. Raises BadRequest.
         """
         final = messages[-1]
@@ -129,7 +129,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML."""
+    """Return plain JSON: jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -138,16 +138,16 @@ def _raise_exception(message: str) -> None:
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The template's text, and that of the one for tools where there are two.
+    """Return the template's text, and the text of the template for tools if there are two.
 
-    A file of its own comes before one inside a configuration file.
+    A separate file takes precedence over a template inside a configuration file.
     """
     path, with_tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if path.is_file():
         return read_text(path), read_text(with_tools) if with_tools.is_file() else None
     source = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     sources = [source, None]
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates, by name
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         sources = [named.get("default"), named.get("tool_use")]
     if not all(one is None or isinstance(one, str) for one in sources):
@@ -156,7 +156,7 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | No
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and their like: strings, or objects with the string in `content`."""
+    """Return bos_token, eos_token and similar tokens: strings, or objects with the string in `content`."""
     merged = {**read_json(folder / "special_tokens_map.json"), **config}
     tokens = {}
     for name, value in merged.items():

@@ -1,13 +1,13 @@
-"""How many leading prompt tokens each prefix key of a request vouches for (DESIGN: README "Prefix keys").
+"""Computes how many leading prompt tokens each prefix key of a request covers (see engine/contract/PREFIX_KEYS.md).
 
-A key covers the first (i + 1) * stride canonical bytes. Here those bytes are followed into the rendered prompt, by
-searching for each message's content in order, and from there into tokens by the tokenizer's offsets.
+Key i covers the first (i + 1) * stride canonical bytes. This module finds those bytes in the rendered prompt, by
+searching for each message's content in order, and maps them to tokens by the tokenizer's offsets.
 
-What holds: for a template that only appends (the rendering of a conversation starts with the rendering of its
-beginning), two requests with equal first (i + 1) * stride canonical bytes have equal rendered text over the tokens that
-their i-th keys claim, as far as the shorter claim goes. Token ids over that text are equal too, but for the last few,
-where what follows changes how a word is split. A template that does not append makes a claim wrong; the engine compares
-token ids before it reuses anything, so that costs a misdirected request and never an answer.
+Guarantee: let a template only append, so that a conversation's text starts with the text of its beginning. If two
+requests have equal first (i + 1) * stride canonical bytes, their rendered texts are equal over the tokens of their i-th
+keys (the shorter claim). The token ids over that text are equal too, except the last few, because later text can change
+how a word is split. With a template that does not append, a claim can be wrong. The engine compares token ids before it
+reuses anything, so a wrong claim misdirects a request and never changes an answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.sched.request import KeySpan
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Text found in the prompt: `text` starts at byte `first_byte` of the canonical request, at `first_char` there."""
+    """A text in the prompt: it starts at canonical byte `first_byte` and at the prompt's character `first_char`."""
 
     first_byte: int
     first_char: int
@@ -42,7 +42,7 @@ def chat_spans(
     prompt: str,
     token_ends: Sequence[int],
 ) -> tuple[KeySpan, ...]:
-    """Spans of a chat request. `messages` and `tools` as the client sent them, `prompt` as rendered."""
+    """Return the spans of a chat request. `messages` and `tools` are the client's; `prompt` is the rendered text."""
     pieces, known_bytes = _locate(messages, tools, prompt)
     return _spans(keys[: known_bytes // stride], stride, pieces, token_ends)
 
@@ -54,10 +54,10 @@ def cached_prefixes(
     prompt: str,
     token_ends: Sequence[int],
 ) -> tuple[int, ...]:
-    """For each place (message, its content parts before the place) the leading prompt tokens that are certain by there.
+    """Return for each place (message, its content parts before the place) the leading prompt tokens before it.
 
-    `ends` in ascending order. 0 parts: all before the message's content, tools among it. 0 tokens for a place that
-    cannot be followed into the rendered prompt. Like a key's claim, a count leaves out a token that goes on beyond.
+    `ends` in ascending order. 0 parts: the place before the message's content, with tools before it. The count is 0 for
+    a place that cannot be found in the rendered prompt. As in a key's claim, a token across the place is not counted.
     """
     pieces, known_bytes = _locate(messages, tools, prompt)
     starts = _content_starts(messages, tools)
@@ -72,7 +72,7 @@ def cached_prefixes(
         if place > known_bytes or message >= len(pieces):
             counts.append(0)
             continue
-        # In white space that the template strips from a content's beginning, a place is behind what comes before it.
+        # If the template strips a content's leading white space, a place in that space may come before the last one.
         furthest = max(furthest, covered if parts else pieces[message].first_char)
         counts.append(bisect_right(token_ends, furthest) if furthest else 0)
     return tuple(counts)
@@ -94,14 +94,14 @@ def text_spans(keys: Sequence[PrefixKey], stride: int, prompt: str, token_ends: 
 
 
 def token_spans(keys: Sequence[PrefixKey], stride: int) -> tuple[KeySpan, ...]:
-    """Spans of a prompt given as token ids: four bytes each."""
+    """Return the spans of a prompt given as token ids, which have four bytes each."""
     return tuple(KeySpan(key, (i + 1) * stride // 4) for i, key in enumerate(keys))
 
 
 def _locate(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, prompt: str
 ) -> tuple[list[_Piece], int]:
-    """Each message's content in the prompt, and the canonical bytes up to the first that is not there."""
+    """Return each message's content in the prompt, and the canonical bytes up to the first content not found."""
     pieces: list[_Piece] = []
     position = len(tools_bytes(tools)) if tools else 0
     cursor = 0
@@ -130,7 +130,7 @@ def _find(content: str, prompt: str, cursor: int, first_byte: int) -> _Piece | N
 
 
 def _before_moved(pieces: list[_Piece], content: str, prompt: str) -> list[_Piece]:
-    """The pieces that end before `content`, which is not behind them: they may have been moved after it."""
+    """Return the pieces that end before `content`. The template may have moved the others after it."""
     start = prompt.find(content.strip())
     return pieces if start < 0 else [piece for piece in pieces if piece.end_char <= start]
 
@@ -146,7 +146,7 @@ def _spans(
 
 
 def _covered_chars(pieces: Sequence[_Piece], boundaries: Sequence[int]) -> Iterator[int]:
-    """Characters of the prompt known from the bytes before each boundary (ascending): whole ones of a piece's text."""
+    """Yield the number of prompt characters covered by the bytes before each boundary (ascending)."""
     remaining = list(reversed(boundaries))
     covered = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text whose pieces end anywhere."""
+"""Finds stop strings in a stream of text whose pieces can end anywhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on until one of the stop strings is complete; holds back what may become one.
+    """Passes text on until a stop string is complete, and holds back text that may become one.
 
-    Of several stop strings the one that is complete first counts, and of those the longest: so the outcome does not
-    depend on where the pieces end.
+    The stop string that is complete first counts; if several are, the longest. So the outcome does not depend on where
+    the pieces end.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,7 +19,7 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """(text to pass on, whether a stop string ended it). Nothing may be pushed after the end."""
+        """Return (text to pass on, whether a stop string ended it). Push nothing after the end."""
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -34,13 +34,13 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return the text held back, if the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

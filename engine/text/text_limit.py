@@ -1,4 +1,4 @@
-"""How much text so many tokens can hold, from what a tokenizer.json says: a bound that costs nothing to check."""
+"""A bound on the text that a number of tokens can hold, derived from tokenizer.json. Checking it costs nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 UNBOUNDED_BYTES = 2**20
-"""What a text may have at least where any length of it may become one token, or none."""
+"""Bytes that any text may have if the tokenizer can turn text of any length into one token, or none."""
 _CHARACTER_BYTES = 4
 _FOLDING = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 _MOST_FOLDED = 4
-"""Bytes of text that these make one byte of: U+1D400 becomes A."""
+"""Most bytes of text that these normalizers turn into one byte: U+1D400 becomes A."""
 _LENGTHENING = ("ByteLevel", "Prepend")
 _DROPPING = ("BertPreTokenizer", "CharDelimiterSplit", "Whitespace", "WhitespaceSplit")
 
@@ -26,7 +26,7 @@ class TextLimit:
 
     @staticmethod
     def of(state: Mapping[str, Any], longest_token: int, byte_characters: Collection[str]) -> TextLimit:
-        """`state`: the tokenizer.json; `longest_token`: bytes; `byte_characters`: how byte-level tokens show bytes."""
+        """`state`: tokenizer.json. `longest_token`: bytes. `byte_characters`: how byte-level tokens show bytes."""
         folds = any(part["type"] in _FOLDING for part in _parts(state["normalizer"]))
         return TextLimit(
             max(longest_token, _CHARACTER_BYTES) * (_MOST_FOLDED if folds else 1),
@@ -36,13 +36,13 @@ class TextLimit:
         )
 
     def most_bytes(self, tokens: int) -> int:
-        """Bytes of UTF-8 that a text of at most so many tokens can have."""
+        """Return the most bytes of UTF-8 that a text of so many tokens can have."""
         bound = tokens * self.bytes_per_token
         return bound if self.keeps_all else max(bound, UNBOUNDED_BYTES)
 
 
 def _knows_all(state: Mapping[str, Any], byte_characters: Collection[str]) -> bool:
-    """Whether no character is unknown: unknown ones in a row may become one token, or be left out."""
+    """Return whether no character is unknown: several unknown ones in a row may become one token, or be left out."""
     model = state["model"]
     if model["type"] not in ("BPE", "Unigram"):
         return False
@@ -57,7 +57,7 @@ def _knows_all(state: Mapping[str, Any], byte_characters: Collection[str]) -> bo
 
 
 def _lengthens(normalizer: Mapping[str, Any]) -> bool:
-    """Whether the normalizer never leaves a text shorter, but for folding."""
+    """Return whether the normalizer never shortens a text, except by folding."""
     kind = normalizer["type"]
     if kind == "Replace":
         found = normalizer["pattern"].get("String")
@@ -70,7 +70,7 @@ def _drops(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _parts(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The steps in a step of the pipeline: itself, or those of a sequence."""
+    """Yield the step itself, or the steps of a sequence."""
     if step is None:
         return
     if step["type"] != "Sequence":

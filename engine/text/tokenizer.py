@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer.json: text to token ids with offsets, and back."""
+"""A checkpoint's tokenizer.json: turns text into token ids with offsets, and back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.text.text_limit import TextLimit
 
 
 class TokenizerError(Exception):
-    """A tokenizer or chat template the engine cannot use; the text names the file and the remedy."""
+    """A tokenizer or chat template that the engine cannot use; the text names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a text, and where each of them ends."""
+    """The token ids of a text, and the end of each token."""
 
     ids: list[int]
     ends: Sequence[int]
@@ -27,10 +27,10 @@ class Encoded:
 
 
 class _Ends(Sequence[int]):
-    """Read from the library's encoding where needed: to copy all offsets out takes a microsecond each.
+    """Reads ends from the library's encoding on demand: copying all offsets takes a microsecond each.
 
-    Byte-level tokenizers may trim white space from offsets, at both sides of a token: the certain end of one is where
-    the next starts. Tokens that the post-processor adds before and behind the text have no offsets.
+    Byte-level tokenizers may trim white space from offsets, on both sides of a token, so a token's certain end is the
+    start of the next token. Tokens that the post-processor adds before and after the text have no offsets.
     """
 
     def __init__(self, encoding: tokenizers.Encoding, text: str) -> None:
@@ -76,7 +76,7 @@ class Tokenizer:
         self._added = {token["id"] for token in state["added_tokens"]}
         self._special = {token["id"] for token in state["added_tokens"] if token["special"]}
         self.joins_bytes: bool = (state["decoder"] or {}).get("type") == "ByteLevel"
-        """`decode` is nothing but the bytes of the tokens, joined and decoded as UTF-8: those of `decoded_bytes`."""
+        """Whether `decode` only joins the tokens' bytes (see `decoded_bytes`) and decodes them as UTF-8."""
         self._decoded: dict[int, bytes] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of the checkpoint in `folder`. Raises TokenizerError."""
+        """Return the tokenizer of the checkpoint in `folder`. Raises TokenizerError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist: the engine needs a checkpoint with a fast tokenizer")
@@ -94,42 +94,42 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Ids of `text`; `add_special_tokens`: as the tokenizer's post-processor does (BOS, where the model has one).
+        """Return the ids of `text`. `add_special_tokens`: apply the tokenizer's post-processor, which may add BOS.
 
         A rendered chat template already holds its special tokens.
         """
-        # encode_batch lets other threads run meanwhile; encode does not, and half a megabyte takes half a second.
+        # encode_batch lets other threads run; encode does not, and half a megabyte takes half a second.
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return Encoded(encoding.ids, _Ends(encoding, text))
 
     def most_bytes(self, tokens: int) -> int:
-        """Bytes of UTF-8 above which a text has more than so many tokens, or nothing that is worth encoding."""
+        """Return the bytes of UTF-8 above which a text has more than so many tokens, or is not worth encoding."""
         return self._limit.most_bytes(tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the ids. Bytes that are not UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decoded_bytes(self, token: int) -> bytes:
-        """What `decode` joins for a token where `joins_bytes`: nothing for a special one."""
+        """Return the bytes that `decode` joins for a token if `joins_bytes`. A special token has none."""
         found = self._decoded.get(token)
-        if found is None:  # as many entries as the vocabulary has
+        if found is None:  # the cache has at most one entry per token of the vocabulary
             text = "" if token in self._special else self.token_text(token)
             found = self._decoded[token] = self._byte_level_bytes(text)
         return found
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token by its vocabulary string, None where there is none."""
+        """Return the id of a token by its vocabulary string, None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def token_text(self, token: int) -> str:
-        """The vocabulary string of a token, empty for an id without one."""
+        """Return the vocabulary string of a token, empty for an id without one."""
         return self._tokenizer.id_to_token(token) or ""
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for: also of one that holds a part of a character."""
+        """Return the bytes that a token stands for. They may be a part of a character."""
         text = self.token_text(token)
         if token in self._added:
             return text.encode()
@@ -145,7 +145,7 @@ class Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where the file does not exist. Raises TokenizerError."""
+    """Return the JSON object in a file, empty if the file does not exist. Raises TokenizerError."""
     if not path.is_file():
         return {}
     try:
@@ -158,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A file's text. Raises TokenizerError."""
+    """Return a file's text. Raises TokenizerError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,7 +166,7 @@ def read_text(path: Path) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's visible character for each byte, inverted: printable Latin-1 is itself, the rest follow from U+0100."""
+    """Return the byte of each of GPT-2's visible characters: printable Latin-1 is itself, the rest start at U+0100."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

@@ -1,1 +1,1 @@
-"""Slower tiers below the KV pool: what is kept there, what is fetched from there, and when neither is worth it."""
+"""Slower tiers below the KV pool: what they keep, what is fetched from them, and when neither is worth it."""

@@ -1,4 +1,4 @@
-"""A file of KV blocks that tells what is whole in it, whatever happened to it.
+"""A file of KV blocks that shows which of its blocks are whole, whatever happened to the file.
 
     head (4096 bytes): magic, format, slots, bytes a block, tokens a block, fingerprint, xxh3_64 of all before
     slot i, at 4096 + i * (4096 + bytes a block): label (4096 bytes), then the block's KV
@@ -6,8 +6,8 @@
     label: magic, turn, digest, parent's digest, xxh3_128 of digest and KV, bytes of content, number of keys, content,
            keys, xxh3_64 of all before
 
-Little-endian. A label is written after its KV. So whatever a killed process, a torn write or a flipped bit leaves,
-either the label or the KV does not agree with its checksum, and the block is not there. Nothing is ever synced.
+Little-endian. A label is written after its KV. So after a killed process, a torn write or a flipped bit, either the
+label or the KV does not agree with its checksum, and the block counts as missing. Nothing is ever synced.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ NO_DIGEST = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a block is: enough to index it again."""
+    """What a block holds: enough to index it again."""
 
     digest: bytes
     parent: bytes
     content: bytes
-    """Its tokens, as `CachedSequence.contents`; a first block's are preceded by the salt's digest."""
+    """Its tokens, like `CachedSequence.contents`, after the salt's digest if it is a chain's first block."""
     keys: tuple[PrefixKey, ...] = ()
     turn: int = 0
     """Order of writing; a later block has a greater number."""
 
     @property
     def fits(self) -> bool:
-        """Whether a slot has room for it: blocks of a thousand tokens are kept out."""
+        """Whether a slot has room for the label. Labels of blocks of a thousand tokens do not fit."""
         return len(self.content) + 8 * len(self.keys) <= _LABEL_ROOM
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Files of another shape are of another engine, and are not read."""
+    """The shape of a file. A file of another shape belongs to another engine, and is not read."""
 
     slots: int
     block_bytes: int
@@ -65,14 +65,14 @@ class Shape:
 
 
 class Medium(Protocol):
-    """A file's bytes. Raises OSError, as disks do."""
+    """Reads and writes a file's bytes. Raises OSError, as disks do."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer from the offset on; the number of bytes that were there."""
+        """Fill the buffer from the offset on; return the number of bytes read."""
         ...
 
     def write(self, buffer: memoryview | bytes, offset: int) -> None:
-        """Write all of it."""
+        """Write the whole buffer."""
         ...
 
 
@@ -97,7 +97,7 @@ class FileMedium:
 
 
 class BlockDamaged(OSError):
-    """What is in the slot is not the block that was asked for, or not whole."""
+    """The slot does not hold the block that was asked for, or the block is damaged."""
 
 
 class BlockFile:
@@ -111,7 +111,7 @@ class BlockFile:
 
     @staticmethod
     def bytes_for(shape: Shape) -> int:
-        """Of the whole file."""
+        """Return the size of the whole file in bytes."""
         return HEAD_BYTES + shape.slots * (LABEL_BYTES + shape.block_bytes)
 
     def is_of_this_shape(self) -> bool:
@@ -120,18 +120,18 @@ class BlockFile:
         return self._medium.read_into(memoryview(head), 0) == HEAD_BYTES and bytes(head) == self._head()
 
     def write_head(self) -> None:
-        """Make it a file of this shape."""
+        """Write the head of a file of this shape."""
         self._medium.write(self._head(), 0)
 
     def write(self, slot: int, label: Label, kv: memoryview) -> None:
-        """Store a block. Raises OSError; what the slot held is gone then, too."""
+        """Store a block. Raises OSError; what the slot held before is then gone, too."""
         self._turn += 1
         at = self._offset(slot)
         self._medium.write(kv, at + LABEL_BYTES)
         self._medium.write(_pack(label, self._turn, _kv_sum(label.digest, kv)), at)
 
     def read(self, slot: int, digest: bytes, kv: memoryview) -> None:
-        """Fill `kv` with the block of this digest. Raises BlockDamaged, and OSError of the medium."""
+        """Fill `kv` with the block of this digest. Raises BlockDamaged, or an OSError of the medium."""
         at = self._offset(slot)
         found = self._label(at)
         if found is None or found[0].digest != digest:
@@ -140,7 +140,7 @@ class BlockFile:
             raise BlockDamaged(f"slot {slot} has a wrong checksum")
 
     def labels(self) -> Iterator[tuple[int, Label]]:
-        """Every slot with a whole label. Their KV is looked at when it is read."""
+        """Iterate over every slot with a whole label. KV is checked only when it is read."""
         for slot in range(self.shape.slots):
             try:
                 found = self._label(self._offset(slot))
@@ -160,7 +160,7 @@ class BlockFile:
         return head + xxh3_64_digest(head)
 
     def _label(self, offset: int) -> tuple[Label, bytes] | None:
-        """The label there and its KV's checksum; None where it is not whole."""
+        """Return the label at this offset and its KV's checksum; None if the label is damaged."""
         packed = bytearray(LABEL_BYTES)
         if self._medium.read_into(memoryview(packed), offset) != LABEL_BYTES:
             return None
@@ -174,9 +174,11 @@ class BlockFile:
 
 
 def open_file(path: Path, shape: Shape) -> tuple[BlockFile, int, bool]:
-    """The file at `path`, made or made anew where it is not of this shape; its descriptor, which holds its lock; and
-    whether one of another shape, or a damaged one, was there. Raises OSError, BlockingIOError where another process
-    has it."""
+    """Open the file at `path`; create it, or create it anew if it is not of this shape.
+
+    Returns the file, its descriptor, which holds its lock, and whether a damaged file or one of another shape was
+    there. Raises OSError; BlockingIOError if another process uses the file.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,7 +203,7 @@ def _pack(label: Label, turn: int, kv_sum: bytes) -> bytes:
 
 
 def _kv_sum(digest: bytes, kv: memoryview) -> bytes:
-    """Of digest and KV together: a block's KV in another one's place is as wrong as a flipped bit."""
+    """Return a checksum of digest and KV together, because a block's KV in another block's place is wrong, too."""
     whole = xxh3_128(digest)
     whole.update(kv)
     return whole.digest()

@@ -1,4 +1,4 @@
-"""Makes the tiers that the settings ask for."""
+"""Builds the tiers that the settings ask for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.backend.tiers.base import CopyEngine, CopyError, Direction
 from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
+from engine.tiers.allowance import STEP_SHARE
 from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES, Label, Shape
 from engine.tiers.disk import OpenDisk, open_disk, trial
 from engine.tiers.emulated import EmulatedCopies, Timers
@@ -32,29 +33,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-LIMITS = CopyLimits(run_bytes=4 * _MIB, in_flight_bytes=16 * _MIB, half_life_bytes=256 * _MIB)
-"""Of copies on threads: as much is still copied after a copy is given up."""
+LIMITS = CopyLimits(job_bytes=4 * _MIB, in_flight_bytes=16 * _MIB, half_life_bytes=256 * _MIB)
+"""Limits of copies on threads: as many bytes as are in flight are still copied after a copy is given up."""
 CUDA_POLL_S = 0.001
-"""Copies of the card tell nobody that they have ended."""
+"""Seconds between polls on a card, whose copies do not report that they have ended."""
 MEASURED_BYTES = 32 * _MIB
-"""That are copied to and fro at the start to learn the rates."""
+"""Bytes that are copied in both directions at the start to learn the rates."""
+BESIDE_CPU_STEPS = 0.25
+"""`beside` of a `Link` on the CPU, where steps and copies share the memory (`tests.bench.bench_tier_steps`). Steps on a
+card are not delayed."""
 MEASURE_S = 30.0
-"""Within which that must have ended."""
+"""Seconds within which the measurement at the start must end."""
 
 
 class TierError(Exception):
-    """A tier cannot be made; the text names the setting and the remedy."""
+    """A tier cannot be built; the text names the setting and the remedy."""
 
 
 class _Telling(CopyEngine, Protocol):
-    """Copies that tell of their end."""
+    """Copies that report their end."""
 
     def tell(self, on_end: Callable[[], None] | None) -> None: ...
     def close(self) -> None: ...
 
 
 class SharedSide(Protocol):
-    """The side of a shared tier that is not copies."""
+    """A shared tier without its copies."""
 
     @property
     def lookups(self) -> TellingLookups: ...
@@ -74,16 +78,18 @@ class Store:
     block_bytes: int
     copier: BlockCopier
     telling: _Telling | None = None
-    """The copies, where they tell of their end."""
+    """The copies, if they report their end."""
     memory: memoryview | None = None
-    """The host tier's blocks, one behind the other, where a tier below it reads and writes them."""
+    """The host tier's blocks, one after the other, for a tier below that reads and writes them."""
     disk: OpenDisk | None = None
-    """What the disk tier writes to."""
+    """What the disk tier writes to; None for other tiers."""
     shared: SharedSide | None = None
-    """What a tier has that other engines write to, too."""
+    """The other parts of a tier to which other engines write, too; None for other tiers."""
+    beside: float = 0.0
+    """See `Link`."""
 
     def close(self) -> None:
-        """Begin no further copy. Blocks the thread for a second at most."""
+        """Begin no further copy. Blocks the calling thread for at most a second."""
         if self.shared is not None:
             self.shared.close()
         if self.telling is not None:
@@ -93,21 +99,19 @@ class Store:
 
 
 def host_store(kv: KvPool, host_bytes: int) -> Store:
-    """The host tier of `host_bytes` bytes below the pool. Blocks: the copies are measured. Raises
-    TierError."""
+    """Build the host tier of `host_bytes` bytes below the pool. Blocks to measure the copies. Raises TierError."""
     # Imported here: an emulated pod needs no torch.
-    from engine.backend.cuda.copies import HostMemoryError, HostPool, copy_engine, measure_rates
+    from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostMemoryError, HostPool, measure_rates
 
     pool = kv.data
     block_bytes = pool[0].nbytes
     slots = _slots("--host-cache-bytes", host_bytes, block_bytes)
     try:
         host = HostPool(pool, slots)
-        copies = copy_engine(pool, host)
     except HostMemoryError as error:
         raise TierError(f"--host-cache-bytes {host_bytes}: {error}") from None
-    telling = None if pool.device.type == "cuda" else ThreadedCopies(copies, "host-tier")
-    copier = BlockCopier(telling or copies, time.monotonic, LIMITS if telling else None)
+    telling = None if pool.device.type == "cuda" else ThreadedCopies(CpuBlockMover(pool, host), "host-tier")
+    copier = BlockCopier(telling or CudaCopyEngine(pool, host), time.monotonic, LIMITS if telling else None)
     measured = max(1, min(MEASURED_BYTES // block_bytes, slots, len(pool)))
     pool[:measured].zero_()
     try:
@@ -115,12 +119,12 @@ def host_store(kv: KvPool, host_bytes: int) -> Store:
     except (CopyError, TimeoutError) as error:
         raise TierError(f"--host-cache-bytes {host_bytes}: blocks cannot be copied: {error}") from None
     memory = host.data.numpy().reshape(-1).data
-    return Store(Place.HOST, slots, block_bytes, copier, telling, memory)
+    return Store(Place.HOST, slots, block_bytes, copier, telling, memory, beside=BESIDE_CPU_STEPS if telling else 0.0)
 
 
 def disk_store(host: Store, folder: Path, disk_bytes: int, *, block_size: int, fingerprint: bytes) -> Store:
-    """The disk tier below the host tier, with what an engine before has left there. Blocks: writes and reads some
-    megabytes. Raises TierError."""
+    """Build the disk tier below the host tier, with what an earlier engine has left there. Blocks while it writes and
+    reads some megabytes. Raises TierError."""
     assert host.memory is not None
     slots = (disk_bytes - HEAD_BYTES) // (LABEL_BYTES + host.block_bytes)
     if slots < 1:
@@ -142,14 +146,14 @@ def disk_store(host: Store, folder: Path, disk_bytes: int, *, block_size: int, f
             copier.learn_rate(direction, moved_bytes, elapsed_s)
     except OSError as error:
         log.warning("disk tier: its speed is not known until blocks are written: %s", error)
-    return Store(Place.DISK, slots, host.block_bytes, copier, telling, disk=disk)
+    return Store(Place.DISK, slots, host.block_bytes, copier, telling, disk=disk, beside=host.beside)
 
 
 def shared_store(
     above: Store, host: Store, root: Path, shared_bytes: int, *, block_size: int, fingerprint: bytes
 ) -> Store:
-    """The shared tier below `above`, which is the host tier or the disk tier below that. Blocks: writes and reads some
-    megabytes. Raises TierError."""
+    """Build the shared tier below `above`, which is the host tier or the disk tier. Blocks while it writes and reads
+    some megabytes. Raises TierError."""
     assert host.memory is not None
     size = SHARED_HEAD_BYTES + host.block_bytes
     if shared_bytes < size:
@@ -173,7 +177,9 @@ def shared_store(
             copier.learn_rate(direction, moved_bytes, elapsed_s)
     except OSError as error:
         log.warning("shared tier: its speed is not known until blocks are written: %s", error)
-    return Store(Place.SHARED, shared.copies.host_slots, host.block_bytes, copier, telling, shared=shared)
+    return Store(
+        Place.SHARED, shared.copies.host_slots, host.block_bytes, copier, telling, shared=shared, beside=host.beside
+    )
 
 
 def emulated_store(
@@ -186,8 +192,8 @@ def emulated_store(
     bytes_per_s: float,
     limits: CopyLimits | None = LIMITS,
 ) -> Store:
-    """An emulated tier; `pool_blocks`: of the tier above it; `limits`: of its copies, None: those of a card's. Raises
-    TierError."""
+    """Build an emulated tier. `pool_blocks`: blocks of the tier above it; `limits`: of its copies, None: those of a
+    card. Raises TierError."""
     slots = _slots(f"--{tier.name.lower()}-cache-bytes", tier_bytes, block_bytes)
     copies = EmulatedCopies(
         timers, pool_blocks=pool_blocks, host_slots=slots, block_bytes=block_bytes, bytes_per_s=bytes_per_s
@@ -206,8 +212,12 @@ def make_tiers(
     step_tokens: int,
     clock: Callable[[], float],
     on_end: Callable[[], None],
+    step_share: float = STEP_SHARE,
+    computed: Callable[[], float] | None = None,
+    later: Callable[[], object] | None = None,
 ) -> Tiers:
-    """The tiers over these stores, from the pool downwards. `on_end`: called, on any thread, when a copy has ended."""
+    """Build the tiers over these stores, from the pool downwards. `on_end`: called on any thread when a copy has ended;
+    `step_share`, `computed` and `later`: see `Tiers`."""
     links: list[Link] = []
     upper = pool
     for store in stores:
@@ -220,13 +230,23 @@ def make_tiers(
         if store.shared is not None:
             describe = store.shared.describe
             store.shared.lookups.tell(on_end)
-        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe))
+        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe, store.beside))
         if store.telling is not None:
             store.telling.tell(on_end)
         upper = lower
     poll_s = math.inf if all(store.telling for store in stores) else CUDA_POLL_S
     shared = stores[-1].shared if stores else None
-    tiers = Tiers(pool, links, step_tokens=step_tokens, clock=clock, poll_s=poll_s, shared=shared)
+    tiers = Tiers(
+        pool,
+        links,
+        step_tokens=step_tokens,
+        clock=clock,
+        poll_s=poll_s,
+        shared=shared,
+        step_share=step_share,
+        computed=computed,
+        later=later,
+    )
     for store in stores:
         if store.disk is not None:
             tiers.learn_cost(store.disk.read_cost())
@@ -235,7 +255,7 @@ def make_tiers(
 
 
 def close_stores(stores: Sequence[Store], tiers: Tiers) -> None:
-    """Begin no further copy, and leave to the next engine what this one has learnt. Blocks for some seconds at most."""
+    """Begin no further copy, and store what was learnt for the next engine. Blocks for some seconds at most."""
     for store in reversed(stores):
         if store.disk is not None and tiers.cost.token_s:
             store.disk.write_cost(tiers.cost)

@@ -1,4 +1,4 @@
-"""The disk tier: copies between host memory and a file of blocks, and what is found in the file at the start."""
+"""The disk tier: copies between host memory and a file of blocks, and the blocks found in the file at the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
+from engine.backend.tiers.base import BlockRun, CopyError, Direction, Moved
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.load import MAX_STEP_S, StepCost
@@ -25,31 +25,32 @@ _TRIAL_BYTES = 8 * 2**20
 
 
 class DiskCopies:
-    """A `CopyEngine` from blocks of host memory to slots of a file; a run has ended when `start` returns.
+    """A `BlockMover` from blocks of host memory to slots of a file.
 
-    A block of the tier's index is not a slot of the same number: after a restart the index numbers anew what it finds.
+    A block of the tier's index need not be in the slot of the same number: after a restart the index gives new numbers
+    to the blocks it finds.
     """
 
     def __init__(self, file: BlockFile, memory: memoryview) -> None:
-        """`memory`: the host tier's blocks, one behind the other. Reads every label of the file."""
+        """`memory`: the host tier's blocks, one after the other. Reads every label of the file."""
         self.block_bytes = file.shape.block_bytes
         self.pool_blocks = len(memory) // self.block_bytes
         self.host_slots = file.shape.slots
         self._file = file
         self._memory = memory
         self._slots = list(range(self.host_slots))
-        """By block."""
+        """By block: its slot."""
         self._labels: list[Label | None] = [None] * self.host_slots
-        """By block: what it holds, or will once its copy has ended."""
+        """By block: what it holds, or will hold once its copy has ended."""
         self._found = dict(file.labels())
-        """By slot, what was there at the start, until it is indexed."""
+        """Slot -> label found there at the start, until it is indexed."""
 
     def describe(self, block: int, label: Label) -> None:
-        """What the block is going to hold: before its copy is asked for."""
+        """Note what the block will hold. Call this before asking for its copy."""
         self._labels[block] = label
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """See `CopyEngine.start`."""
+    def move(self, run: BlockRun) -> Moved:
+        """See `BlockMover.move`."""
         start_s = time.perf_counter()
         try:
             for pair in run.pairs:
@@ -59,12 +60,12 @@ class DiskCopies:
                     self._read(pair.source, self._kv(pair.target))
         except OSError as error:
             raise CopyError(f"{type(error).__name__}: {error}") from error
-        return _Ended(time.perf_counter() - start_s)
+        return Moved(run.blocks, time.perf_counter() - start_s)
 
     def restore(self, index: PrefixCache) -> int:
-        """Index what the file holds, parents first; the number of blocks. Before the first copy.
+        """Index what the file holds, parents first; return the number of blocks. Call this before the first copy.
 
-        Blocks whose chain has a gap are left out: nothing could reuse them.
+        Blocks whose chain has a gap are left out, because nothing could reuse them.
         """
         found, self._found = self._found, {}
         slot_of = {label.digest: slot for slot, label in sorted(found.items(), key=lambda item: item[1].turn)}
@@ -78,7 +79,7 @@ class DiskCopies:
         return index.indexed_blocks
 
     def _index(self, index: PrefixCache, labels: list[Label], slots: list[int], block_of: dict[int, int]) -> None:
-        """`block_of`: by slot, the inverse of `_slots`."""
+        """Index one chain. `block_of`: by slot, its block; the inverse of `_slots`."""
         anchors = tuple((i, key) for i, label in enumerate(labels) for key in label.keys)
         digests, contents = [label.digest for label in labels], [label.content for label in labels]
         sequence = CachedSequence(index.block_size, b"", anchors, digests, contents)
@@ -96,7 +97,7 @@ class DiskCopies:
 
     @property
     def blocks(self) -> int:
-        """Of this tier: see `UpperBlocks`."""
+        """See `UpperBlocks.blocks`."""
         return self.host_slots
 
     def read(self, block: int, kv: memoryview) -> memoryview:
@@ -126,15 +127,6 @@ class DiskCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    seconds: float
-
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
-        return self.seconds
-
-
-@dataclass(frozen=True, slots=True)
 class OpenDisk:
     """A disk tier's file, locked while it is open."""
 
@@ -142,14 +134,14 @@ class OpenDisk:
     copies: DiskCopies
     descriptor: int
     discarded_files: int
-    """Files of other models, versions and sizes, and damaged ones, whose place it has taken."""
+    """Number of removed files: those of other models, versions and sizes, and damaged ones."""
 
     def close(self) -> None:
         """Give up the lock."""
         os.close(self.descriptor)
 
     def read_cost(self) -> StepCost:
-        """What computing cost the last engine of this folder; all zero where nothing sensible was left."""
+        """Return what computing cost the last engine of this folder; all zero if it left nothing valid."""
         try:
             fields = json.loads((self.folder / _COST_FILE).read_bytes())
             cost = StepCost(**{name: float(fields[name]) for name in StepCost.__slots__})
@@ -158,7 +150,7 @@ class OpenDisk:
         return cost if all(0 <= seconds <= MAX_STEP_S for seconds in astuple(cost)) else StepCost()
 
     def write_cost(self, cost: StepCost) -> None:
-        """Leave to the next engine what computing costs: else it could not tell at first what is worth fetching."""
+        """Store what computing costs. Without it the next engine could not tell at first what is worth fetching."""
         path = self.folder / _COST_FILE
         try:
             path.with_suffix(".new").write_text(json.dumps(asdict(cost)))
@@ -168,9 +160,11 @@ class OpenDisk:
 
 
 def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
-    """The tier in this folder, which is made where it is not there. What engines of other models or versions left in
-    it is removed, so that it holds no more bytes than it may. Raises OSError, BlockingIOError where another engine uses
-    the folder."""
+    """Open the tier in this folder, which is created if it does not exist.
+
+    Removes what engines of other models or versions have left, so that the folder stays within its bytes. Raises
+    OSError; BlockingIOError if another engine uses the folder.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{shape.fingerprint[:8].hex()}{SUFFIX}"
     file, descriptor, is_foreign = open_file(path, shape)
@@ -182,7 +176,7 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
 
 
 def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:
-    """Bytes and seconds of writing a file there and reading it back past the page cache. Raises OSError."""
+    """Write a file and read it back, bypassing the page cache; return bytes and seconds of both. Raises OSError."""
     path = folder / f"trial-{uuid.uuid4().hex}"
     data = os.urandom(max(1, _TRIAL_BYTES // block_bytes) * block_bytes if block_bytes < _TRIAL_BYTES else block_bytes)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -205,7 +199,7 @@ def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:
 
 
 def _chain(end: int, found: dict[int, Label], slot_of: dict[bytes, int]) -> list[int]:
-    """Slots from a chain's first block to `end`; empty where one between is missing."""
+    """Return the slots from a chain's first block to `end`; empty if a block in between is missing."""
     chain = [end]
     seen = {end}
     while (parent := found[chain[-1]].parent) != NO_DIGEST:

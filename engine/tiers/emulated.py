@@ -1,28 +1,28 @@
-"""Copies of emulated devices: nothing moves, and it takes as long as the bytes would."""
+"""Copies of emulated devices: nothing moves, but a copy takes as long as its bytes would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.backend.tiers.base import BlockRun, Direction, RunningCopy
+from engine.backend.tiers.base import BlockRun, Direction, EndedJob, Moved, RunningJob
 
 
 class Timers(Protocol):
-    """What is used of an event loop: its clock may be virtual."""
+    """The part of an event loop that is used here. Its clock may be virtual."""
 
     def time(self) -> float:
-        """Seconds that only grow."""
+        """Return the time in seconds, which only grows."""
         ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> object:
-        """Call at that time."""
+        """Call `callback` at that time."""
         ...
 
 
 class EmulatedCopies:
-    """A `CopyEngine` in which each direction moves `bytes_per_s`, one run after the other."""
+    """A `CopyEngine` in which each direction moves `bytes_per_s`, one job after the other."""
 
     def __init__(
         self, timers: Timers, *, pool_blocks: int, host_slots: int, block_bytes: int, bytes_per_s: float
@@ -34,16 +34,22 @@ class EmulatedCopies:
         self._on_end: Callable[[], None] | None = None
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this when a run has ended; None: call nothing."""
+        """Call this when a job has ended; None: call nothing."""
         self._on_end = on_end
 
-    def start(self, run: BlockRun) -> RunningCopy:
+    def start(self, job: Sequence[BlockRun]) -> RunningJob:
         """See `CopyEngine.start`."""
-        begins_s = max(self._timers.time(), self._free_at_s[run.direction])
-        seconds = run.blocks * self.block_bytes / self.bytes_per_s
-        self._free_at_s[run.direction] = begins_s + seconds
+        return self._moving(job, sum(run.blocks for run in job))
+
+    def _moving(self, job: Sequence[BlockRun], blocks: int, errors: Sequence[str | None] = ()) -> RunningJob:
+        """Return a job that takes the time of `blocks` blocks."""
+        direction = job[0].direction
+        begins_s = max(self._timers.time(), self._free_at_s[direction]) if blocks else self._timers.time()
+        seconds = blocks * self.block_bytes / self.bytes_per_s
+        if blocks:
+            self._free_at_s[direction] = begins_s + seconds
         self._timers.call_at(begins_s + seconds, self._ended)
-        return _Emulated(self._timers, begins_s + seconds, seconds)
+        return _Emulated(self._timers, begins_s + seconds, EndedJob(Moved(blocks, seconds), errors))
 
     def close(self) -> None:
         """Nothing to free."""
@@ -58,8 +64,8 @@ class EmulatedCopies:
 class _Emulated:
     timers: Timers
     ends_s: float
-    seconds: float
+    outcome: EndedJob
 
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
-        return self.seconds if self.timers.time() >= self.ends_s else None
+    def ended(self) -> EndedJob | None:
+        """See `RunningJob.ended`."""
+        return self.outcome if self.timers.time() >= self.ends_s else None

@@ -1,11 +1,11 @@
-"""A shared tier of emulated engines in one process: nothing is stored, and everything takes its time."""
+"""A shared tier of emulated engines in one process: nothing is stored, but everything takes the time it would."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
+from engine.backend.tiers.base import BlockRun, Direction, RunningJob
 from engine.backend.tiers.copier import BlockCopier
 from engine.tiers.block_file import Label
 from engine.tiers.build import LIMITS, Store
@@ -18,7 +18,7 @@ from engine.tiers.stats import SharedSize
 
 @dataclass(eq=False)
 class EmulatedFolder:
-    """What a folder holds that engines share: at most `blocks` blocks, made room for as `Janitor` does it."""
+    """The content of a folder that engines share: at most `blocks` blocks. Room is made as in `Janitor`."""
 
     timers: Timers
     blocks: int
@@ -27,14 +27,14 @@ class EmulatedFolder:
     evicted: int = 0
 
     def use(self, label: Label) -> bool:
-        """The block is read, or was to be stored; whether it is there."""
+        """Mark the block as used, because it is read or was to be stored; return whether it is there."""
         if label.digest not in self.used_s:
             return False
         self.used_s[label.digest] = self.timers.time()
         return True
 
     def store(self, label: Label) -> None:
-        """The block is there from now on."""
+        """Add the block; make room if the folder is too full."""
         self.used_s[label.digest] = self.timers.time()
         self.parents[label.digest] = label.parent
         if len(self.used_s) > FULL * self.blocks:
@@ -43,7 +43,7 @@ class EmulatedFolder:
                 self.evicted += 1
 
     def leading(self, digests: Sequence[bytes]) -> int:
-        """How many of these blocks are there, from the first on."""
+        """Return how many of these blocks, from the first on, are there."""
         return next((i for i, digest in enumerate(digests) if digest not in self.used_s), len(digests))
 
     def forget_all(self) -> None:
@@ -53,7 +53,7 @@ class EmulatedFolder:
 
 
 class _SharedCopies(EmulatedCopies):
-    """Between a pod and the folder. What is there already is not written again, and what is gone cannot be read."""
+    """Copies between a pod and the folder. Present blocks are not written again, and missing ones cannot be read."""
 
     def __init__(
         self, folder: EmulatedFolder, *, pool_blocks: int, slots: int, block_bytes: int, bytes_per_s: float
@@ -64,26 +64,18 @@ class _SharedCopies(EmulatedCopies):
         self._folder = folder
         self.labels: dict[int, Label] = {}
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """See `CopyEngine.start`. A block can be had from the moment when its copy begins."""
-        if run.direction is Direction.PROMOTE:
-            if not all(self._folder.use(self.labels[pair.source]) for pair in run.pairs):
-                raise CopyError("gone")
-            return super().start(run)
-        missing = [label for pair in run.pairs if not self._folder.use(label := self.labels[pair.target])]
-        for label in missing:
-            self._folder.store(label)
-        if not missing:
-            self._timers.call_at(self._timers.time(), self._ended)
-            return _Instant()
-        return super().start(run)
-
-
-@dataclass(frozen=True, slots=True)
-class _Instant:
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`: says nothing of the rate."""
-        return 0.0
+    def start(self, job: Sequence[BlockRun]) -> RunningJob:
+        """See `CopyEngine.start`. A block can be read as soon as the copy to the folder begins."""
+        if job[0].direction is Direction.PROMOTE:
+            there = [all(self._folder.use(self.labels[pair.source]) for pair in run.pairs) for run in job]
+            moved = sum(run.blocks for run, is_there in zip(job, there, strict=True) if is_there)
+            return self._moving(job, moved, [None if is_there else "gone" for is_there in there])
+        moved = 0
+        for pair in (pair for run in job for pair in run.pairs):
+            if not self._folder.use(label := self.labels[pair.target]):
+                self._folder.store(label)
+                moved += 1
+        return self._moving(job, moved)
 
 
 @dataclass(eq=False)
@@ -128,11 +120,11 @@ class _Side:
     lookups: _Lookups
 
     def describe(self, block: int, label: Label) -> None:
-        """What the block is, or is going to be."""
+        """Note what the block holds or will hold."""
         self.copies.labels[block] = label
 
     def size(self) -> SharedSize:
-        """What it holds."""
+        """Return what the folder holds."""
         size = self.copies.block_bytes
         events = {"evicted": self.folder.evicted}
         return SharedSize(self.folder.blocks * size, len(self.folder.used_s) * size, events)
@@ -148,8 +140,8 @@ class _Side:
 def emulated_shared_store(
     folder: EmulatedFolder, *, pool_blocks: int, block_bytes: int, bytes_per_s: float, lookup_s: float
 ) -> Store:
-    """A pod's side of the folder; `pool_blocks`: of the tier above it; `bytes_per_s`: of this pod, each way;
-    `lookup_s`: seconds that a question takes."""
+    """Build a pod's side of the folder. `pool_blocks`: blocks of the tier above it; `bytes_per_s`: rate of this pod in
+    each direction; `lookup_s`: seconds that a look-up takes."""
     copies = _SharedCopies(
         folder, pool_blocks=pool_blocks, slots=folder.blocks, block_bytes=block_bytes, bytes_per_s=bytes_per_s
     )

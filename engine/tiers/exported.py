@@ -1,4 +1,4 @@
-"""The tiers in Prometheus' terms: read when they are scraped."""
+"""The tiers' metrics for Prometheus, read when they are scraped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.tiers.tiers import Tiers
 
 
 class TierCollector(Collector):
-    """Register it with the engine's `CollectorRegistry`. Every series carries `model_name`, as all of the engine's."""
+    """Collects the tiers' metrics, for the engine's `CollectorRegistry`. Like all its series they have `model_name`."""
 
     def __init__(self, tiers: Tiers, model_name: str) -> None:
         self._tiers = tiers

@@ -1,4 +1,4 @@
-"""Which KV fits which engine: equal fingerprints mean equal weights, layout and version."""
+"""A fingerprint of KV: engines with equal fingerprints have equal weights, layout and version, and can share KV."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 KV_VERSION = 1
-"""Count it up when the KV of a token changes: its layout in a block, or how it is computed."""
+"""Increase this when the KV of a token changes: its layout in a block, or how it is computed."""
 _CHUNK_BYTES = 2**23
 
 
 def model_fingerprint(folder: Path, layout: Sequence[object]) -> bytes:
-    """32 bytes, of the checkpoint's config and weights, `layout` (type, shape and device of a block), and the version.
+    """Return 32 bytes made of the checkpoint's config and weights, of `layout` (type, shape and device of a block), and
+    of the version.
 
-    Reads all weights once: seconds for an 8B model whose files are in memory. Raises OSError.
+    Reads all weights once: takes seconds for an 8B model whose files are in memory. Raises OSError.
     """
     whole = sha256(f"{KV_VERSION}|{'|'.join(map(str, layout))}".encode())
     buffer = bytearray(_CHUNK_BYTES)

@@ -1,9 +1,9 @@
-"""Keeps a shared folder within its bytes: one engine at a time looks at all files, and removes the least lately used.
+"""Keeps a shared folder within its bytes: one engine at a time looks at all files and removes the least recently used.
 
-Its turn is a file that only one can make (`O_EXCL`, which NFS has), and that counts for nothing once it was not renewed
-for `LEASE_S`. Times are the file server's own: those of files that are touched. Should two be at it after all, they
-remove the same files, so nothing is lost but some of the cache. Whoever reads a file that is removed finds it gone, or
-has it open: a miss, or a hit.
+A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it was
+not renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines sweep
+at once after all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds it
+gone, which is a miss, or has it open, which is a hit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from engine.tiers.shared_folder import PARENT_DIGITS, TEMPORARY
 LEASE_S = 120.0
 RENEW_FILES = 1000
 TEMPORARY_S = 600.0
-"""A file that is being written for longer is nobody's any more."""
+"""A file that is being written for longer than this has no writer any more."""
 FULL, FILL = 0.95, 0.9
-"""Of the bytes that the folder may hold, from which room is made, and what is left then: it is not made again at once.
-"""
+"""Shares of the bytes that the folder may hold: room is made above `FULL`, down to `FILL`, so not again at once."""
 _LOCK = "janitor.lock"
 _GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
 _GONE = re.compile(r"gone-.*")
@@ -39,7 +38,7 @@ class Swept:
     """What one sweep found and did."""
 
     held_bytes: int
-    """That are left, of all generations."""
+    """Bytes that are left, of all generations."""
     evicted: int
     abandoned: int
 
@@ -52,20 +51,20 @@ class _File:
 
 
 class LostTurn(Exception):
-    """Another engine has taken over."""
+    """Another engine has taken the turn."""
 
 
 class Janitor:
-    """Sweeps a shared folder of `max_bytes`. All calls may take as long as the file system does."""
+    """Sweeps a shared folder of `max_bytes`. Every call may take as long as the file system takes."""
 
     def __init__(self, root: Path, max_bytes: int, name: str) -> None:
-        """`name`: what nobody else is called."""
+        """`name`: a name that no other engine has."""
         self._root, self._max_bytes, self._name = root, max_bytes, name
         self._lock = root / _LOCK
         self._files = 0
 
     def sweep(self) -> Swept | None:
-        """Make room; None where another engine is at it. Raises OSError."""
+        """Make room; return None if another engine is doing so. Raises OSError."""
         if not self._take_turn():
             return None
         try:
@@ -88,7 +87,7 @@ class Janitor:
                 for entry, digest, parent in self._blocks(folder):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        # A parent is known by the start of its digest: enough to tell it from any other.
+                        # A parent is named by the start of its digest, which is enough to identify it.
                         key = (folder.name, digest[:PARENT_DIGITS])
                         files[key] = _File(entry.path, status.st_size, status.st_mtime)
                         parents[key] = (folder.name, parent)
@@ -170,7 +169,7 @@ class Janitor:
                 self._lock.unlink()
 
     def _now_s(self) -> float:
-        """By the file server's clock."""
+        """Return the time by the file server's clock."""
         probe = self._root / f"clock-{self._name}"
         probe.touch(mode=0o600)
         try:
@@ -180,7 +179,8 @@ class Janitor:
 
 
 def by_use(used_s: Mapping[Key, float], parents: Mapping[Key, Key]) -> list[Key]:
-    """Least lately used first, but every block before the one that it needs: that counts as used with it."""
+    """Return the keys, least recently used first, with every block before the one that it needs. Using a block counts
+    as using the blocks that it needs."""
     kept: list[Key] = []
     seen: set[Key] = set()
     for key in sorted(used_s, key=used_s.__getitem__, reverse=True):

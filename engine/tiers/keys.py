@@ -1,4 +1,4 @@
-"""Which prefix keys are held, and in which tier: the fastest one that holds the key counts."""
+"""Which prefix keys are held, and in which tier: the fastest tier that holds a key counts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from engine.contract.prefix_key import PrefixKey
 
 
 class KeyHolder(Protocol):
-    """One tier's own account of its keys (`PrefixCache`). It holds a key only while it holds the key's parents."""
+    """One tier's account of its keys (`PrefixCache`). The tier holds a key only while it holds the key's parents."""
 
     def take_changes(self) -> KeyChanges:
-        """Net change since the last call; its tier says nothing here."""
+        """Return the net change since the last call; ignore the tiers named in it."""
         ...
 
 
 class TieredKeys:
-    """The tiers' accounts as one.
+    """The tiers' accounts combined into one.
 
-    Every tier holds a key's parents with the key, so all tiers together do. For the order of a report that means: of a
-    key that is gone everywhere the last mention comes after that of its children, and of a new key the first mention
-    comes after that of its parents.
+    Every tier holds a key's parents with the key, so all tiers together do. The order of a report keeps this true at
+    each step: a new key comes after its parents, and a key that is gone from every tier comes after its children.
     """
 
     def __init__(self, holders: Sequence[KeyHolder]) -> None:
         """`holders`: by tier, fastest first."""
         self._holders = holders
         self._held: dict[PrefixKey, int] = {}
-        """Tiers that hold the key, a bit each."""
+        """Key -> the tiers that hold it, a bit each."""
         self._told: dict[PrefixKey, Tier] = {}
-        """As of the last report, parents first."""
+        """Key -> its tier as of the last report, parents first."""
 
     def take_changes(self) -> KeyChanges:
-        """Net change since the last call: removed ones children first, stored and moved ones parents first."""
+        """Return the net change since the last call: removed keys children first, others parents first."""
         removals, additions = self._apply()
         gone: dict[PrefixKey, None] = {}
         sunk: dict[PrefixKey, None] = {}
@@ -51,7 +50,7 @@ class TieredKeys:
         return KeyChanges(tuple(removed), tuple(stored))
 
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
-        """Every key told, by tier, parents first."""
+        """Return every key reported so far, by tier, parents first."""
         by_tier: tuple[list[PrefixKey], ...] = ([], [], [])
         for key, tier in self._told.items():
             by_tier[tier].append(key)

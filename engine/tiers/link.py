@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
 from engine.backend.tiers.copier import BlockCopier
@@ -16,13 +17,13 @@ from engine.tiers.place import Place
 
 MIN_QUEUE_BLOCKS = 16
 PAUSE_S = 5.0
-"""After a copy downwards has failed."""
+"""Seconds without copies downwards after one has failed."""
 QUEUE_SHARE = 1 / 4
-"""Of the upper tier's blocks: with as many on their way down no more are asked to go. They are not free meanwhile."""
+"""Share of the upper tier's blocks that may be on their way down, because they are not free meanwhile."""
 
 
 class Link:
-    """Copies blocks between `upper` and `lower`. Whoever asks for a copy keeps its source and its target referenced."""
+    """Copies blocks between `upper` and `lower`. The caller of a copy keeps its source and its target referenced."""
 
     def __init__(
         self,
@@ -32,28 +33,33 @@ class Link:
         copier: BlockCopier,
         block_bytes: int,
         describe: Callable[[int, Label], None] | None = None,
+        beside: float = 0.0,
     ) -> None:
-        """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`; `describe`: takes what
-        a block of `lower` is going to hold, before it is copied."""
+        """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`; `describe`: called with
+        what a block of `lower` will hold, before it is copied; `beside`: how much longer steps take beside a copy, as a
+        fraction of the time of the copy."""
         self._describe = describe
+        self._beside = beside
         self.tier = tier
         self.upper = upper
         self.lower = lower
         self.copier = copier
         self.block_bytes = block_bytes
         self.spoilt: set[int] = set()
-        """Blocks of `lower` that cannot be read, though they are indexed: written again when they come by."""
+        """Blocks of `lower` that cannot be read, though they are indexed: written again when a request brings them."""
         self.paused_until_s = -math.inf
-        """Nothing goes down before: the last copy failed, and what failed once (a full disk) mostly fails again."""
+        """Nothing goes down before this time: the last copy failed, and the cause (a full disk) mostly persists."""
+        self.unasked = 0
+        """Number of blocks on their way down whose copy has not begun."""
         self._then: dict[int, Callable[[FinishedCopy], None]] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy has not ended."""
+        """Whether any copy has not ended."""
         return bool(self._then)
 
     def copy(self, direction: Direction, pairs: Sequence[BlockPair], then: Callable[[FinishedCopy], None]) -> int:
-        """Begin to copy; `then` is called by `poll`. The copy's id."""
+        """Begin to copy and return the copy's id. `end` calls `then` when the copy has ended."""
         ask = self.copier.demote if direction is Direction.DEMOTE else self.copier.promote
         copy_id = ask(pairs)
         self._then[copy_id] = then
@@ -68,16 +74,22 @@ class Link:
         """Begin no further part of any copy downwards."""
         self.copier.cancel_all(Direction.DEMOTE)
 
-    def poll(self) -> list[FinishedCopy]:
-        """Call what waits for the copies that have ended; these copies."""
-        finished = self.copier.poll()
-        for end in finished:
-            self._then.pop(end.copy_id)(end)
-        return finished
+    def poll(self) -> Sequence[FinishedCopy]:
+        """Begin the copies that may begin now, and return those that have ended. The caller calls `end` for each."""
+        return self.copier.poll()
+
+    def end(self, copy: FinishedCopy) -> None:
+        """Call the function that waits for this copy, which has ended."""
+        self._then.pop(copy.copy_id)(copy)
+
+    def beside_s(self, direction: Direction) -> float:
+        """Return by how many seconds the copy of a block delays the steps beside it; 0 while the rate is not known."""
+        rate = self.copier.bytes_per_s(direction) if self._beside else None
+        return self._beside * self.block_bytes / rate if rate else 0.0
 
     def readable_blocks(self, sequence: CachedSequence, tokens: int) -> tuple[int, bool]:
-        """Leading blocks of the sequence, of `tokens` tokens at most, that `lower` holds; and whether a spoilt one ends
-        them: then nothing behind it can come this way either."""
+        """Return how many leading blocks of the sequence `lower` holds, within `tokens` tokens, and whether a spoilt
+        one follows them. If so, nothing behind it can come this way either."""
         nodes = self.lower.find(sequence, tokens // self.lower.block_size)
         if self.spoilt:
             for i, node in enumerate(nodes):
@@ -86,39 +98,40 @@ class Link:
         return len(nodes), False
 
     def holds(self, sequence: CachedSequence, block: int) -> bool:
-        """Whether `lower` holds the sequence's block of this index, and so all before it. Cheap."""
+        """Whether `lower` holds the sequence's block of this index, and so all blocks before it. Cheap."""
         return self.lower.has(sequence.digests[block])
 
     def has_room(self, now_s: float) -> bool:
-        """Whether a sequence may be asked to go down now: all of it, as all of it is held meanwhile."""
+        """Whether a sequence may go down now. It goes as a whole, because all of it is held meanwhile."""
         if now_s < self.paused_until_s:
             return False
         most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))
-        return self.copier.open_blocks(Direction.DEMOTE) < most
+        return self.copier.open_blocks(Direction.DEMOTE) + self.unasked < most
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
-        """Leading blocks worth copying down: up to the last one that was used twice, or that takes longer to compute
-        again than to copy, either way. While a rate or the cost is not known, all of them."""
+        """Return how many leading blocks are worth copying down. They end with the last block that was used twice, or
+        that takes longer to compute again than to copy in either direction. While a rate or the cost is not known, all
+        blocks are worth it."""
         size, nodes = self.upper.block_size, sequence.nodes
         down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
         if down is None or up is None or not cost.token_s:
             return len(nodes)
         copy_s = self.block_bytes / min(down, up)
         last = len(nodes) - 1
-        # Later blocks are dearer (the formula of `StepCost`), so the last one decides.
+        # Later blocks cost more to compute (the formula of `StepCost`), so the last one decides.
         if size * (cost.token_s + cost.attention_s * (last + 0.5) * size) > copy_s:
             return len(nodes)
         uses = self.upper.pool.uses
         return next((i + 1 for i in range(last, -1, -1) if uses(nodes[i]) > 1), 0)
 
     def describe(self, sequence: CachedSequence, start: int, stop: int) -> None:
-        """The sequence's blocks `start` .. `stop - 1` in `lower` are going to be filled with what it says."""
+        """Note that the sequence's blocks `start` .. `stop - 1` in `lower` will be filled with its tokens' KV."""
         if self._describe is not None:
             for target, label in zip(sequence.blocks[start:stop], labels(sequence, start), strict=False):
                 self._describe(target, label)
 
     def learn(self, sequence: CachedSequence, first: int, stop: int) -> None:
-        """`lower` holds the sequence's blocks `first` .. `stop - 1`, though not by a copy from here."""
+        """Index the sequence's blocks `first` .. `stop - 1`, which `lower` holds without a copy from here."""
         part = sequence.fork()
         present = self.lower.hold(part, stop, counts_use=False)
         if present is None:
@@ -128,26 +141,35 @@ class Link:
         self.spoilt.difference_update(part.nodes[first:stop])
         self.lower.release(part)
 
-    def pairs_down(
-        self, upper: CachedSequence, lower: CachedSequence, present: int
-    ) -> tuple[list[BlockPair], list[BlockPair]]:
-        """What is spoilt below and in nobody's use, and what is missing there behind the `present` blocks; nothing of
-        either where a block cannot be described."""
-        pairs = [BlockPair(source, target) for source, target in zip(upper.nodes, lower.blocks, strict=False)]
+    def repairs(self, upper: CachedSequence, lower: CachedSequence) -> list[BlockPair]:
+        """Return the pairs to copy again: blocks of the sequence in `lower` that are spoilt and that no copy uses."""
+        if not self.spoilt:
+            return []
         is_idle = self.copier.fences.is_slot_idle
-        repairs = [pair for pair in pairs[:present] if pair.target in self.spoilt and is_idle(pair.target)]
-        if self._describe is not None:
-            written = {pair.target for pair in (*repairs, *pairs[present:])}
-            for target, label in zip(lower.blocks, labels(lower), strict=False):
-                if not label.fits:  # a block of a thousand tokens
-                    return [], []
-                if target in written:
-                    self._describe(target, label)
-        return repairs, pairs[present:]
+        there = list(zip(upper.nodes, lower.blocks[: len(lower.nodes)], strict=False))
+        wanted = [i for i, (_, target) in enumerate(there) if target in self.spoilt and is_idle(target)]
+        if any(not self.describe_all(lower, i, i + 1) for i in wanted):
+            return []
+        return [BlockPair(*there[i]) for i in wanted]
+
+    def pairs(self, upper: CachedSequence, lower: CachedSequence, start: int, stop: int) -> list[BlockPair]:
+        """Return a pair of source and target for each of the sequence's blocks `start` .. `stop - 1`."""
+        return [BlockPair(a, b) for a, b in zip(upper.nodes[start:stop], lower.blocks[start:stop], strict=True)]
+
+    def describe_all(self, lower: CachedSequence, start: int, stop: int) -> bool:
+        """Like `describe`; return False, with nothing described, if a label does not fit (of a thousand tokens)."""
+        if self._describe is None:
+            return True
+        found = list(islice(labels(lower, start), stop - start))
+        if not all(label.fits for label in found):
+            return False
+        for target, label in zip(lower.blocks[start:stop], found, strict=True):
+            self._describe(target, label)
+        return True
 
 
 def labels(sequence: CachedSequence, start: int = 0) -> Iterator[Label]:
-    """What each block of the sequence holds, from block `start` on."""
+    """Iterate over the labels of the sequence's blocks, from block `start` on."""
     keys: dict[int, list[PrefixKey]] = {}
     for i, key in sequence.anchors:
         if i >= start:
@@ -160,7 +182,7 @@ def labels(sequence: CachedSequence, start: int = 0) -> Iterator[Label]:
 
 
 def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:
-    """How many of the first pairs asked for have arrived without a gap."""
+    """Return how many of the first pairs asked for have arrived without a gap."""
     if not end.dropped:
         return len(pairs)
     done = set(end.done)

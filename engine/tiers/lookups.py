@@ -1,4 +1,4 @@
-"""Which blocks of a prompt the shared tier holds: asked of the file system on threads of their own."""
+"""Look-ups of which blocks of a prompt the shared tier holds. Separate threads ask the file system."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Protocol
 
 THREADS = 2
 MAX_ASKED = 64
-"""At once: where a file system hangs, no more is asked of it."""
+"""Most look-ups at a time: if a file system hangs, no more is asked of it."""
 
 
 class Lookup(Protocol):
-    """A question that was asked."""
+    """A look-up that was begun."""
 
     def found(self) -> int | None:
-        """Leading blocks that are there; None: not known yet. Never waits."""
+        """Return how many leading blocks are there; None: not known yet. Never waits."""
         ...
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Note that no request waits for it any more."""
         ...
 
 
 class Lookups(Protocol):
-    """Takes questions. No method waits."""
+    """Begins look-ups. No method waits."""
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:
-        """How many of these blocks of one chain are there, from the first on; `parent`: of the first. None: it cannot
-        be asked now."""
+        """Look up how many of these blocks of one chain, from the first on, are there; `parent`: of the first. Return
+        None if this cannot be asked now."""
         ...
 
 
 class TellingLookups(Lookups, Protocol):
-    """Lookups that tell of their answers."""
+    """Lookups that report their answers."""
 
     def tell(self, on_end: Callable[[], None] | None) -> None: ...
 
 
 class ThreadedLookups:
-    """Over a function that takes as long as it takes."""
+    """Lookups by a function that may take any time."""
 
     def __init__(self, leading: Callable[[Sequence[bytes], bytes], int], may_ask: Callable[[], bool]) -> None:
-        """`leading`: raises OSError; `may_ask`: whether an answer would be right."""
+        """`leading`: see `SharedFolder.leading`, may raise OSError; `may_ask`: whether an answer would be right."""
         self._leading, self._may_ask = leading, may_ask
         self._on_end: Callable[[], None] | None = None
         self._queue: SimpleQueue[_Asked | None] = SimpleQueue()

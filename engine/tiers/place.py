@@ -11,4 +11,4 @@ class Place(IntEnum):
     HOST = 1
     DISK = 2
     SHARED = 3
-    """A folder of several engines. It is in no registry message: all of them reach it."""
+    """A folder of several engines. It is in no registry message, because all of them reach it."""

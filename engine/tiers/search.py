@@ -1,11 +1,12 @@
-"""What a shared tier holds of a request's prompt: looked up once for each request that it could serve sooner."""
+"""Finds what a shared tier holds of a request's prompt: one look-up per request that the tier could serve sooner."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.backend.tiers.fetch import Prefill, compute_s
+from engine.backend.tiers.fetch import Prefill
 from engine.cache.sequence import CachedSequence
 from engine.tiers.block_file import NO_DIGEST
 from engine.tiers.fetches import LATE_S, LATE_SHARE
@@ -14,16 +15,17 @@ from engine.tiers.lookups import Lookup, Lookups
 from engine.tiers.stats import LookupEnd, TierStats
 
 LOOKUP_SHARE = LATE_SHARE
-"""An answer is waited for as long as that share of what computing everything takes, beside the device's queue. A fetch
-that follows is late by the time since the question, so both together lose no more than either."""
+"""A request waits for the answer at most this share of the time it takes without it, in addition to the device's queue.
+The deadline of a fetch that follows counts from when the request could have started, so both together lose no more."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
     lookup: Lookup
     first: int
-    since_s: float
-    until_s: float
+    patience_s: float
+    until_s: float = math.inf
+    """The time on the clock until which the request waits; infinite before it waits."""
 
 
 class Search:
@@ -33,32 +35,35 @@ class Search:
         self._link, self._lookups, self._clock, self._stats = link, lookups, clock, stats
         self._open: dict[int, _Open] = {}
         self._since_s: dict[int, float] = {}
-        """By request that was looked up: when it began to wait."""
+        """Request that was looked up -> when it could first have started; infinite: it could not yet."""
 
-    def begin(self, request_id: int, sequence: CachedSequence, prefill: Prefill, known: int, stop: int) -> bool:
-        """Look for the blocks `known` .. `stop - 1`; whether the request waits for that."""
-        now_s = self._clock()
-        self._since_s[request_id] = now_s
+    def begin(self, request_id: int, sequence: CachedSequence, known: int, stop: int, known_s: float) -> None:
+        """Look up the blocks `known` .. `stop - 1` of a request. Without them it takes `known_s` seconds, in addition
+        to the device's queue."""
+        self._since_s[request_id] = math.inf
         parent = sequence.digests[known - 1] if known else NO_DIGEST
         lookup = self._lookups.ask(sequence.digests[known:stop], parent)
         if lookup is None:
             self._stats.lookups[LookupEnd.REFUSED] += 1
-            return False
-        most_s = max(LATE_S, LOOKUP_SHARE * compute_s(prefill, prefill.cached_tokens))
-        self._open[request_id] = _Open(lookup, known, now_s, now_s + prefill.queue_s + most_s)
-        return self.waits(request_id, sequence)
+            return
+        self._open[request_id] = _Open(lookup, known, max(LATE_S, LOOKUP_SHARE * known_s))
 
     def has_begun(self, request_id: int) -> bool:
-        """Whether the request was looked up, or is being."""
+        """Whether the request's look-up has begun or has ended."""
         return request_id in self._since_s
 
-    def waits(self, request_id: int, sequence: CachedSequence) -> bool:
-        """Whether the answer is still waited for. Once it is there, the index has what was found."""
+    def waits(self, request_id: int, sequence: CachedSequence, prefill: Prefill) -> bool:
+        """Whether the request, which could start now, should wait for the answer. Once the answer is there, the index
+        has what was found. A step of others in between would count as waiting, so it is hardly ever worth it.
+        """
+        if request_id in self._since_s:
+            self._since_s[request_id] = min(self._since_s[request_id], self._clock())
         asked = self._open.get(request_id)
         if asked is None:
             return False
         found = asked.lookup.found()
-        if found is None and self._clock() < asked.until_s:
+        asked.until_s = min(asked.until_s, self._since_s[request_id] + prefill.queue_s + asked.patience_s)
+        if found is None and self._clock() + prefill.next_s < asked.until_s:
             return True
         del self._open[request_id]
         if found is None:
@@ -72,15 +77,19 @@ class Search:
         return False
 
     def waited_since_s(self, request_id: int) -> float:
-        """When the request began to wait: now, if it was not looked up."""
-        return self._since_s.get(request_id, self._clock())
+        """Return when the request began to wait: now, if it was not looked up."""
+        return min(self._since_s.get(request_id, math.inf), self._clock())
 
     def late_at_s(self) -> list[float]:
-        """When each request that waits stops waiting."""
-        return [asked.until_s for asked in self._open.values()]
+        """Return when each waiting request stops waiting, for those that have not yet.
+
+        A request is not asked again while one before it does not fit: the loop must not look for it all the time.
+        """
+        now_s = self._clock()
+        return [asked.until_s for asked in self._open.values() if asked.until_s > now_s]
 
     def forget(self, request_id: int) -> None:
-        """The request has started or has left."""
+        """Forget a request that has started or has left."""
         self._since_s.pop(request_id, None)
         if (asked := self._open.pop(request_id, None)) is not None:
             asked.lookup.cancel()

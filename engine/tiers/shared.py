@@ -1,4 +1,4 @@
-"""The shared tier: copies between the tier above and a folder that engines share, and what is done beside them."""
+"""The shared tier: copies between the tier above and a folder that engines share, and the thread that makes room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction, RunningCopy
+from engine.backend.tiers.base import BlockRun, CopyError, Direction, Moved
 from engine.tiers.block_file import Label
 from engine.tiers.janitor import Janitor
 from engine.tiers.lookups import ThreadedLookups
@@ -25,11 +25,11 @@ from engine.tiers.stats import SharedSize
 log = logging.getLogger(__name__)
 
 KNOWN_BLOCKS = 2**18
-"""Blocks of a folder that an engine keeps in mind; of others it looks whether they are there."""
+"""Blocks of a folder that an engine keeps in its index. It looks up others in the folder."""
 SWEEP_S = 60.0
-"""About so often each engine looks whether room has to be made."""
+"""Mean seconds between an engine's checks whether room has to be made."""
 SWEEP_SHARE = 1 / 64
-"""Of the folder's bytes; an engine that has written as much looks at once."""
+"""Share of the folder's bytes: an engine that has written so much checks at once."""
 
 
 class UpperBlocks(Protocol):
@@ -37,20 +37,20 @@ class UpperBlocks(Protocol):
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """Number of blocks."""
         ...
 
     def read(self, block: int, kv: memoryview) -> memoryview:
-        """A block's KV: in `kv`, or where it lies."""
+        """Return a block's KV: a copy in `kv`, or the block's own memory."""
         ...
 
     def write(self, block: int, fill: Callable[[memoryview], None], kv: memoryview) -> None:
-        """Let `fill` write the block's KV, into `kv` or to where it is to lie."""
+        """Let `fill` write the block's KV, into `kv` or into the block's own memory."""
         ...
 
 
 class HostBlocks:
-    """Of host memory."""
+    """`UpperBlocks` in host memory."""
 
     def __init__(self, memory: memoryview, block_bytes: int) -> None:
         self.blocks = len(memory) // block_bytes
@@ -69,32 +69,32 @@ class HostBlocks:
 class _Described:
     label: Label
     resets: int
-    """Resets before it was described: what was copied down before a reset is not stored after it."""
+    """Number of resets before it was described: what was copied down before a reset is not stored after it."""
 
 
 class SharedCopies:
-    """A `CopyEngine` from blocks of the tier above to files; a run has ended when `start` returns."""
+    """A `BlockMover` from blocks of the tier above to files."""
 
     def __init__(self, folder: SharedFolder, upper: UpperBlocks, slots: int) -> None:
-        """`slots`: files that are kept in mind at a time."""
+        """`slots`: files that are kept in the index at a time."""
         self.block_bytes, self.pool_blocks, self.host_slots = folder.block_bytes, upper.blocks, slots
         self.written_bytes = 0
         self.sweep_from_bytes: float = math.inf
-        """With so much written room is to be made: `on_written` is called."""
+        """Once so much is written, `on_written` is called, which makes room."""
         self.on_written: Callable[[], None] = _nothing
         self.room_bytes: float = folder.file_bytes
-        """That may be written before the next sweep: the folder holds no more than it may."""
+        """Bytes that may be written before the next sweep, so that the folder stays within its limit."""
         self.resets = 0
         self._folder, self._upper = folder, upper
         self._described: dict[int, _Described] = {}
         self._scratch = {way: memoryview(bytearray(folder.block_bytes)) for way in Direction}
 
     def describe(self, block: int, label: Label) -> None:
-        """What the block is, or is going to be: before its copy is asked for."""
+        """Note what the block holds or will hold. Call this before asking for its copy."""
         self._described[block] = _Described(label, self.resets)
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """See `CopyEngine.start`."""
+    def move(self, run: BlockRun) -> Moved:
+        """See `BlockMover.move`."""
         start_s = time.perf_counter()
         moved = 0
         try:
@@ -106,8 +106,8 @@ class SharedCopies:
                     moved += 1
         except OSError as error:
             raise CopyError(f"{type(error).__name__}: {error}") from error
-        # Files that were there already say nothing of how fast files are written.
-        return _Ended((time.perf_counter() - start_s) * run.blocks / moved if moved else 0.0)
+        # Files that were there already say nothing about how fast files are written.
+        return Moved(moved, time.perf_counter() - start_s if moved else 0.0)
 
     def _store(self, block: int, target: int) -> int:
         described = self._of(target)
@@ -138,16 +138,7 @@ class SharedCopies:
 
 
 def _nothing() -> None:
-    """Nobody makes room."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    seconds: float
-
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
-        return self.seconds
+    """Make no room."""
 
 
 @dataclass(eq=False)
@@ -158,10 +149,10 @@ class OpenShared:
     copies: SharedCopies
     max_bytes: int
     held_bytes: int = 0
-    """In the folder, as of the last sweep that was seen, and what was written here since."""
+    """Bytes in the folder as of the last sweep of this engine."""
     lookups: ThreadedLookups = field(init=False)
     clears: int = 0
-    """Resets that have not reached the folder yet: nothing is looked for meanwhile."""
+    """Number of resets that have not reached the folder yet. Nothing is looked up meanwhile."""
     _jobs: SimpleQueue[str] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -172,19 +163,19 @@ class OpenShared:
         self.copies.describe(block, label)
 
     def size(self) -> SharedSize:
-        """What it holds, as far as is known."""
+        """Return what the folder holds, as far as is known."""
         events = {event.value: self.folder.events[event] for event in Event}
         return SharedSize(self.max_bytes, self.held_bytes + self.copies.written_bytes, events)
 
     def start(self) -> None:
-        """Begin to make room. Blocks: looks at the folder once."""
+        """Start the thread that makes room. Blocks while it sweeps the folder once."""
         self._sweep()
         self.copies.sweep_from_bytes = SWEEP_SHARE * self.max_bytes
         self.copies.on_written = lambda: self._jobs.put("sweep") if self._jobs.empty() else None
         threading.Thread(target=self._work, name="shared-tier-janitor", daemon=True).start()
 
     def reset(self) -> None:
-        """Put what the folder holds of this model out of reach. Does not wait."""
+        """Move the folder's blocks of this model out of reach of all engines. Does not wait."""
         self.copies.resets += 1
         self.clears += 1
         self._jobs.put("clear")
@@ -211,7 +202,7 @@ class OpenShared:
         try:
             self.folder.forget_all()
         except OSError as error:
-            # What it holds is as right as it was; but whoever asked for it to go has to know.
+            # The blocks are as right as before, but the operator who wanted them gone has to know.
             log.error("shared tier: %s cannot be reset: %s", self.folder.path, error)
         self.clears -= 1
 
@@ -222,7 +213,7 @@ class OpenShared:
         except OSError as error:
             log.warning("shared tier: no room can be made in %s: %s", self.folder.root, error)
             return
-        if swept is None:  # another engine is at it, and leaves room for some time
+        if swept is None:  # another engine is sweeping, and leaves room for some time
             self.copies.room_bytes = max(self.copies.room_bytes, SWEEP_SHARE * self.max_bytes)
             return
         self.folder.events[Event.EVICTED] += swept.evicted
@@ -235,7 +226,7 @@ class OpenShared:
 def open_shared(
     root: Path, max_bytes: int, upper: UpperBlocks, *, fingerprint: bytes, block_size: int, block_bytes: int
 ) -> OpenShared:
-    """The tier in this folder, which is made where it is not there. Raises OSError."""
+    """Open the tier in this folder, which is created if it does not exist. Raises OSError."""
     writer = f"{uuid.uuid4().hex[:16]}-{os.getpid()}"
     folder = SharedFolder(root, fingerprint=fingerprint, block_size=block_size, block_bytes=block_bytes, writer=writer)
     folder.open()

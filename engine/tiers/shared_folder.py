@@ -6,10 +6,10 @@
     file: magic, format, tokens a block, bytes a block, fingerprint, digest, parent's digest, xxh3_128 of content,
           xxh3_128 of digest and KV, xxh3_64 of all before, then the block's KV
 
-A generation is a fingerprint and a format. The digest is of all tokens up to the block's end and of their `cache_salt`,
-so equal names mean equal KV, and whoever writes a file that is there already changes nothing. A file is written under
-another name, closed, and renamed. What a kill, a full disk or a crash of the file server leaves of it is told by the
-checksums: so nothing is ever synced, and nothing is locked.
+A generation is a fingerprint and a format. The digest covers all tokens up to the block's end and their `cache_salt`.
+So equal names mean equal KV, and writing a file that is there already changes nothing. A file is written under another
+name, closed, and renamed. The checksums detect what a kill, a full disk or a crash of the file server has damaged, so
+nothing is ever synced, and nothing is locked.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SUM_BYTES = 8
 HEAD_BYTES = _HEAD.size + _SUM_BYTES
 _MAGIC = b"WARMKVS\0"
 TOUCH_S = 300.0
-"""A file that is used says so, at most this often: by its time of change, as access times are kept nowhere for sure."""
+"""Least seconds between touches of a used file. The change time is touched, because access times are not reliable."""
 TEMPORARY = "tmp"
 PARENT_DIGITS = 16
-"""Of a parent's digest in a file's name: whoever makes room knows by them which files are of no use without others."""
+"""Digits of a parent's digest in a file's name. They show the janitor which files are of no use without others."""
 
 
 class Event(StrEnum):
@@ -46,27 +46,27 @@ class Event(StrEnum):
 
     STORED = "stored"
     PRESENT = "present"
-    """Was to be stored, and was there."""
+    """A file that was to be stored and was there already."""
     LOADED = "loaded"
     GONE = "gone"
-    """Was to be loaded, and was not there any more."""
+    """A file that was to be loaded and was not there any more."""
     DAMAGED = "damaged"
-    """Was torn, flipped, or of another engine: removed."""
+    """A file that was torn, had flipped bits, or was of another engine: removed."""
     FAILED = "failed"
-    """The file system refused."""
+    """The file system raised an error."""
     FULL = "full"
-    """Was not stored for want of room."""
+    """A file that was not stored for lack of room."""
     EVICTED = "evicted"
     ABANDONED = "abandoned"
-    """A file that a writer had begun and never ended: removed."""
+    """A file that a writer had begun but never finished: removed."""
 
 
 class SharedFolder:
-    """One generation's blocks in a folder. Every call may take as long as the file system does, and raises OSError as
-    it does. Calls may be made on several threads; other processes work beside it and know nothing of each other."""
+    """One generation's blocks in a folder. Every call may take as long as the file system takes, and may raise OSError.
+    Several threads may call; other processes use the folder at the same time and know nothing of each other."""
 
     def __init__(self, root: Path, *, fingerprint: bytes, block_size: int, block_bytes: int, writer: str) -> None:
-        """`writer`: what nobody else is called."""
+        """`writer`: a name that no other engine has."""
         self.root = root
         self.fingerprint, self.block_size, self.block_bytes = fingerprint, block_size, block_bytes
         self.path = root / f"{fingerprint[:16].hex()}-{FORMAT}"
@@ -77,11 +77,11 @@ class SharedFolder:
         self._made: set[str] = set()
 
     def open(self) -> None:
-        """Make the folder, where it is not there."""
+        """Create the folder if it does not exist."""
         (self.path / TEMPORARY).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def store(self, label: Label, kv: memoryview) -> bool:
-        """Store a block, whole or not at all; False: it was there already."""
+        """Store a block, whole or not at all; return False if it was there already."""
         path = self._path(label.digest, label.parent)
         try:
             if self._is_there(path):
@@ -96,7 +96,7 @@ class SharedFolder:
         return True
 
     def load(self, label: Label, kv: memoryview) -> None:
-        """Fill `kv` with a block. Raises OSError where it is not there, or not whole: then it is removed."""
+        """Fill `kv` with a block. Raises OSError if its file is missing or damaged; a damaged file is removed."""
         path = self._path(label.digest, label.parent)
         head = bytearray(HEAD_BYTES)
         try:
@@ -126,9 +126,10 @@ class SharedFolder:
                 os.utime(path)
 
     def leading(self, digests: Sequence[bytes], parent: bytes) -> int:
-        """How many of these blocks of one chain are there, from the first on; `parent`: of the first.
+        """Return how many blocks at the beginning of this chain have files. `parent`: digest before the first block.
 
-        A file goes before the one that it needs, so those that are there come first: a few looks find the last one.
+        A file is removed before the file that it needs. So a chain's files are always its first ones, and a binary
+        search finds the last of them.
         """
         chain = (parent, *digests)
 
@@ -139,7 +140,7 @@ class SharedFolder:
             return 0
         low, high = 1, len(digests)
         while low < high:  # the first `low` are there
-            middle = high if low == 1 else (low + high + 1) // 2  # mostly all of them are there, or few
+            middle = high if low == 1 else (low + high + 1) // 2  # mostly all of them are there, or only a few
             if is_there(middle - 1):
                 low = middle
             else:
@@ -147,7 +148,7 @@ class SharedFolder:
         return low
 
     def forget_all(self) -> None:
-        """Put this generation's blocks out of reach of all engines at once; whoever makes room next removes them."""
+        """Move this generation's blocks out of reach of all engines at once; the next janitor removes them."""
         with suppress(FileNotFoundError):
             self.path.rename(self.root / f"gone-{self.writer}-{next(self._numbers)}")
         self._made.clear()
@@ -167,7 +168,7 @@ class SharedFolder:
         temporary = self.path / TEMPORARY / f"{self.writer}-{next(self._numbers)}"
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # another engine has put the generation out of reach
+        except FileNotFoundError:  # another engine has moved the generation out of reach
             self._made.clear()
             self.open()
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -175,7 +176,7 @@ class SharedFolder:
             try:
                 _write(descriptor, [memoryview(head), kv])
             finally:
-                os.close(descriptor)  # here NFS says what it could not write
+                os.close(descriptor)  # this is when NFS reports what it could not write
             self._rename(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -215,7 +216,7 @@ class SharedFolder:
 
 
 def _read(descriptor: int, buffers: Sequence[memoryview]) -> int:
-    """Fill the buffers from the file's start; the number of bytes that were there, one more where there were more."""
+    """Fill the buffers from the file's start; return the number of bytes read, plus one if the file is longer."""
     done = 0
     for buffer in buffers:
         filled = 0

@@ -1,4 +1,4 @@
-"""What the tiers have done, since the engine started."""
+"""What the tiers have done since the engine started."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from engine.tiers.place import Place
 
 
 class Decision(StrEnum):
-    """Of the race between fetching and computing, per request that found something in a slower tier."""
+    """What was decided between fetching and computing, for a request that found something in a slower tier."""
 
     FETCH = "fetch"
-    """All that is there."""
+    """Fetch all that is there."""
     PART = "part"
-    """Some of it; computing the rest is sooner."""
+    """Fetch some of it; computing the rest is sooner."""
     COMPUTE = "compute"
-    """Nothing of it."""
+    """Fetch nothing."""
 
 
 class Outcome(StrEnum):
     """How a fetch ended."""
 
     ARRIVED = "arrived"
-    """All that was wanted."""
+    """All that was wanted has arrived."""
     GIVEN_UP = "given_up"
-    """Computing the rest became the sooner way, or its blocks were wanted for others."""
+    """Computing the rest became faster, or its blocks were needed for others."""
     FAILED = "failed"
     """A copy failed; what came before it is used."""
 
 
 class LookupEnd(StrEnum):
-    """How a look into the shared tier ended."""
+    """How a look-up in the shared tier ended."""
 
     FOUND = "found"
-    """Something that was not known."""
+    """It found blocks that were not known."""
     NOTHING = "nothing"
     LATE = "late"
-    """The file system took too long: not waited for."""
+    """The file system took too long, and the request did not wait for the answer."""
     REFUSED = "refused"
-    """Too many were under way, or a reset was."""
+    """Too many look-ups were under way, or a reset was."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class TierStats:
     query_tokens: Counter[Place] = field(default_factory=Counter)
     """Prompt tokens that the tiers above did not have, of requests about to start."""
     hit_tokens: Counter[Place] = field(default_factory=Counter)
-    """Prompt tokens that requests got from there."""
+    """Prompt tokens that requests got from the tier."""
     decisions: Counter[Decision] = field(default_factory=Counter)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     lookups: Counter[LookupEnd] = field(default_factory=Counter)
@@ -75,9 +75,9 @@ class SharedSize:
 
     capacity_bytes: int
     held_bytes: int
-    """As of the last time that this engine looked at all of it, other models' blocks too."""
+    """As of this engine's last sweep of the folder, with other models' blocks."""
     events: Mapping[str, int]
-    """What has happened to its files here, since the start, by name."""
+    """Event name -> how often this engine has seen it on files since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class TierSize:
 
     tier: Place
     blocks: int
-    """That it has room for."""
+    """Blocks that it has room for."""
     held_blocks: int
-    """That hold something."""
+    """Blocks that hold something."""
     block_bytes: int
     evicted_blocks: int
     """Since the start."""

@@ -1,31 +1,32 @@
-"""Copies on threads of their own: for engines whose `start` returns only when the bytes have moved."""
+"""Copies on separate threads, for memory and files that block the thread that moves the bytes."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from engine.backend.tiers.base import BlockRun, CopyEngine, CopyError, Direction, RunningCopy
+from engine.backend.tiers.base import BlockMover, BlockRun, CopyError, Direction, EndedJob, Moved, RunningJob
 
 CLOSE_S = 1.0
-"""Seconds that the runs under way may take to end when the engine stops."""
+"""Seconds that the jobs under way may take to end when the engine stops."""
 
 
 class ThreadedCopies:
-    """A `CopyEngine` over another one: a thread for each direction, which makes one run after the other.
+    """A `CopyEngine` over a mover, with a thread for each direction that does one job after the other.
 
-    As many runs wait as `BlockCopier` has in flight. A thread that hangs in a copy does not keep a process from ending.
+    `BlockCopier` bounds the jobs that wait. A thread that hangs in a copy does not stop the process from ending. What
+    these threads do besides moving bytes, they do with the interpreter's lock, for which a step may wait. So they are
+    woken, and report, once for a job of many runs.
     """
 
-    def __init__(self, engine: CopyEngine, name: str) -> None:
-        self.block_bytes, self.pool_blocks, self.host_slots = engine.block_bytes, engine.pool_blocks, engine.host_slots
-        self._engine = engine
+    def __init__(self, mover: BlockMover, name: str) -> None:
+        self.block_bytes, self.pool_blocks, self.host_slots = mover.block_bytes, mover.pool_blocks, mover.host_slots
+        self._mover = mover
         self._on_end: Callable[[], None] | None = None
-        self._queues: dict[Direction, SimpleQueue[tuple[BlockRun, Future[float]] | None]] = {}
+        self._queues: dict[Direction, SimpleQueue[_Job | None]] = {}
         self._threads = []
         self._is_closed = False
         for way in Direction:
@@ -36,19 +37,19 @@ class ThreadedCopies:
             self._threads[-1].start()
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this on a thread of the copies when a run has ended; None: call nothing."""
+        """Call this on a thread of the copies when a job has ended; None: call nothing."""
         self._on_end = on_end
 
-    def start(self, run: BlockRun) -> RunningCopy:
+    def start(self, job: Sequence[BlockRun]) -> RunningJob:
         """See `CopyEngine.start`. Raises CopyError after `close`."""
         if self._is_closed:
             raise CopyError("the engine stops")
-        moved: Future[float] = Future()
-        self._queues[run.direction].put((run, moved))
-        return _Moving(moved)
+        begun = _Job(job)
+        self._queues[job[0].direction].put(begun)
+        return begun
 
     def close(self) -> None:
-        """Begin no further run, and wait `CLOSE_S` seconds at most for those under way."""
+        """Begin no further job, and wait at most `CLOSE_S` seconds for those under way."""
         self._on_end = None
         self._is_closed = True
         for queue in self._queues.values():
@@ -57,28 +58,35 @@ class ThreadedCopies:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    def _work(self, queue: SimpleQueue[tuple[BlockRun, Future[float]] | None]) -> None:
+    def _work(self, queue: SimpleQueue[_Job | None]) -> None:
         while (job := queue.get()) is not None and not self._is_closed:
-            run, moved = job
-            try:
-                moved.set_result(self._engine.start(run).elapsed_s() or 0.0)
-            except Exception as error:  # raised again where the copy is asked for
-                moved.set_exception(error)
+            job.outcome = self._do(job.runs)
             if (on_end := self._on_end) is not None:
                 on_end()
 
+    def _do(self, runs: Sequence[BlockRun]) -> EndedJob:
+        blocks, seconds = 0, 0.0
+        errors: list[str | None] = []
+        for run in runs:
+            try:
+                moved = self._mover.move(run)
+            except CopyError as error:
+                errors.append(str(error))
+            except Exception as error:  # any error of a copy is a miss, and must not end this thread
+                errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append(None)
+                blocks += moved.blocks
+                seconds += moved.seconds
+        return EndedJob(Moved(blocks, seconds), errors)
 
-@dataclass(frozen=True, slots=True)
-class _Moving:
-    moved: Future[float]
 
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
-        if not self.moved.done():
-            return None
-        try:
-            return self.moved.result()
-        except CopyError:
-            raise
-        except Exception as error:  # whatever a copy meets is a miss, and ends no step
-            raise CopyError(f"{type(error).__name__}: {error}") from error
+@dataclass(slots=True, eq=False)
+class _Job:
+    runs: Sequence[BlockRun]
+    outcome: EndedJob | None = None
+    """Set once, by the thread of the copies."""
+
+    def ended(self) -> EndedJob | None:
+        """See `RunningJob.ended`."""
+        return self.outcome

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
-from engine.backend.tiers.base import Direction, FinishedCopy
+from engine.backend.tiers.base import Direction
 from engine.backend.tiers.fetch import Held, Prefill
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
-from engine.contract.fetch_costs import FetchCost, FetchCosts
+from engine.contract.fetch_costs import FetchCost, FetchCosts, is_worth_it
 from engine.contract.load import StepCost
-from engine.tiers.fetches import Fetch, plan
+from engine.tiers.allowance import STEP_SHARE, Allowance
+from engine.tiers.fetches import Fetch, Wanted, plan
 from engine.tiers.keys import TieredKeys
-from engine.tiers.link import PAUSE_S, Link, leading
+from engine.tiers.leaving import Leaving
+from engine.tiers.link import PAUSE_S, Link
 from engine.tiers.lookups import Lookups
 from engine.tiers.place import Place
 from engine.tiers.search import Search
@@ -25,12 +29,12 @@ from engine.tiers.stats import Decision, Outcome, SharedSize, TierSize, TierStat
 
 
 class Shared(Protocol):
-    """What a shared tier is beside its index and its copies."""
+    """The part of a shared tier besides its index and its copies."""
 
     @property
     def lookups(self) -> Lookups: ...
     def size(self) -> SharedSize:
-        """What it holds."""
+        """Return what the tier holds."""
         ...
 
     def reset(self) -> None:
@@ -39,15 +43,15 @@ class Shared(Protocol):
 
 
 SPARE_SHARE = 1 / 16
-"""Of the pool. With fewer blocks to be had, a request that ends gives its own back at once instead of copying them."""
+"""Share of the pool. If fewer blocks are available, a request that ends gives its blocks back without copying them."""
 
 
 class Tiers:
     """Copies down what requests leave behind, and brings up what requests find below the pool.
 
-    Every tier is an index of its own over blocks of its own (`PrefixCache`), and holds the parents of what it holds.
-    A copy's source and target are referenced in their tiers for as long as it is open. Nothing here waits; time comes
-    from `clock`, in seconds that only grow.
+    Every tier is a separate index over its own blocks (`PrefixCache`), and holds the parents of what it holds. A copy's
+    source and target are referenced in their tiers while it is open. Nothing here waits; time comes from `clock`, in
+    seconds that only grow.
     """
 
     def __init__(
@@ -59,37 +63,54 @@ class Tiers:
         clock: Callable[[], float],
         poll_s: float = math.inf,
         shared: Shared | None = None,
+        step_share: float = STEP_SHARE,
+        computed: Callable[[], float] | None = None,
+        later: Callable[[], object] | None = None,
     ) -> None:
-        """`links`: from the pool downwards; `step_tokens`: that one step computes at most; `poll_s`: seconds after
-        which copies under way are to be asked for, where nobody tells that they have ended; `shared`: of the last link,
-        if other engines write there, too.
+        """`links`: from the pool downwards; `step_tokens`: most tokens that one step computes; `poll_s`: seconds
+        between polls of copies that do not report their end; `shared`: of the last link, if other engines write there,
+        too; `step_share`: share of each step of others that copies downwards may take; `computed`: returns the CPU
+        seconds of the calling thread, None: `clock` is used; `later`: arranges that `go_on` is called once the step
+        that is being planned has begun, None: copies begin while it is planned.
         """
+        self._allowance = Allowance(step_share, computed or clock)
         self._poll_s = poll_s
+        self._later = later
         self._pool = pool
         self._links = links
         self._step_tokens = step_tokens
         self._clock = clock
         self._cost = StepCost()
-        # What is shared is not published: all pods reach it, and any of them may remove it.
+        self._least_s = 0.0
+        # The shared tier's keys are not published: all pods reach it, and any of them may remove blocks.
         self._keys = TieredKeys([pool, *[link.lower for link in links if link.tier != Place.SHARED]])
         self._fetches: dict[int, Fetch] = {}
-        """By request that waits."""
-        self._fetched: dict[bytes, Fetch] = {}
-        """By the digest of each block on its way."""
+        """Waiting request -> its fetch."""
+        self._wanted: dict[int, Wanted] = {}
+        """Waiting request -> what is fetched as soon as the step that is being planned has begun, first come first."""
+        self._wanted_blocks = [0] * len(links)
+        """By link: blocks that `_wanted` will ask it for."""
+        self._fetched: dict[bytes, Fetch | Wanted] = {}
+        """Digest of a block that is on its way or soon will be -> its fetch."""
         self._left: list[Fetch] = []
-        """Fetches that nobody waits for, with copies that have not ended."""
+        """Fetches that no request waits for, with copies that have not ended."""
+        self._leaving: list[Leaving] = []
+        """Those for which something is to be done, oldest first."""
+        self._copying: dict[Leaving, None] = {}
+        """Those that wait until a copy has ended. They may be hundreds, so no step walks them."""
         self._decided: set[int] = set()
-        """Requests that wait for blocks no more."""
+        """Requests for which it was decided whether to fetch; they are not decided again."""
         self._asked: set[int] = set()
-        """Requests that are counted in `TierStats.query_tokens` and have not started."""
+        """Requests that are counted in `TierStats.query_tokens` but have not started."""
         self.stats = TierStats()
         self._shared = shared
         self._search = None if shared is None else Search(links[-1], shared.lookups, clock, self.stats)
 
-    def learn_cost(self, cost: StepCost) -> None:
-        """See `LowerTiers.learn_cost`. What an engine before has left holds until this one has learnt its own."""
+    def learn_cost(self, cost: StepCost, least_s: float = 0.0) -> None:
+        """See `LowerTiers.learn_cost`. The cost that an earlier engine has left holds until this one has learnt its
+        own."""
         if cost.token_s:
-            self._cost = cost
+            self._cost, self._least_s = cost, least_s
 
     @property
     def cost(self) -> StepCost:
@@ -98,36 +119,63 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy has not ended."""
-        return any(link.is_busy for link in self._links)
+        """Whether anything is under way, or will be as soon as it may begin."""
+        return bool(self._leaving or self._copying or self._fetches or self._wanted) or any(
+            link.is_busy for link in self._links
+        )
 
     def check_in_s(self) -> float:
-        """Seconds until copies must be looked at again, even if nothing is told of them: infinite without any."""
+        """Return the seconds until copies must be polled again if none reports its end; infinite without copies."""
         late_at_s = min((fetch.late_at_s() for fetch in self._fetches.values()), default=math.inf)
         if self._search is not None:
             late_at_s = min([late_at_s, *self._search.late_at_s()])
         return max(0.0, min(late_at_s - self._clock(), self._poll_s if self.is_busy else math.inf))
 
-    def poll(self) -> None:
+    def begin_step(self, others_s: float) -> None:
+        """See `LowerTiers.begin_step`."""
+        self._allowance.begin_step(others_s)
+        if self._hides and (self._wanted or self._leaving):
+            assert self._later is not None
+            self._later()
+
+    @property
+    def _hides(self) -> bool:
+        """Whether copies begin while steps run, not while they are planned, so that other requests do not wait."""
+        return self._later is not None and self._allowance.is_bounded
+
+    def go_on(self) -> None:
+        """Begin what may begin, and process copies that have ended. Call this while a step runs, or nothing does. What
+        goes down is bounded by the allowance; the rest goes with the next step."""
+        self._take_in_all()
+        self._go_down()
+
+    def poll(self, *, is_idle: bool = False) -> None:
         """See `LowerTiers.poll`."""
-        for link in reversed(self._links):  # what has come up one tier goes on at once
-            for end in link.poll():
-                if end.error is not None:
-                    self.stats.errors[link.tier] += 1
-                    if end.direction is Direction.DEMOTE:
-                        link.paused_until_s = self._clock() + PAUSE_S
-                if end.direction is Direction.PROMOTE:
-                    self.stats.promoted[link.tier] += len(end.done)
-                else:
-                    self.stats.demoted[link.tier] += len(end.done)
-                    if link.spoilt:
-                        link.spoilt.difference_update(pair.target for pair in end.done)
+        if is_idle:
+            self._allowance.begin_step(0.0)
+        self._take_in_all()
+        if not self._hides:
+            self._go_down()
+
+    def _take_in_all(self) -> None:
+        for link in reversed(self._links):  # the deepest first, so that what has come up one tier goes on at once
+            self._take_in(link)
+        self._begin_wanted()
         for request_id, fetch in tuple(self._fetches.items()):
             if fetch.is_over:
                 self._end(request_id, fetch)
+            elif fetch.late_at_s() <= self._clock():  # `waits` is not asked while an earlier request does not fit
+                self._give_up(request_id, fetch)
         for fetch in self._left:
             fetch.release()
         self._left = [fetch for fetch in self._left if not fetch.is_over]
+
+    def expect(self, request_id: int, sequence: CachedSequence, known_tokens: int, *, cached_blocks: int) -> None:
+        """See `LowerTiers.expect`."""
+        if self._search is not None and cached_blocks < (known_tokens - 1) // self._pool.block_size:
+            cached = cached_blocks * self._pool.block_size
+            prefill = Prefill(known_tokens, cached, self._step_tokens, self._cost, least_s=self._least_s)
+            self._ask(self._search, request_id, sequence, prefill, cached_blocks)
 
     def waits(
         self,
@@ -139,11 +187,12 @@ class Tiers:
         fits: bool,
         reserve_blocks: int,
         queue_s: float,
+        pace_s: tuple[float, float],
     ) -> bool:
         """See `LowerTiers.waits`."""
         fetch = self._fetches.get(request_id)
         if fetch is not None:
-            if not fetch.is_late(self._clock()):
+            if not fetch.is_late(self._clock(), pace_s):
                 return True
             self._give_up(request_id, fetch)
             return False
@@ -156,9 +205,12 @@ class Tiers:
             return True  # another request waits for it
         if not fits or request_id in self._decided:
             return False
-        prefill = Prefill(known_tokens, cached_blocks * self._pool.block_size, self._step_tokens, self._cost, queue_s)
-        if self._search is not None and self._searches(self._search, request_id, sequence, prefill, cached_blocks):
-            return True
+        cached = cached_blocks * self._pool.block_size
+        prefill = Prefill(known_tokens, cached, self._step_tokens, self._cost, queue_s, *pace_s, self._least_s)
+        if self._search is not None:
+            self._ask(self._search, request_id, sequence, prefill, cached_blocks)
+            if self._search.waits(request_id, sequence, prefill):
+                return True
         if not any(link.holds(sequence, cached_blocks) for link in self._links):
             return False
         return self._begin(request_id, sequence, prefill, cached_blocks, reserve_blocks)
@@ -171,6 +223,8 @@ class Tiers:
         if fetch is not None:
             self._give_up(request_id, fetch)
             self._decided.discard(request_id)
+        elif request_id in self._wanted:
+            self._take_wanted(request_id)
         if self._search is not None:
             self._search.forget(request_id)
 
@@ -180,13 +234,18 @@ class Tiers:
             self._pool.release(sequence)
         else:
             self._store(0, sequence)
+            if not self._hides:
+                self._go_down()
 
     def make_room(self) -> None:
         """See `LowerTiers.make_room`."""
         self._links[0].cancel_demotions()
+        for leaving in (*self._leaving, *self._copying):
+            if not leaving.depth:
+                leaving.cut_short()
 
     def fetch_costs(self) -> FetchCosts:
-        """See `LowerTiers.fetch_costs`. Of a tier whose speed, or that of one above it, is not known: nothing."""
+        """See `LowerTiers.fetch_costs`. If the speed of a tier or of one above it is not known, its cost is empty."""
         found = dict.fromkeys(Place, FetchCost())
         path = Held(0, self._pool.block_size, 0.0, 0.0)
         for link in self._links:
@@ -201,15 +260,19 @@ class Tiers:
         """See `LowerTiers.reset`. Copies under way end, and what they bring is not indexed."""
         for link in self._links:
             link.lower.reset()
+        for leaving in (*self._leaving, *self._copying):
+            leaving.cut_short()
         for request_id, fetch in tuple(self._fetches.items()):
             self._give_up(request_id, fetch)
+        for request_id in tuple(self._wanted):
+            self._take_wanted(request_id)
         if self._shared is not None:
             self._shared.reset()
 
     def take_changes(self) -> KeyChanges:
         """See `LowerTiers.take_changes`."""
         if self._shared is not None:
-            self._links[-1].lower.take_changes()  # nobody wants them, and they would pile up
+            self._links[-1].lower.take_changes()  # not published, and they would pile up
         return self._keys.take_changes()
 
     def held_keys(self) -> tuple[Keys, Keys, Keys]:
@@ -217,7 +280,7 @@ class Tiers:
         return self._keys.held_keys()
 
     def sizes(self) -> list[TierSize]:
-        """The tiers as they are, the pool left out."""
+        """Return the present sizes of the tiers below the pool."""
         return [
             TierSize(
                 link.tier, link.lower.pool.total, link.lower.indexed_blocks, link.block_bytes, link.lower.evictions
@@ -226,58 +289,82 @@ class Tiers:
         ]
 
     def shared_size(self) -> SharedSize | None:
-        """The shared tier as it is known; None: there is none."""
+        """Return the size of the shared tier as far as is known; None: there is no shared tier."""
         return None if self._shared is None else self._shared.size()
 
     def bytes_per_s(self, tier: Place) -> float | None:
-        """The measured rate from the tier to the one above it; None: not known, or there is no such tier."""
+        """Return the measured rate from the tier to the one above it; None: not known, or there is no such tier."""
         return next((link.copier.bytes_per_s(Direction.PROMOTE) for link in self._links if link.tier == tier), None)
 
     def _begin(
         self, request_id: int, sequence: CachedSequence, prefill: Prefill, hits: int, reserve_blocks: int
     ) -> bool:
-        """Decide, and fetch where that is sooner."""
+        """Decide whether to fetch, and fetch if that is sooner. Return whether the request waits."""
         held = self._held(sequence, prefill.prompt_tokens - 1, hits)
         if not any(part.blocks for part in held):
             return False
         self._decided.add(request_id)
         choice = plan(prefill, held)
-        fetch = None
-        if choice.fetched_blocks:
-            since_s = self._clock() if self._search is None else self._search.waited_since_s(request_id)
-            fetch = self._hold(sequence, hits + choice.fetched_blocks, reserve_blocks, prefill, since_s)
+        if not choice.fetched_blocks:
+            self.stats.decisions[Decision.COMPUTE] += 1
+            return False
+        since_s = self._clock() if self._search is None else self._search.waited_since_s(request_id)
+        wanted = Wanted(sequence, hits, hits + choice.fetched_blocks, reserve_blocks, prefill, since_s, held)
+        if self._later is None or not prefill.next_s:
+            return self._fetch(request_id, wanted)
+        self._wanted[request_id] = wanted  # `begin_step` comes, as others are computed
+        self._note_digests(wanted)
+        for depth, blocks in enumerate(wanted.blocks_by_link):
+            self._wanted_blocks[depth] += blocks
+        return True
+
+    def _begin_wanted(self) -> None:
+        """Begin what was decided while a step was planned."""
+        for request_id in tuple(self._wanted):
+            self._fetch(request_id, self._take_wanted(request_id))
+
+    def _take_wanted(self, request_id: int) -> Wanted:
+        """Return what was decided for the request, which is not wanted any more."""
+        wanted = self._wanted.pop(request_id)
+        self._forget_digests(wanted)
+        for depth, blocks in enumerate(wanted.blocks_by_link):
+            self._wanted_blocks[depth] -= blocks
+        return wanted
+
+    def _fetch(self, request_id: int, wanted: Wanted) -> bool:
+        """Begin to fetch; return False if the tiers have no room."""
+        fetch = wanted.begin(self._pool, self._links, self._allowance.piece_blocks)
         if fetch is None:
             self.stats.decisions[Decision.COMPUTE] += 1
             return False
-        is_all = fetch.stop == hits + sum(part.blocks for part in held)
-        self.stats.decisions[Decision.FETCH if is_all else Decision.PART] += 1
+        self.stats.decisions[Decision.FETCH if wanted.is_all else Decision.PART] += 1
         self._fetches[request_id] = fetch
-        for digest in sequence.digests[fetch.first : fetch.stop]:
-            self._fetched[digest] = fetch
+        self._note_digests(fetch)
         return True
 
-    def _searches(self, search: Search, request_id: int, sequence: CachedSequence, prefill: Prefill, hits: int) -> bool:
-        """Whether the request waits for what the shared tier says of it: asked once, where it would be sooner fetched
-        if all of it were there."""
+    def _ask(self, search: Search, request_id: int, sequence: CachedSequence, prefill: Prefill, hits: int) -> None:
+        """Look up the request in the shared tier, once, if fetching all of it from there would be sooner than going by
+        what is known to be there."""
         if search.has_begun(request_id):
-            return search.waits(request_id, sequence)
+            return
         stop = (prefill.prompt_tokens - 1) // self._pool.block_size
         held = self._held(sequence, prefill.prompt_tokens - 1, hits)
         if len(held) < len(self._links):  # the way up is not known
-            return False
+            return
         known = hits + sum(part.blocks for part in held)
-        possible = [*held[:-1], replace(held[-1], blocks=held[-1].blocks + stop - known)]
-        if known >= stop or plan(prefill, possible).fetched_blocks <= known - hits:
-            return False
-        return search.begin(request_id, sequence, prefill, known, stop)
+        if known < stop:
+            possible = [*held[:-1], replace(held[-1], blocks=held[-1].blocks + stop - known)]
+            known_s = plan(prefill, held).first_token_s
+            if is_worth_it(plan(prefill, possible).first_token_s, known_s):
+                search.begin(request_id, sequence, known, stop, known_s - prefill.queue_s)
 
     def _held(self, sequence: CachedSequence, tokens: int, hits: int) -> list[Held]:
-        """What each tier has behind the `hits` blocks of the pool and those of the tiers above it."""
+        """Return what each tier holds behind the `hits` blocks of the pool and those of the tiers above it."""
         held: list[Held] = []
         reached, path = hits, Held(0, self._pool.block_size, 0.0, 0.0)
-        for link in self._links:
+        for link, ahead in zip(self._links, self._wanted_blocks, strict=True):
             readable, is_spoilt = link.readable_blocks(sequence, tokens)
-            part = Held.measured(link.copier, max(0, readable - reached), self._pool.block_size)
+            part = Held.measured(link.copier, max(0, readable - reached), self._pool.block_size, ahead)
             if part is None:  # not measured yet: whatever lies deeper has to come this way, too
                 break
             path = part.behind(path)
@@ -287,39 +374,8 @@ class Tiers:
                 break
         return held
 
-    def _hold(
-        self, sequence: CachedSequence, stop: int, reserve_blocks: int, prefill: Prefill, since_s: float
-    ) -> Fetch | None:
-        """Begin to fetch up to block `stop`, for a request that waits since `since_s`; None where the tiers have no
-        room."""
-        for depth, link in enumerate(self._links):  # noqa: B007
-            readable, is_spoilt = link.readable_blocks(sequence, stop * self._pool.block_size)
-            if readable >= stop:
-                break
-            if is_spoilt:
-                return None
-        else:
-            return None
-        links = self._links[: depth + 1]
-        sequences: list[CachedSequence] = []
-        present: list[int] = []
-        for cache in [self._pool, *[link.lower for link in links]]:
-            part = sequence.fork()
-            # The pool counts the use when the request starts.
-            is_pool = cache is self._pool
-            had = cache.hold(part, stop, reserve_blocks if is_pool else 0, counts_use=not is_pool)
-            if had is None:
-                for other, held in zip([self._pool, *[link.lower for link in links]], sequences, strict=False):
-                    other.release(held)
-                return None
-            sequences.append(part)
-            present.append(had)
-        fetch = Fetch(prefill, since_s, links, sequences, present[0], stop)
-        fetch.begin(present)
-        return fetch
-
     def _end(self, request_id: int, fetch: Fetch) -> None:
-        """All that could come has come: the request finds it in the pool."""
+        """End a fetch that has brought all it could: the request finds the blocks in the pool."""
         del self._fetches[request_id]
         self._forget_digests(fetch)
         self._decided.add(request_id)
@@ -329,7 +385,7 @@ class Tiers:
         self._count_hits(fetch)
 
     def _give_up(self, request_id: int, fetch: Fetch) -> None:
-        """The request waits no more. What has come can be used; what copies still write is held until they end."""
+        """Give up a fetch. What has arrived can be used; blocks that copies still write are held until they end."""
         del self._fetches[request_id]
         self._forget_digests(fetch)
         self._decided.add(request_id)
@@ -339,13 +395,16 @@ class Tiers:
         fetch.release()
         self._left.append(fetch)
 
-    def _forget_digests(self, fetch: Fetch) -> None:
-        for digest in fetch.sequences[0].digests[fetch.first : fetch.stop]:
+    def _note_digests(self, fetch: Fetch | Wanted) -> None:
+        self._fetched.update(dict.fromkeys(fetch.digests, fetch))
+
+    def _forget_digests(self, fetch: Fetch | Wanted) -> None:
+        for digest in fetch.digests:
             if self._fetched.get(digest) is fetch:
                 del self._fetched[digest]
 
     def _count_query(self, sequence: CachedSequence, known_tokens: int, cached_blocks: int) -> None:
-        """What each tier is asked for: all but what is above it."""
+        """Count what each tier is asked for: all tokens except those that tiers above it hold."""
         size, reached = self._pool.block_size, cached_blocks
         most = (known_tokens - 1) // size
         for link in self._links:
@@ -357,36 +416,70 @@ class Tiers:
         for link, blocks in zip(fetch.links, fetch.landed_from(), strict=True):
             self.stats.hit_tokens[link.tier] += blocks * self._pool.block_size
 
+    def _take_in(self, link: Link) -> None:
+        """Process the copies over this link that have ended."""
+        for end in link.poll():
+            with self._allowance.spending() if end.direction is Direction.DEMOTE else nullcontext():
+                link.end(end)
+            if end.error is not None:
+                self.stats.errors[link.tier] += 1
+                if end.direction is Direction.DEMOTE:
+                    link.paused_until_s = self._clock() + PAUSE_S
+            if end.direction is Direction.PROMOTE:
+                self.stats.promoted[link.tier] += len(end.done)
+            else:
+                self.stats.demoted[link.tier] += len(end.done)
+                if link.spoilt:
+                    link.spoilt.difference_update(pair.target for pair in end.done)
+
+    def _go_down(self) -> None:
+        """Begin copies of more blocks that go down, and release what has been copied."""
+        going, self._leaving = deque(self._leaving), []
+        while going:
+            leaving, kept = going.popleft(), len(self._leaving)
+            if leaving.part is None and not leaving.is_cut and self._allowance.is_left:
+                with self._allowance.spending():
+                    leaving.begin(self._cost)
+            while leaving.part is not None and leaving.unasked and self._allowance.is_left:
+                with self._allowance.spending():
+                    asked = leaving.unasked
+                    if self._allowance.is_bounded:
+                        asked = min(asked, self._allowance.piece_blocks)
+                    leaving.go_on(asked)
+                    self._allowance.move(asked, leaving.link.beside_s(Direction.DEMOTE))
+            if leaving.is_over:
+                with self._allowance.spending():
+                    self._has_gone_down(leaving)
+                going.extend(self._leaving[kept:])  # to the next tier at once: there may be no later call
+                del self._leaving[kept:]
+            elif leaving.is_asked:
+                self._copying[leaving] = None
+            else:
+                self._leaving.append(leaving)
+
+    def _has_gone_down(self, leaving: Leaving) -> None:
+        self.stats.skipped[leaving.link.tier] += leaving.lacked
+        self.stats.worthless[leaving.link.tier] += leaving.worthless
+        leaving.release()
+        if leaving.part is None:
+            return
+        if leaving.link.lower.is_current(leaving.part):
+            self._store(leaving.depth + 1, leaving.part)
+        else:
+            leaving.link.lower.release(leaving.part)
+
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy a held sequence one tier down, what is worth it; then release it, and go on from there."""
+        """Copy what is worth it of a held sequence one tier down. Then it is released, and goes on from there."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)
-            return
-        link = self._links[depth]
-        wanted = link.worthwhile(sequence, self._cost)
-        part = sequence.fork()
-        there = len(link.lower.find(part, len(sequence.nodes)))
-        self.stats.worthless[link.tier] += max(0, len(sequence.nodes) - max(wanted, there))
-        # Those there already are held, too: so their tier learns that they were used.
-        fits = min(max(wanted, there), there + (link.lower.pool.available if link.has_room(self._clock()) else 0))
-        present = link.lower.hold(part, fits)
-        if present is None:  # those there are idle, and count among the available
-            fits, present = there, link.lower.hold(part, there)
-        self.stats.skipped[link.tier] += max(0, wanted - fits)
-        if present is None:
-            upper.release(sequence)
-            return
-        repairs, missing = link.pairs_down(sequence, part, present)
-        if not repairs and not missing:
-            upper.release(sequence)
-            self._store(depth + 1, part)
-            return
-        size = self._pool.block_size
+        else:
+            link = self._links[depth]
+            has_room = link.has_room(self._clock())
+            self._leaving.append(Leaving(depth, link, upper, sequence, has_room=has_room, landed=self._landed))
 
-        def ended(end: FinishedCopy) -> None:
-            link.lower.commit(part, (present + leading(missing, end)) * size)
-            upper.release(sequence)
-            self._store(depth + 1, part)
-
-        link.copy(Direction.DEMOTE, [*repairs, *missing], ended)
+    def _landed(self, leaving: Leaving) -> None:
+        """Look at these blocks with the next `_go_down`, because a copy of theirs has ended."""
+        if leaving in self._copying:
+            del self._copying[leaving]
+            self._leaving.append(leaving)

@@ -1,9 +1,11 @@
-"""Whether caching is worth it. With caching off a prompt token costs 1; with it, one that is computed and stored costs
-`write_cost`, one that is found `read_cost`. Caching pays from the hit rate h where (1 - h) write + h read = 1:
+"""Whether prefix caching is worth its price. Without caching a prompt token costs 1. With caching, a token that is
+computed and stored costs `write_cost`, and a token that is found costs `read_cost`. Caching pays if the hit rate is
+at least the h that solves (1 - h) write + h read = 1:
 
     h = (write - 1) / (write - read)
 
-Engines: storing is a hash of each block, near 1 % of prefill, finding is free. Hosted models often charge for both.
+In an engine, storing means hashing each block, which is near 1 % of prefill, and finding is free. Hosted models often
+charge for both.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Literal
 from loadgen.analyze.model import CacheRate, Finding, Recommendation
 
 _WORTH_ROUTING = 0.02
-"""Difference of hit rates from which routing is said to matter."""
+"""Smallest difference of hit rates at which the advice says that routing matters."""
 
 
 def break_even_rate(write_cost: float, read_cost: float) -> float:
-    """Hit rate from which caching is cheaper than none; above 1: never."""
+    """Return the hit rate from which caching is cheaper than none; above 1: never cheaper."""
     return max(0.0, (write_cost - 1) / (write_cost - read_cost))
 
 
@@ -30,7 +32,7 @@ def recommend(
     pods: int,
     costs: tuple[float, float],
 ) -> Recommendation:
-    """The recommendation from the rates of the first cache given. `costs`: write, read."""
+    """Return the recommendation for the first of `caches`. `costs`: write and read cost of a token."""
     least = break_even_rate(*costs)
     cache = caches[0]
     size = "an infinite cache" if cache.cache_tokens is None else f"{cache.cache_tokens:,} tokens of cache a pod"
@@ -44,7 +46,7 @@ def recommend(
         sentences.append(_routing(routing, plain, best, pods))
     sentences += [finding.advice for finding in findings]
     if findings:
-        sentences.append(f"With all of this mended, an infinite cache would have {possible:.1%} instead of {now:.1%}.")
+        sentences.append(f"With all of this repaired, an infinite cache would hit {possible:.1%} instead of {now:.1%}.")
     return Recommendation(enable=enable, routing=routing, break_even_rate=least, sentences=tuple(sentences))
 
 
@@ -66,14 +68,14 @@ def _verdict(
             f" from {least:.1%} (prompts then cost {saved:.2f} of what they cost without)."
         )
     text = (
-        f"Prefix caching does not pay as the prompts are: with {size}, at best {best:.1%} of prompt tokens hit; it pays"
+        f"Prefix caching does not pay for these prompts: with {size}, at best {best:.1%} of prompt tokens hit; it pays"
         f" from {least:.1%}."
     )
     if findings and possible > least:
-        return f"{text} Mend the prompts first, then enable it:"
+        return f"{text} Repair the prompts first, then enable it:"
     if possible > least:
-        return f"{text} The prompts do share prefixes, but the cache is too small to hold them until they come again."
-    return f"{text} The prompts share too little; leave it off, or on where it costs nothing."
+        return f"{text} The prompts do share prefixes, but the cache is too small to hold them until they recur."
+    return f"{text} The prompts share too little; leave it off, or on if it costs nothing."
 
 
 def _routing(routing: str, plain: float, best: float, pods: int) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 SHINGLE_BYTES = 32
-"""Texts that agree in this many bytes in a row agree by more than chance."""
+"""Two texts that agree in this many consecutive bytes do not agree by chance."""
 _WIDTHS = ((256, 1), (2_048, 4), (32_768, 16))
-"""How far to look for the next agreement, and in which steps: values are short, documents are long."""
+"""(distance, step) of the search for the next agreement: values are short, documents are long."""
 _MAX_DIFFERENCES = 6
 _FACTORS = tuple(np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
@@ -19,21 +19,21 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """a[a_start:a_end] stands where b has b[b_start:b_end]; before and behind they agree."""
+    """a[a_start:a_end] stands where b has b[b_start:b_end]; the texts agree before and after it."""
 
     a_start: int
     a_end: int
     b_start: int
     b_end: int
     agreeing_bytes: int
-    """Length of the agreement behind it."""
+    """Length of the agreement after the difference."""
 
 
 def anchors(text: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Hashes and positions of shingles chosen by their content: text that moves keeps its anchors.
+    """Return hashes and positions of shingles chosen by their content: text that moves keeps its anchors.
 
-    About one shingle in 16 of a short text and one in 256 of a long one; what is chosen in a long text would be in a
-    short one too, so texts of different length can be compared.
+    About one shingle in 16 of a short text is chosen, and one in 256 of a long text. A shingle chosen in a long text is
+    also chosen in a short one, so texts of different lengths can be compared.
     """
     count = len(text) - SHINGLE_BYTES + 1
     if count <= 0:
@@ -50,7 +50,7 @@ def anchors(text: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]
 
 
 def common_bytes(a: bytes, i: int, b: bytes, j: int) -> int:
-    """Length of the common prefix of a[i:] and b[j:]."""
+    """Return the length of the common prefix of a[i:] and b[j:]."""
     length, step = 0, 64
     while True:
         left, right = a[i + length : i + length + step], b[j + length : j + length + step]
@@ -63,24 +63,24 @@ def common_bytes(a: bytes, i: int, b: bytes, j: int) -> int:
 
 
 def common_prefix(a: bytes, b: bytes) -> bytes:
-    """What both begin with."""
+    """Return the prefix that both have."""
     return a[: common_bytes(a, 0, b, 0)]
 
 
 def common_suffix(a: bytes, b: bytes) -> bytes:
-    """What both end with."""
+    """Return the suffix that both have."""
     return common_prefix(a[::-1], b[::-1])[::-1]
 
 
 def _common_head(a: bytes, b: bytes) -> int:
-    # The highest bit in which two big-endian numbers of equal length differ is in the first byte that differs.
+    # In big-endian numbers of equal length, the highest differing bit is in the first differing byte.
     length = min(len(a), len(b))
     different = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
     return length - (different.bit_length() + 7) // 8
 
 
 def differences(a: bytes, b: bytes) -> Iterator[Difference]:
-    """The first differences of two texts, as long as they agree again afterwards."""
+    """Yield the first differences of two texts, for as long as the texts agree again afterwards."""
     at = common_bytes(a, 0, b, 0)
     i = j = at
     for _ in range(_MAX_DIFFERENCES):

@@ -1,8 +1,8 @@
 """Which blocks of which prompts have been seen before: prefix keys of all prompts, folded into a trie of runs.
 
-A block is a stride of the canonical bytes (or one id of a trace), named by the chained key of everything up to its end:
-equal key, equal prefix. A run is a chain of blocks that every prompt takes whole or not at all, so caches can be
-simulated run by run instead of block by block; N prompts make at most 2 N runs.
+A block is a stride of the canonical bytes, or one id of a trace. Its name is the chained key of everything up to its
+end: equal keys mean equal prefixes. A run is a chain of blocks that every prompt takes whole or not at all, so caches
+can be simulated run by run instead of block by block. N prompts make at most 2 N runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from engine.contract.keys import prefix_keys
 
 BYTES_PER_BLOCK_HELD = 60
-"""Memory that one block costs at the peak, which is the sort in `fold`."""
+"""Memory that one block costs at the peak, which is during the sort in `fold`."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -33,11 +33,11 @@ class KeyLog:
     tokens: array[float] = field(default_factory=lambda: array("d"))
 
     def add_text(self, text: bytes, stride: int, tokens: float) -> None:
-        """A prompt by its bytes: whole strides count."""
+        """Add a prompt given by its bytes; only whole strides count."""
         self._add(prefix_keys(text, 0, stride), tokens)
 
     def add_ids(self, ids: tuple[int, ...], tokens: float) -> None:
-        """A prompt by a trace's block ids; the last block may be partial."""
+        """Add a prompt given by a trace's block ids; the last block may be partial."""
         chained = b"".join([(i & (2**64 - 1)).to_bytes(8, "little") for i in ids])
         self._add(prefix_keys(chained, 0, 8), tokens)
 
@@ -55,11 +55,11 @@ class Sharing:
     tokens: npt.NDArray[np.float64]
     """Length of each prompt."""
     starts: Ints
-    """Position of each prompt's first block; one more at the end."""
+    """Position of each prompt's first block; the last entry is the number of all blocks."""
     first_seen: Ints
-    """For each position, that of the first block with the same key: itself where the block is new."""
+    """For each position, the first position with the same key; a new block has its own position."""
     hit_blocks: Ints
-    """For each prompt, how many of its first blocks earlier prompts had: the hits of an infinite cache."""
+    """For each prompt, the number of its first blocks that earlier prompts had: the hits of an infinite cache."""
     run_blocks: Ints
     """Length of each run."""
     run_first: Ints
@@ -67,34 +67,34 @@ class Sharing:
     path_runs: Ints
     """Runs of all prompts, one after the other."""
     path_starts: Ints
-    """For each prompt, where its runs begin in `path_runs`; one more at the end."""
+    """For each prompt, where its runs begin in `path_runs`; the last entry is the number of all runs."""
 
     @property
     def requests(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self.tokens)
 
     def paths(self) -> list[list[int]]:
-        """The runs of each prompt, first to last."""
+        """Return the runs of each prompt, first to last."""
         runs, starts = self.path_runs.tolist(), self.path_starts.tolist()
         return [runs[a:b] for a, b in pairwise(starts)]
 
     def hit_tokens(self) -> npt.NDArray[np.float64]:
-        """Tokens of each prompt that an infinite cache has."""
+        """Return the number of tokens of each prompt that an infinite cache has."""
         return np.minimum(self.hit_blocks * self.block_tokens, self.tokens)
 
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that an infinite cache has."""
+        """Return the share of all prompt tokens that an infinite cache has."""
         return share(float(self.hit_tokens().sum()), float(self.tokens.sum()))
 
 
 def share(part: float, whole: float) -> float:
-    """part / whole; 0 of nothing."""
+    """Return part / whole; 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 
 def hit_rate(log: KeyLog) -> float:
-    """Share of all prompt tokens that an infinite cache has, without the trie."""
+    """Return the share of all prompt tokens that an infinite cache has, without building the trie."""
     starts = _starts(log)
     hits = _hit_blocks(_first_seen(np.frombuffer(log.keys, dtype=np.uint64)), starts)
     tokens = np.array(log.tokens)
@@ -102,7 +102,7 @@ def hit_rate(log: KeyLog) -> float:
 
 
 def fold(log: KeyLog) -> Sharing:
-    """The trie of all prompts in the log."""
+    """Return the trie of all prompts in the log."""
     starts = _starts(log)
     first_seen = _first_seen(np.frombuffer(log.keys, dtype=np.uint64))
     is_head, new = _run_heads(first_seen, starts)
@@ -137,7 +137,7 @@ def _first_seen(keys: npt.NDArray[np.uint64]) -> Ints:
 
 
 def _hit_blocks(first_seen: Ints, starts: Ints) -> Ints:
-    # Keys are chained: a block that was seen has a predecessor that was seen, so the count is the length of the prefix.
+    # Keys are chained: if a block was seen, its predecessor was seen. So the count is the length of the prefix.
     is_old = first_seen < np.arange(len(first_seen))
     before = np.concatenate([[0], np.cumsum(is_old)])
     hits: Ints = before[starts[1:]] - before[starts[:-1]]
@@ -145,7 +145,7 @@ def _hit_blocks(first_seen: Ints, starts: Ints) -> Ints:
 
 
 def _run_heads(first_seen: Ints, starts: Ints) -> tuple[Bools, Bools]:
-    """Where runs begin: at a prompt's first block, behind a block with several successors, behind a prompt's end."""
+    """Find where runs begin: a prompt's first block, after a block with several successors, after a prompt's end."""
     count = len(first_seen)
     new = first_seen == np.arange(count)
     begins = np.zeros(count, dtype=bool)

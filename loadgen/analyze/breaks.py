@@ -1,7 +1,7 @@
 """Where prompts differ early and agree again afterwards: pairs of such prompts, gathered into slots.
 
-A sample of the prompts is looked at, and what it shows is a suspicion. Its cost is then measured on all prompts
-(`repairs.py`) and a suspicion that costs nothing is dropped, so a wrong pairing cannot become a finding.
+The finder looks at a sample of the prompts, so its slots are only suspicions. `repairs.py` then measures the cost of
+each on all prompts, and a suspicion that costs nothing is dropped. So a wrong pairing cannot become a finding.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from loadgen.analyze import order
 from loadgen.analyze.align import Difference, anchors, common_bytes, common_prefix, common_suffix, differences
 from loadgen.analyze.place import Place, place
-from loadgen.analyze.read import Prompt
+from loadgen.analyze.read import LoggedPrompt
 from loadgen.analyze.repairs import Repair, SortKeys, SortTools, SortUnits, TakeOut, json_context
-from loadgen.analyze.values import COUNTER, NAME, TEXT, Kind, is_counter, value_at
+from loadgen.analyze.values import COUNTER, NAME, TEXT, ValueKind, is_counter, value_at
 
 SAMPLE = 20_000
-"""Prompts that are looked at; of a longer file, stretches spread evenly over it."""
+"""Number of prompts examined; in a longer file, stretches spread evenly over it."""
 _STRETCH = 1_000
 _TEXT_BYTES = 64 * 2**20
-"""Prompts kept to be compared with later ones."""
+"""Bytes of prompts kept for comparison with later prompts."""
 _PAIRS_AT_ONCE = 150
 _CONTEXT_BYTES = 64
 _KEY_BYTES = 8
@@ -36,30 +36,30 @@ MAX_FINDINGS = 4
 
 @dataclass(slots=True)
 class Slot:
-    """A place in prompts where values differ, as the pairs show it."""
+    """A place where the values of prompts differ, according to the compared pairs."""
 
     left: bytes
     is_start: bool
     rights: dict[bytes, float] = field(default_factory=dict)
-    """What stands behind the value, by agreeing bytes."""
+    """The texts that follow the value, each with its agreeing bytes."""
     kinds: Counter[str] = field(default_factory=Counter)
-    by_name: dict[str, Kind] = field(default_factory=dict)
+    by_name: dict[str, ValueKind] = field(default_factory=dict)
     values: list[bytes] = field(default_factory=list)
     places: Counter[Place] = field(default_factory=Counter)
     example: tuple[bytes, bytes] = (b"", b"")
     weight: float = 0.0
-    """Agreeing bytes behind it, over all pairs."""
+    """Agreeing bytes after the slot, summed over all pairs."""
     repair: Repair | None = None
-    """Set for changes of order; for values it follows from the contexts."""
+    """Set for changes of order; for values the repair follows from the contexts."""
 
     @property
-    def kind(self) -> Kind:
-        """The kind most pairs agree on."""
+    def kind(self) -> ValueKind:
+        """Return the kind that most pairs agree on."""
         kind = self.by_name[self.kinds.most_common(1)[0][0]]
         return COUNTER if kind.name == "number" and is_counter(self.values) else kind
 
     def repaired_by(self) -> Repair | None:
-        """The change that would take the break out; None: the contexts are too short to find the place again."""
+        """Return the change that would remove the break; None if the contexts are too short to find the place again."""
         if self.repair:
             return self.repair
         if not self.is_start and len(self.left) < _MIN_CONTEXT_BYTES:
@@ -71,7 +71,7 @@ class Slot:
         return TakeOut(self.left, rights, self.is_start, pattern)
 
     def add_right(self, right: bytes, weight: float) -> None:
-        """A right context: one with those it meets."""
+        """Add a text that follows the value; it is merged with known texts that have enough in common with it."""
         for known in self.rights:
             if common := _meet(known, right):
                 self.rights[common] = self.rights.pop(known) + weight
@@ -81,11 +81,11 @@ class Slot:
 
 
 REORDERED = {
-    "tools_order": Kind("tools_order", "the order of the tools", None, "send the tools sorted by name"),
-    "key_order": Kind(
+    "tools_order": ValueKind("tools_order", "the order of the tools", None, "send the tools sorted by name"),
+    "key_order": ValueKind(
         "key_order", "the order of JSON keys", None, "serialise with sorted keys (json.dumps(..., sort_keys=True))"
     ),
-    "parts_order": Kind(
+    "parts_order": ValueKind(
         "parts_order",
         "the order of documents or paragraphs",
         None,
@@ -95,11 +95,11 @@ REORDERED = {
 
 
 class BreakFinder:
-    """Takes prompts in order with the length of the prefix that is reused; gives the slots they suggest."""
+    """Takes prompts in order, each with the length of its reused prefix; returns the slots that they suggest."""
 
     def __init__(self, requests: int) -> None:
         self._requests = requests
-        self._texts: OrderedDict[int, Prompt] = OrderedDict()
+        self._texts: OrderedDict[int, LoggedPrompt] = OrderedDict()
         self._text_bytes = 0
         self._latest: dict[int, int] = {}
         self._broken = 0
@@ -107,8 +107,8 @@ class BreakFinder:
         self._weight = 0.0
         self._units: Counter[bytes] = Counter()
 
-    def add(self, number: int, prompt: Prompt, shared_bytes: int) -> None:
-        """Prompt `number`, whose first `shared_bytes` an earlier prompt had."""
+    def add(self, number: int, prompt: LoggedPrompt, shared_bytes: int) -> None:
+        """Add prompt `number`, whose first `shared_bytes` an earlier prompt had."""
         if not self._is_sampled(number):
             return
         hashes, positions = anchors(prompt.text)
@@ -116,7 +116,8 @@ class BreakFinder:
         partner = self._partner(behind)
         if partner is not None:
             self._broken += 1
-            # The first pairs all, later ones ever more rarely: a few hundred pairs tell as much as all of them.
+            # The first breaks are all paired, later ones ever more rarely: a few hundred pairs tell as much as all of
+            # them.
             if self._broken % math.ceil(self._broken / _PAIRS_AT_ONCE) == 0:
                 self._compare(self._texts[partner], prompt)
         for value in hashes.tolist():
@@ -124,7 +125,7 @@ class BreakFinder:
         self._keep(number, prompt)
 
     def slots(self) -> list[Slot]:
-        """The slots with the most agreement behind them, first to last in the prompt."""
+        """Return the slots with the most agreement after them, first to last in the prompt."""
         for slot in self._slots.values():
             if isinstance(slot.repair, SortUnits):
                 ranked = [unit for unit, _ in self._units.most_common()]
@@ -140,7 +141,7 @@ class BreakFinder:
         return number % (self._requests // stretches) < _STRETCH
 
     def _partner(self, behind: list[int]) -> int | None:
-        """The earlier prompt that has most of what stands behind the break."""
+        """Return the earlier prompt that has most of the text after the break."""
         votes = Counter(
             earlier
             for value in behind[:: max(1, len(behind) // 16)]
@@ -151,14 +152,14 @@ class BreakFinder:
         best, count = votes.most_common(1)[0]
         return best if count >= 3 or count * 3 >= min(len(behind), 16) else None
 
-    def _keep(self, number: int, prompt: Prompt) -> None:
+    def _keep(self, number: int, prompt: LoggedPrompt) -> None:
         self._texts[number] = prompt
         self._text_bytes += len(prompt.text)
         while self._text_bytes > _TEXT_BYTES and len(self._texts) > 1:
             _, oldest = self._texts.popitem(last=False)
             self._text_bytes -= len(oldest.text)
 
-    def _compare(self, a: Prompt, b: Prompt) -> None:
+    def _compare(self, a: LoggedPrompt, b: LoggedPrompt) -> None:
         at = common_bytes(a.text, 0, b.text, 0)
         if self._compare_order(a, b, at, at):
             return
@@ -172,7 +173,7 @@ class BreakFinder:
             if self._compare_order(a, b, i, j):
                 return
 
-    def _add_value(self, a: Prompt, b: Prompt, found: Difference, behind: int) -> None:
+    def _add_value(self, a: LoggedPrompt, b: LoggedPrompt, found: Difference, behind: int) -> None:
         kind, a_start, a_end = value_at(a.text, found.a_start, found.a_end)
         other, b_start, b_end = value_at(b.text, found.b_start, found.b_end)
         if kind.name != other.name:
@@ -186,7 +187,7 @@ class BreakFinder:
         slot.values += [b.text[b_start:b_end]] * (len(slot.values) < _MAX_VALUES)
 
     def _value_slot(self, left: bytes, right: bytes, is_start: bool, *, is_long: bool) -> Slot:
-        """The slot between these contexts. Long values often begin alike, so what stands behind them decides."""
+        """Return the slot between these contexts. Long values often begin alike, so the text after them decides."""
         key = ("value", left[-_KEY_BYTES:])
         if is_long and is_start and key not in self._slots:
             values = ((k, slot) for k, slot in self._slots.items() if k[0] == "value" and slot.is_start)
@@ -205,7 +206,7 @@ class BreakFinder:
         slot.repair = SortKeys(slot.left) if isinstance(repair, SortKeys) else repair
         return slot
 
-    def _note(self, slot: Slot, kind: Kind, where: Place, a: bytes, b: bytes, weight: float) -> None:
+    def _note(self, slot: Slot, kind: ValueKind, where: Place, a: bytes, b: bytes, weight: float) -> None:
         slot.kinds[kind.name] += 1
         slot.by_name[kind.name] = kind
         slot.places[where] += 1
@@ -213,8 +214,8 @@ class BreakFinder:
         if slot.example == (b"", b""):
             slot.example = (a, b)
 
-    def _compare_order(self, a: Prompt, b: Prompt, i: int, j: int) -> bool:
-        """Whether the two go on with the same parts in another order; if so it is noted."""
+    def _compare_order(self, a: LoggedPrompt, b: LoggedPrompt, i: int, j: int) -> bool:
+        """Return whether both prompts go on with the same parts in another order; if so, note the change."""
         if i < a.tools_bytes and j < b.tools_bytes:
             return self._compare_tools(a, b, j)
         left, right = order.json_at(a.text, i), order.json_at(b.text, j)
@@ -233,7 +234,7 @@ class BreakFinder:
         self._add_order(slot, "parts_order", place(b, j), a.text[i : i + 80], b.text[j : j + 80], len(b.text) - j)
         return True
 
-    def _compare_tools(self, a: Prompt, b: Prompt, j: int) -> bool:
+    def _compare_tools(self, a: LoggedPrompt, b: LoggedPrompt, j: int) -> bool:
         left, right = a.text[: a.tools_bytes], b.text[: b.tools_bytes]
         if order.sorted_tools(left) != order.sorted_tools(right):
             return False
@@ -252,7 +253,7 @@ def _position(slot: Slot) -> tuple[int, int]:
 
 
 def _meet(a: bytes, b: bytes) -> bytes:
-    """What two right contexts have in common where one begins a little later: values end alike by chance."""
+    """Return what two right contexts have in common, even if one begins a little later: values end alike by chance."""
     for skipped in range(_CONTEXT_BYTES // 2):
         for left, right in ((a[skipped:], b), (a, b[skipped:])):
             common = common_prefix(left, right)

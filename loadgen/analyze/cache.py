@@ -1,4 +1,4 @@
-"""What a cache of a given size would have had: LRU over the runs of the trie, on one pod or on several."""
+"""The hits of a cache of a given size: LRU over the runs of the trie, on one pod or on several."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from loadgen.analyze.blocks import Sharing, share
 
 
 class LruCache:
-    """Least recently used blocks go first; of one prompt, the last blocks go before the first. Exact at block level:
-    the blocks of a run are always used together, so a run loses its last blocks first."""
+    """Evicts the least recently used blocks first, and a prompt's last blocks before its first ones.
+
+    This is exact at block level: the blocks of a run are always used together, so a run loses its last blocks first.
+    """
 
     def __init__(self, capacity_blocks: int | None) -> None:
         self._capacity = capacity_blocks
@@ -20,7 +22,7 @@ class LruCache:
         self._used = 0
 
     def use(self, path: Sequence[int], run_blocks: Sequence[int]) -> int:
-        """Blocks of the prompt that were there; afterwards all of it is, as far as it fits."""
+        """Return how many blocks of the prompt were cached; then store the whole prompt, as far as it fits."""
         held = self._held
         hits = 0
         for run in path:
@@ -55,11 +57,11 @@ class Fleet:
 
     cache_tokens: int | None
     one_pod: float
-    """All requests to one pod."""
+    """All requests go to one pod."""
     random_routing: float
-    """Each request to a random pod, as behind a plain Service."""
+    """Each request goes to a random pod, as behind a plain Service."""
     perfect_affinity: float
-    """The pods' memory as one: nothing is held twice, each request finds what any pod has. An upper bound."""
+    """The pods share one memory: nothing is held twice, and each request finds what any pod has. An upper bound."""
 
 
 class Simulation:
@@ -75,7 +77,7 @@ class Simulation:
         self._routes = [rng.randrange(pods) for _ in self._paths]
 
     def fleet(self, cache_tokens: int | None) -> Fleet:
-        """Hit rates where each pod's cache holds `cache_tokens`; None: everything."""
+        """Return the hit rates if each pod's cache holds `cache_tokens`; None: everything."""
         one = self._rate(cache_tokens, None)
         if self._pods == 1:
             return Fleet(cache_tokens, one, one, one)

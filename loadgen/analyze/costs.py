@@ -1,4 +1,4 @@
-"""What each suspicion costs, measured on every prompt of the file: with all of them mended, and with all but one."""
+"""The cost of each suspicion, measured on every prompt: with all suspicions repaired, and with all except one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadgen.analyze.repairs import Repair, Variant
 from loadgen.analyze.spec import AnalysisSpec, Progress
 
 _MANY_BLOCKS = 4_000_000
-"""Above it, costs are measured in blocks four times as large: several key logs are held at once."""
+"""Above this number of blocks, costs are measured in blocks four times as large, because several key logs are held."""
 _MIN_COST = 0.01
 _MIN_GAIN = 0.005
 _EXAMPLE_BYTES = 60
@@ -22,19 +22,19 @@ _EXAMPLE_BYTES = 60
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What breaks cost, in blocks of `block_tokens`."""
+    """The cost of breaks, in blocks of `block_tokens`."""
 
     now: float
     possible: float
     shares: tuple[float, ...]
-    """For each slot, the share of the possible hits that is lost where it alone stays."""
+    """For each slot, the share of the possible hits that is lost if only this break stays."""
     block_tokens: int
 
 
 def costs(
     source: Source, slots: Sequence[Slot], sharing: Sharing, spec: AnalysisSpec, progress: Progress
 ) -> tuple[tuple[Finding, ...], Costs]:
-    """Findings, the dearest first, and the rates they are made of. `slots`: suspicions, first to last in the prompt."""
+    """Return the findings, most expensive first, and the rates behind them. `slots`: suspicions in prompt order."""
     rate = sharing.hit_rate()
     left = list(slots)
     while left:
@@ -44,8 +44,8 @@ def costs(
         if min(found.shares) >= _MIN_COST:
             findings = [_finding(slot, cost) for slot, cost in zip(left, found.shares, strict=True)]
             return tuple(sorted(findings, key=lambda finding: -finding.cost_share)), found
-        # Of two suspicions of one break each seems to cost nothing while the other is mended: one goes, the rest are
-        # measured again.
+        # Two suspicions of the same break each seem to cost nothing while the other is repaired. So one is dropped, and
+        # the rest are measured again.
         _, _, least = min((cost, slot.weight, k) for k, (cost, slot) in enumerate(zip(found.shares, left, strict=True)))
         del left[least]
     return (), Costs(rate, rate, (), sharing.block_tokens)

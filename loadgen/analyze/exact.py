@@ -1,7 +1,8 @@
-"""How long the longest prefix is that a prompt shares with an earlier one, to the byte: what whole blocks leave out.
+"""The longest prefix that a prompt shares with an earlier one, to the byte: it shows what whole blocks lose.
 
-Whole blocks are known from the keys. What remains is less than one block: the bytes behind the last common block,
-compared with those of every earlier prompt that came that way. Only new continuations are kept, at most two a prompt.
+Whole blocks are known from the keys. Less than one block remains: the bytes after the last common block. They are
+compared with the same bytes of every earlier prompt on that path. Only new continuations are kept, at most two per
+prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ROOT = -1
 
 
 class ExactMatcher:
-    """Takes the prompts once more, in the same order as the keys were taken."""
+    """Takes all prompts a second time, in the order in which the keys were taken."""
 
     def __init__(self, sharing: Sharing, stride: int) -> None:
         self._stride = stride
@@ -27,13 +28,13 @@ class ExactMatcher:
         starts, hits = sharing.starts[:-1], sharing.hit_blocks
         at = starts + hits - 1
         self._nodes = np.where(hits > 0, first_seen[np.maximum(at, 0)] if len(first_seen) else _ROOT, _ROOT).tolist()
-        self._is_left = np.zeros(len(first_seen) + 1, dtype=bool)  # the last place is the root's: index -1
+        self._is_left = np.zeros(len(first_seen) + 1, dtype=bool)  # index -1 is the root
         self._is_left[self._nodes] = True
         self._find_continuations(sharing)
         self._known: dict[int, list[bytes]] = {}
 
     def _find_continuations(self, sharing: Sharing) -> None:
-        """Positions of new blocks whose predecessor is a place where some prompt leaves the known paths."""
+        """Find the positions of new blocks whose predecessor is a place where some prompt leaves the known paths."""
         first_seen, starts = sharing.first_seen, sharing.starts
         parents = np.full(len(first_seen), _ROOT, dtype=np.int64)
         parents[1:] = first_seen[:-1]
@@ -46,7 +47,7 @@ class ExactMatcher:
         self._ends = np.where(is_empty, _ROOT, last).tolist()
 
     def match(self, number: int, text: bytes) -> int:
-        """Bytes of the longest prefix that prompt `number` shares with an earlier one."""
+        """Return the length in bytes of the longest prefix that prompt `number` shares with an earlier prompt."""
         stride, start = self._stride, self._starts[number]
         depth = self._hits[number] * stride
         common = self._longest(self._nodes[number], text[depth : depth + stride])
@@ -62,7 +63,7 @@ class ExactMatcher:
         known = self._known.get(node)
         if not known or not tail:
             return 0
-        # The longest common prefix in a sorted list is with a neighbour.
+        # In a sorted list, a neighbour has the longest common prefix.
         at = bisect_left(known, tail)
         return max(common_bytes(tail, 0, other, 0) for other in known[max(at - 1, 0) : at + 1])
 

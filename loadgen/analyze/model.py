@@ -1,4 +1,4 @@
-"""What an analysis found: what JSON carries and the text is written from. Shares and rates are 0 to 1."""
+"""The result of an analysis: the JSON document, and the source of the text. Shares and rates are 0 to 1."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class BlockLoss(_Model):
     block_tokens: int
     hit_rate: float
     lost_hit_share: float
-    """Share of the hits to the token that rounding loses."""
+    """Share of the hits, counted to the token, that rounding loses."""
 
 
 class CacheRate(_Model):
     """Ideal hit rates for one size of cache."""
 
     cache_tokens: int | None
-    """Of one pod; None: infinite."""
+    """Size of one pod's cache; None: infinite."""
     one_pod: float
     random_routing: float
-    """`pods` pods of that size, each request to a random one."""
+    """Each request goes to a random one of `pods` pods of that size."""
     perfect_affinity: float
-    """Their memory as one: an upper bound of what routing can do."""
+    """The pods share one memory: an upper bound for routing."""
 
 
 class SharedPrefix(_Model):
-    """A stretch of prompt that many requests have at the same place, behind the same prefix."""
+    """A stretch of prompt that many requests have at the same place, after the same prefix."""
 
     requests: int
     from_token: int
@@ -42,7 +42,7 @@ class SharedPrefix(_Model):
 
 
 class Finding(_Model):
-    """Something that makes prompts differ before what they share."""
+    """A difference between prompts that comes before text they share."""
 
     kind: str
     """iso_time, uuid, date, clock, epoch, email, ip, identifier, number, counter, name, text, tools_order, key_order,
@@ -52,15 +52,15 @@ class Finding(_Model):
     message: int
     """Index of the message; -1: the tools or a plain prompt."""
     byte: int
-    """Of the content, from 0; the most frequent place where it varies."""
+    """Offset in the content, from 0: the most frequent place of the difference."""
     examples: tuple[str, str]
     cost_share: float
-    """Share of the possible hits that is lost if this alone stays."""
+    """Share of the possible hits that is lost if only this difference stays."""
     advice: str
 
 
 class Gap(_Model):
-    """Seconds between a request and the latest earlier one with the same prefix."""
+    """Seconds between a request and the latest earlier request with the same prefix."""
 
     median_s: float
     p90_s: float
@@ -72,7 +72,7 @@ class Recommendation(_Model):
     enable: bool
     routing: Literal["affinity", "indifferent", "none"]
     break_even_rate: float
-    """Hit rate from which caching pays, with the costs given."""
+    """Hit rate from which caching pays, at the given costs."""
     sentences: tuple[str, ...]
 
 
@@ -88,18 +88,18 @@ class Analysis(_Model):
     """Whether reading stopped at a limit before the end of the file."""
     prompt_tokens: float
     distinct_tokens: float
-    """Tokens an infinite cache holds at the end."""
+    """Tokens that an infinite cache holds at the end."""
     bytes_per_token: float | None
-    """None: a trace of block ids, whose lengths are given."""
+    """None: a trace of block ids, which gives the lengths in tokens."""
     span_s: float | None
     is_in_order: bool
-    """Whether times never go back; without times True."""
+    """Whether times never go back; True without times."""
     sharing_requests: float
     """Share of requests whose first block an earlier request had."""
     duplicate_requests: int
-    """Requests whose whole prompt an earlier one had or began with."""
+    """Requests whose whole prompt is the beginning or the whole of an earlier prompt."""
     hit_rate_exact: float | None
-    """Infinite cache to the token; None: a trace of block ids."""
+    """Rate of an infinite cache, counted to the token; None: a trace of block ids."""
     block_loss: tuple[BlockLoss, ...]
     block_tokens: int
     """Block size of `caches`."""
@@ -108,9 +108,9 @@ class Analysis(_Model):
     reuse_gap: Gap | None
     prefixes: tuple[SharedPrefix, ...]
     hit_rate: float
-    """Infinite cache as the prompts are, in blocks of `findings_block_tokens`."""
+    """Rate of an infinite cache for the prompts as they are, in blocks of `findings_block_tokens`."""
     possible_hit_rate: float
-    """The same with every finding mended."""
+    """The same rate with every finding repaired."""
     findings_block_tokens: int
     findings: tuple[Finding, ...]
     recommendation: Recommendation

@@ -1,4 +1,4 @@
-"""Parts of a prompt that come in another order from request to request: documents, tools, keys of JSON objects."""
+"""Parts of a prompt whose order changes from request to request: documents, tools, keys of JSON objects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END
 
 SEPARATORS = (b"\n\n", b"\n")
 MIN_UNIT_BYTES = 24
-"""Shorter lines are the same by chance."""
+"""Shorter lines are often equal by chance."""
 _MOST_OPENINGS = 8
-"""Brackets of a line that are tried as the beginning of a JSON value."""
+"""Number of brackets in a line that are tried as the beginning of a JSON value."""
 _LABEL = re.compile(
     rb"[\s#*\[(<-]*(?:(?:documents?|docs?|sources?|passages?|contexts?|chunks?|results?)\b[\s#\[(]*\d*|\d+)[\s.:)\]>*-]+",
     re.IGNORECASE,
@@ -24,13 +24,13 @@ _LABEL = re.compile(
 
 
 def body(unit: bytes) -> bytes:
-    """A unit without the number it has in its list."""
+    """Return a unit without its number in its list."""
     label = _LABEL.match(unit)
     return unit[label.end() :] if label else unit
 
 
 def moved_units(a: bytes, i: int, b: bytes, j: int) -> tuple[bytes, list[bytes]] | None:
-    """Separator and units that a[i:] and b[j:] have in different order, each up to the end of its message."""
+    """Return the separator, and the units that a[i:] and b[j:] order differently, up to the end of the message."""
     for separator in SEPARATORS:
         left, right = _units(a, i, separator), _units(b, j, separator)
         position = {unit: k for k, unit in enumerate(right)}
@@ -51,7 +51,7 @@ def _units(text: bytes, at: int, separator: bytes) -> list[bytes]:
 
 
 def sort_units(text: bytes, separator: bytes, rank: Mapping[bytes, int]) -> bytes:
-    """The text with units of known rank in that order, at the places of such units; labels keep their places."""
+    """Return the text with its units of known rank sorted. Other units and the list labels keep their places."""
     parts = re.split(rb"(" + re.escape(separator) + rb"|[\x1e\x1f])", text)
     places: list[int] = []
 
@@ -71,7 +71,7 @@ def sort_units(text: bytes, separator: bytes, rank: Mapping[bytes, int]) -> byte
 
 
 def json_at(text: bytes, at: int) -> tuple[int, int, Any] | None:
-    """Bounds and value of the outermost JSON object or array around byte `at` that begins in the same line."""
+    """Return bounds and value of the outermost JSON object or array around byte `at` that begins in the same line."""
     start = max(text.rfind(mark, 0, at) + 1 for mark in (b"\n", FIELD_SEPARATOR, MESSAGE_END))
     for opening in itertools.islice(re.finditer(rb"[{\[]", text[start:at]), _MOST_OPENINGS):
         found = decode_json(text, start + opening.start())
@@ -81,7 +81,7 @@ def json_at(text: bytes, at: int) -> tuple[int, int, Any] | None:
 
 
 def decode_json(text: bytes, start: int) -> tuple[int, Any] | None:
-    """End and value of the JSON that begins at `start`."""
+    """Return end and value of the JSON that begins at `start`."""
     end = text.find(MESSAGE_END, start)
     content = text[start : end if end >= 0 else len(text)].decode(errors="surrogateescape")
     try:
@@ -92,10 +92,10 @@ def decode_json(text: bytes, start: int) -> tuple[int, Any] | None:
 
 
 def sorted_json(value: Any) -> bytes:
-    """Compact JSON with keys in alphabetical order."""
+    """Return compact JSON with keys in alphabetical order."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def sorted_tools(tools: bytes) -> bytes:
-    """The tools' JSON with tools in alphabetical order and keys too."""
+    """Return the tools' JSON with tools and keys in alphabetical order."""
     return b"[" + b",".join(sorted(sorted_json(tool) for tool in orjson.loads(tools))) + b"]"

@@ -1,4 +1,4 @@
-"""The stretches of prompt that save most: what a reader recognises as a system prompt, a document, a history."""
+"""The stretches of prompt that save most. A reader recognises them as a system prompt, a document or a history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFIXES = 5
 
 
 def top_runs(sharing: Sharing) -> dict[int, list[int]]:
-    """The runs that save most, by the request that has them first."""
+    """Return the runs that save most, grouped by the first request that has them."""
     uses = np.bincount(sharing.path_runs, minlength=len(sharing.run_blocks))
     saved = (uses - 1) * sharing.run_blocks
     out: dict[int, list[int]] = {}
@@ -23,7 +23,7 @@ def top_runs(sharing: Sharing) -> dict[int, list[int]]:
 
 
 def prefixes(sharing: Sharing, begins: dict[int, str]) -> tuple[SharedPrefix, ...]:
-    """The runs in `begins`, with the text each begins with."""
+    """Return the runs in `begins` as shared prefixes; `begins` maps each run to its first text."""
     uses = np.bincount(sharing.path_runs, minlength=len(sharing.run_blocks))
     found = []
     for run, text in begins.items():

@@ -1,4 +1,4 @@
-"""Prompts out of a file: JSON lines of prompts or request bodies, an access log with bodies, a trace of block ids."""
+"""Prompts from a file: JSON lines of prompts or request bodies, an access log with bodies, a trace of block ids."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat, canonical_tokens
 
 BODY_FIELDS = ("body", "request_body", "request", "requestBody", "payload", "input", "kwargs")
-"""Where logs keep the request body, as an object or as JSON in a string."""
+"""Fields in which logs keep the request body, as an object or as JSON in a string."""
 TIME_FIELDS = ("timestamp", "time", "ts", "@timestamp", "created", "created_at", "start_time", "arrived_at")
 _MILLISECONDS_FROM = 1e11
-"""An epoch above this is in milliseconds: in seconds it would be the year 5138."""
+"""An epoch above this is in milliseconds; in seconds it would be the year 5138."""
 _PEEK_LINES = 200
 
 
 class UnusableLog(Exception):
-    """The file holds nothing to analyse; the text says what is missing and how to get it."""
+    """The file holds nothing to analyse; the message says what is missing and how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LoggedPrompt:
     """One request, in the order of the file."""
 
     text: bytes
     """Canonical bytes, as the gateway's prefix keys see them; empty for a trace of block ids."""
     is_chat: bool = False
     tools_bytes: int = 0
-    """How many of the first bytes are the tools' JSON."""
+    """Length in bytes of the tools' JSON, which comes first."""
     at_s: float | None = None
     block_ids: tuple[int, ...] = ()
     tokens: float | None = None
-    """Length as the file gives it; None: to be estimated from the bytes."""
+    """Length given by the file; None: must be estimated from the bytes."""
 
 
 @dataclass(slots=True)
 class ReadStats:
-    """What one reading met."""
+    """What one reading of the file found."""
 
     lines: int = 0
     skipped: int = 0
@@ -64,13 +64,13 @@ class Source:
 
     path: Path
     prompt_field: str = ""
-    """Dotted path of the field that holds the prompt or the request body; empty: looked for."""
+    """Dotted path of the field that holds the prompt or the request body; empty: the reader searches for it."""
     stats: ReadStats = field(default_factory=ReadStats)
     limit: int | None = None
-    """Prompts after which reading stops."""
+    """Number of prompts after which reading stops."""
 
-    def prompts(self) -> Iterator[tuple[Prompt, float]]:
-        """Each prompt with the share of the file read so far. Raises UnusableLog."""
+    def prompts(self) -> Iterator[tuple[LoggedPrompt, float]]:
+        """Yield each prompt with the share of the file read so far. Raises UnusableLog."""
         self.stats = stats = ReadStats()
         given = 0
         for line, share in self._lines():
@@ -91,7 +91,7 @@ class Source:
         try:
             size = max(self.path.stat().st_size, 1)
             with self.path.open("rb") as raw:
-                # One buffer between file and lines: its position says how far the reading is, compressed or not.
+                # One buffer between file and lines: its position tells how much has been read, compressed or not.
                 file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if self.path.suffix == ".gz" else raw
                 first = file.peek(64).lstrip()[:1]
                 lines: Any = (orjson.dumps(row) for row in orjson.loads(file.read())) if first == b"[" else file
@@ -101,9 +101,9 @@ class Source:
         except (OSError, EOFError) as error:
             raise UnusableLog(f"{self.path} cannot be read: {error}") from None
         except orjson.JSONDecodeError as error:
-            raise UnusableLog(f"{self.path} begins with '[' but is no JSON array: {error}") from None
+            raise UnusableLog(f"{self.path} begins with '[' but is not a JSON array: {error}") from None
 
-    def _prompt(self, line: bytes) -> Prompt | None:
+    def _prompt(self, line: bytes) -> LoggedPrompt | None:
         stats = self.stats
         stats.lines += 1
         try:
@@ -130,17 +130,17 @@ class Source:
             rate = stats.usage_cached_tokens / stats.usage_prompt_tokens
             text += (
                 f" The lines have token counts and no text: {rate:.1%} of {stats.usage_prompt_tokens:,} prompt tokens"
-                " were cached, but what could have been cannot be told from counts."
+                " were cached, but counts do not tell how many could have been."
             )
         return text + (
-            " Needed is one JSON object a line with 'messages', 'prompt' or 'text', a request body in"
+            " The file needs one JSON object per line with 'messages', 'prompt' or 'text', a request body in"
             f" {', '.join(repr(name) for name in BODY_FIELDS[:3])}, or block ids in 'hash_ids';"
             " name another field with --field. Access logs leave the body out unless told to log it."
         )
 
 
-def prompt_of(row: Mapping[str, Any], prompt_field: str = "") -> Prompt:
-    """The prompt of one line. Raises ValueError or BadRequest saying why there is none."""
+def prompt_of(row: Mapping[str, Any], prompt_field: str = "") -> LoggedPrompt:
+    """Return the prompt of one line. Raises ValueError or BadRequest if there is none; the message says why."""
     at_s = _time_s(row)
     if prompt_field:
         return _from_value(_lookup(row, prompt_field), at_s, prompt_field)
@@ -154,48 +154,48 @@ def prompt_of(row: Mapping[str, Any], prompt_field: str = "") -> Prompt:
     raise ValueError(f"none of messages, prompt, text, {', '.join(BODY_FIELDS)}, hash_ids")
 
 
-def _from_value(value: object, at_s: float | None, name: str) -> Prompt:
+def _from_value(value: object, at_s: float | None, name: str) -> LoggedPrompt:
     if isinstance(value, str):
         if value.lstrip()[:1] in ("{", "["):
             try:
                 value = orjson.loads(value)
             except orjson.JSONDecodeError:
-                return Prompt(str(value).encode(errors="replace"), at_s=at_s)
+                return LoggedPrompt(str(value).encode(errors="replace"), at_s=at_s)
         else:
-            return Prompt(value.encode(errors="replace"), at_s=at_s)
+            return LoggedPrompt(value.encode(errors="replace"), at_s=at_s)
     if isinstance(value, list):
         value = {"messages": value} if value and isinstance(value[0], dict) else {"prompt": value}
     if isinstance(value, dict) and (found := _from_body(value, at_s)):
         return found
-    raise ValueError(f"{name!r} holds no prompt: want a text, messages, or a request body")
+    raise ValueError(f"{name!r} has no prompt: it must be a text, messages, or a request body")
 
 
-def _from_body(body: Mapping[str, Any], at_s: float | None) -> Prompt | None:
+def _from_body(body: Mapping[str, Any], at_s: float | None) -> LoggedPrompt | None:
     if isinstance(messages := body.get("messages"), list) and messages:
         tools = body.get("tools")
         tools = tools if isinstance(tools, list) and tools else None
-        canonical = canonical_chat(messages, tools)  # refuses what is nested too deeply to be written
+        canonical = canonical_chat(messages, tools)  # raises if the JSON is nested too deeply
         tools_bytes = len(orjson.dumps(tools)) if tools else 0
-        return Prompt(canonical, True, tools_bytes, at_s)
+        return LoggedPrompt(canonical, True, tools_bytes, at_s)
     for name in ("prompt", "text"):
         value = body.get(name)
         if isinstance(value, str) and value:
-            return Prompt(value.encode(errors="replace"), at_s=at_s)
+            return LoggedPrompt(value.encode(errors="replace"), at_s=at_s)
         if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
-            return Prompt(canonical_tokens(value), at_s=at_s)
+            return LoggedPrompt(canonical_tokens(value), at_s=at_s)
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-            return Prompt(value[0].encode(errors="replace"), at_s=at_s)
+            return LoggedPrompt(value[0].encode(errors="replace"), at_s=at_s)
     return None
 
 
-def _from_ids(row: Mapping[str, Any], at_s: float | None) -> Prompt:
+def _from_ids(row: Mapping[str, Any], at_s: float | None) -> LoggedPrompt:
     ids = row["hash_ids"]
     if not all(isinstance(i, int) for i in ids):
         raise ValueError("'hash_ids' must hold integers")
     length = row.get("input_length")
     if not isinstance(length, int | float) or length < 0:
         raise ValueError("a line with 'hash_ids' needs 'input_length', tokens")
-    return Prompt(b"", at_s=at_s, block_ids=tuple(ids), tokens=float(length))
+    return LoggedPrompt(b"", at_s=at_s, block_ids=tuple(ids), tokens=float(length))
 
 
 def _lookup(row: Mapping[str, Any], path: str) -> object:
@@ -218,7 +218,7 @@ def _time_s(row: Mapping[str, Any]) -> float | None:
         if isinstance(value, bool) or value is None:
             continue
         if isinstance(value, int | float):
-            # Mooncake's traces count milliseconds from their start, Bailian's seconds.
+            # Mooncake's traces count milliseconds from their start, Bailian's traces seconds.
             in_ms = value >= _MILLISECONDS_FROM or ("hash_ids" in row and "chat_id" not in row)
             return value / 1000 if in_ms else float(value)
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Prompts as they would be without what breaks reuse: how a finding's cost is measured, on every prompt of the file."""
+"""Prompts without the text that breaks reuse: a finding's cost is measured with them, on every prompt of the file."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Protocol
 from engine.contract.keys import FIELD_SEPARATOR
 from loadgen.analyze.blocks import KeyLog, hit_rate, share
 from loadgen.analyze.order import decode_json, sort_units, sorted_json, sorted_tools
-from loadgen.analyze.read import Prompt
+from loadgen.analyze.read import LoggedPrompt
 
 _HOLE = b"\x00"
 
 
 class Repair(Protocol):
-    """One change of prompts."""
+    """One change that is applied to prompts."""
 
     def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
-        """The changed text, and the value taken out of it; the text itself and nothing where it does not apply."""
+        """Return the changed text and the value taken out; without a change, the same text and nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOut:
-    """Takes the value out that stands between two contexts, as if it came behind everything shared."""
+    """Takes out the value between two contexts, as if it came after everything shared."""
 
     left: bytes
-    """What stands before the value; empty: it is at the very beginning."""
+    """Text before the value; empty: the value is at the very beginning."""
     rights: tuple[bytes, ...]
-    """What can stand behind it, whichever comes first; unused with a pattern."""
+    """Texts that may follow the value; the nearest counts. Unused with a pattern."""
     is_start: bool
     """Whether `left` is the beginning of the prompt."""
     pattern: re.Pattern[bytes] | None = None
@@ -54,7 +54,7 @@ class TakeOut:
 
 @dataclass(frozen=True, slots=True)
 class SortUnits:
-    """Puts paragraphs or lines into one order, the most used first."""
+    """Puts paragraphs or lines into one order, the most frequent first."""
 
     separator: bytes
     rank: Mapping[bytes, int]
@@ -75,7 +75,7 @@ class SortTools:
 
 @dataclass(frozen=True, slots=True)
 class SortKeys:
-    """Puts the keys of a JSON value into alphabetical order; it is the first JSON behind `left`."""
+    """Sorts the keys of a JSON value, the first JSON after `left`."""
 
     left: bytes
 
@@ -93,10 +93,10 @@ class SortKeys:
 
 @dataclass(slots=True)
 class Variant:
-    """The file's prompts with some repairs: collects keys, then gives the hit rate of an infinite cache.
+    """The file's prompts with some repairs: collects keys, then returns the hit rate of an infinite cache.
 
-    A value that is taken out counts as a hit where the same value was there before: behind or between shared parts, it
-    could have been found again.
+    A value that is taken out counts as a hit if the same value was there before, because after or between shared parts
+    it could have been found again.
     """
 
     repairs: Sequence[Repair]
@@ -110,8 +110,8 @@ class Variant:
     def __post_init__(self) -> None:
         self.log = KeyLog(self.block_tokens)
 
-    def add(self, prompt: Prompt) -> None:
-        """The next prompt of the file."""
+    def add(self, prompt: LoggedPrompt) -> None:
+        """Add the next prompt of the file."""
         text = prompt.text
         tools_bytes = prompt.tools_bytes
         for number, repair in enumerate(self.repairs):
@@ -132,11 +132,11 @@ class Variant:
         self._seen.add(key)
 
     def hit_rate(self) -> float:
-        """Share of the original prompts' tokens that an infinite cache would have."""
+        """Return the share of the original prompts' tokens that an infinite cache would have."""
         return hit_rate(self.log) + share(self._value_tokens, self._tokens)
 
 
 def json_context(text: bytes, at: int) -> bytes:
-    """What stands before the JSON at `at`, in its message: up to 48 bytes."""
+    """Return the text before the JSON at `at` in its message: up to 48 bytes."""
     start = max(text.rfind(FIELD_SEPARATOR, 0, at), at - 48, 0)
     return text[start:at]

@@ -1,8 +1,8 @@
-"""The analysis: three readings of the file, memory for keys alone.
+"""The analysis: it reads the file up to three times and keeps only keys in memory.
 
 1. keys of every prompt -> what is shared, caches of each size
 2. prefixes to the byte -> what whole blocks lose; a sample of prompts -> suspicions of what breaks reuse
-3. only with suspicions: keys of every prompt with and without them -> what each costs
+3. only if there are suspicions: keys of every prompt with and without repairs -> the cost of each suspicion
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loadgen.analyze.exact import ExactMatcher
 from loadgen.analyze.model import Analysis, BlockLoss, CacheRate, Gap, SharedPrefix
 from loadgen.analyze.place import readable
 from loadgen.analyze.prefixes import prefixes, top_runs
-from loadgen.analyze.read import Prompt, Source, UnusableLog
+from loadgen.analyze.read import LoggedPrompt, Source, UnusableLog
 from loadgen.analyze.spec import AnalysisSpec, Progress
 
 _BEGINNING_BYTES = 120
@@ -29,7 +29,7 @@ _BEGINNING_BYTES = 120
 
 @dataclass(slots=True)
 class _Reading:
-    """What the first reading gives."""
+    """Result of the first reading."""
 
     log: KeyLog
     times_s: array[float]
@@ -39,7 +39,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Second:
-    """What the second reading gives."""
+    """Result of the second reading."""
 
     shared_bytes: array[int]
     slots: list[Slot]
@@ -114,8 +114,8 @@ def _read_keys(source: Source, spec: AnalysisSpec, progress: Progress) -> _Readi
 
 
 def _trace_block(source: Source) -> int:
-    """The block size at which every line of the trace's beginning has as many ids as its length needs."""
-    rows: list[Prompt] = [prompt for prompt, _ in replace(source, limit=200).prompts()]
+    """Return the block size at which each of the trace's first lines has as many ids as its length needs."""
+    rows: list[LoggedPrompt] = [prompt for prompt, _ in replace(source, limit=200).prompts()]
     for size in (512, 256, 128, 64, 32, 16, 1024, 8):
         if all(-(-int(row.tokens or 0) // size) == len(row.block_ids) for row in rows):
             return size
@@ -178,7 +178,7 @@ def _duplicates(sharing: Sharing, exact: np.ndarray[tuple[int], np.dtype[np.int6
 
 
 def _reuse_gap(sharing: Sharing, times: array[float]) -> Gap | None:
-    """Time since the last use of the last run that a request finds."""
+    """Return the time since the last use of the last run that a request finds."""
     last: dict[int, float] = {}
     gaps = []
     for path, at in zip(sharing.paths(), times, strict=True):

@@ -1,4 +1,4 @@
-"""An analysis in words, for the terminal."""
+"""An analysis as text for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadgen.analyze.model import Analysis
 
 
 def show(analysis: Analysis, console: Console) -> None:
-    """Print everything, the recommendation last: that is where the eye is when the program ends."""
+    """Print everything, with the recommendation last, because the reader looks there when the program ends."""
     for line in facts(analysis):
         console.print(line, markup=False)
     console.print()
@@ -24,15 +24,15 @@ def show(analysis: Analysis, console: Console) -> None:
     if analysis.findings:
         console.print(_finding_table(analysis))
     elif analysis.bytes_per_token is None:
-        console.print("A trace of block ids carries no text: what breaks reuse cannot be looked for.\n", markup=False)
+        console.print("A trace of block ids has no text, so what breaks reuse is not known.\n", markup=False)
     else:
-        console.print("Nothing was found that makes prompts differ before what they share.\n", markup=False)
+        console.print("No text was found that differs before what prompts share.\n", markup=False)
     for sentence in analysis.recommendation.sentences:
         console.print(sentence, markup=False)
 
 
 def facts(analysis: Analysis) -> Iterator[str]:
-    """What the file holds and how much of it repeats."""
+    """Yield sentences about what the file holds and how much of it repeats."""
     a = analysis
     estimated = "" if a.bytes_per_token is None else f" (estimated, {a.bytes_per_token:g} bytes each)"
     yield f"{a.file}: {a.requests:,} requests, {a.prompt_tokens:,.0f} prompt tokens{estimated}"
@@ -44,14 +44,14 @@ def facts(analysis: Analysis) -> Iterator[str]:
         yield "stopped before the end of the file: --memory-mib is used up; rates hold for what was read"
     if not a.is_in_order:
         yield "times go back: sort the file by time, or the rates are those of another order"
-    yield f"{a.sharing_requests:.1%} of requests begin as an earlier one; {a.duplicate_requests:,} repeat one entirely"
+    yield f"{a.sharing_requests:.1%} of requests begin like earlier ones; {a.duplicate_requests:,} repeat one entirely"
     yield f"{a.distinct_tokens:,.0f} tokens are distinct: a cache of that size never evicts"
     if a.hit_rate_exact is not None:
         yield f"{a.hit_rate_exact:.1%} of prompt tokens continue a prefix seen before (infinite cache, to the token)"
     if a.reuse_gap:
         yield (
-            f"a prefix comes again after {a.reuse_gap.median_s:,.1f} s (median), {a.reuse_gap.p90_s:,.1f} s (p90):"
-            " that long it must stay cached"
+            f"a prefix recurs after {a.reuse_gap.median_s:,.1f} s (median), {a.reuse_gap.p90_s:,.1f} s (p90):"
+            " it must stay cached that long"
         )
 
 

@@ -1,4 +1,4 @@
-"""What kind of value stands where prompts differ: the kinds that make prompts unique by accident have a shape."""
+"""The kind of a value at which prompts differ: kinds that make prompts unique by accident have a shape."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _DAYS = rb"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
 _CLOCK = rb"[0-2]?\d:[0-5]\d(?::[0-5]\d(?:[.,]\d+)?)?(?: ?[AaPp][Mm])?"
 _LOOK_AROUND = 48
 _LONGEST_SHAPED_BYTES = 128
-"""Longer differences are texts; the bound also keeps the patterns from long searches."""
+"""Longer differences are treated as text; the bound also limits the time of pattern searches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of value: `pattern` matches the whole of it."""
+class ValueKind:
+    """A kind of value: `pattern` matches the whole value."""
 
     name: str
     words: str
-    """How a sentence calls it, with its article."""
+    """The name of the kind in a sentence, with its article."""
     pattern: re.Pattern[bytes] | None
     advice: str
 
@@ -28,19 +28,19 @@ class Kind:
 _LATER = "move it behind everything that requests share, best into the last message"
 
 SHAPED = (
-    Kind(
+    ValueKind(
         "iso_time",
         "a timestamp",
         re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|UTC|GMT|[+-]\d\d:?\d\d))?"),
         f"{_LATER}, or give the date alone (one break a day)",
     ),
-    Kind(
+    ValueKind(
         "uuid",
         "a UUID",
         re.compile(rb"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"),
         "leave it out of the prompt (send it as a header or in 'metadata'), or " + _LATER,
     ),
-    Kind(
+    ValueKind(
         "date",
         "a date",
         re.compile(
@@ -50,13 +50,13 @@ SHAPED = (
         ),
         _LATER,
     ),
-    Kind("clock", "a time of day", re.compile(_CLOCK), f"{_LATER}, or leave it out"),
-    Kind("epoch", "an epoch timestamp", re.compile(rb"(?<![\w.])1\d{9}(?:\d{3}|\.\d+)?(?![\w])"), _LATER),
-    Kind("email", "an e-mail address", re.compile(rb"[\w.+-]+@[\w-]+\.[\w.-]+\w"), _LATER),
-    Kind(
+    ValueKind("clock", "a time of day", re.compile(_CLOCK), f"{_LATER}, or leave it out"),
+    ValueKind("epoch", "an epoch timestamp", re.compile(rb"(?<![\w.])1\d{9}(?:\d{3}|\.\d+)?(?![\w])"), _LATER),
+    ValueKind("email", "an e-mail address", re.compile(rb"[\w.+-]+@[\w-]+\.[\w.-]+\w"), _LATER),
+    ValueKind(
         "ip", "an IP address", re.compile(rb"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])"), f"leave it out, or {_LATER}"
     ),
-    Kind(
+    ValueKind(
         "identifier",
         "an identifier",
         re.compile(
@@ -64,18 +64,18 @@ SHAPED = (
         ),
         "leave it out of the prompt (send it as a header or in 'metadata'), or " + _LATER,
     ),
-    Kind("number", "a number", re.compile(rb"(?<![\w])\d+(?:[.,]\d+)?(?![\w])"), _LATER),
+    ValueKind("number", "a number", re.compile(rb"(?<![\w])\d+(?:[.,]\d+)?(?![\w])"), _LATER),
 )
-COUNTER = Kind("counter", "a counter", SHAPED[-1].pattern, "leave it out, or " + _LATER)
-NAME = Kind("name", "a name", None, _LATER)
-TEXT = Kind("text", "a text that differs", None, "put the part that requests share before it")
+COUNTER = ValueKind("counter", "a counter", SHAPED[-1].pattern, "leave it out, or " + _LATER)
+NAME = ValueKind("name", "a name", None, _LATER)
+TEXT = ValueKind("text", "a text that differs", None, "put the part that requests share before it")
 
 _VALUE_BYTE = re.compile(rb"[\w.@+\x80-\xff-]")
 _NAME = re.compile(rb"[A-Za-z\x80-\xff][\w'.\x80-\xff-]*(?: [A-Za-z\x80-\xff][\w'.\x80-\xff-]*){0,3}")
 
 
-def value_at(text: bytes, start: int, end: int) -> tuple[Kind, int, int]:
-    """Kind and bounds of the value that covers the difference text[start:end]."""
+def value_at(text: bytes, start: int, end: int) -> tuple[ValueKind, int, int]:
+    """Return kind and bounds of the value that covers the difference text[start:end]."""
     low, high = max(0, start - _LOOK_AROUND), min(len(text), end + _LOOK_AROUND)
     for kind in SHAPED if end - start <= _LONGEST_SHAPED_BYTES else ():
         assert kind.pattern is not None
@@ -90,7 +90,7 @@ def value_at(text: bytes, start: int, end: int) -> tuple[Kind, int, int]:
 
 
 def is_counter(values: list[bytes]) -> bool:
-    """Whether numbers in the order of their requests only ever grow, in small steps."""
+    """Return whether the numbers, in the order of their requests, only grow, and in small steps."""
     try:
         numbers = [float(value.replace(b",", b".")) for value in values]
     except ValueError:
@@ -109,5 +109,5 @@ def _word_end(text: bytes, at: int) -> int:
     while at < len(text) and _VALUE_BYTE.match(text, at):
         at += 1
     while text[at - 1 : at] in (b".", b"-"):
-        at -= 1  # the end of a sentence is no part of the value
+        at -= 1  # the full stop of a sentence is not part of the value
     return at

@@ -34,7 +34,7 @@ class AnalyzeSettings(Settings):
     config: str | None = Field(None, description="YAML file with any of these settings")
     field: str = Field(
         "",
-        description="dotted path of the field with the prompt or request body, e.g. log.request; empty: looked for",
+        description="dotted path of the field with the prompt or request body, e.g. log.request; empty: automatic",
     )
     bytes_per_token: float = Field(4.0, gt=0, le=64, description="bytes of a token, to estimate lengths")
     block_tokens: list[int] = Field(
@@ -48,13 +48,17 @@ class AnalyzeSettings(Settings):
     pods: int = Field(4, ge=1, le=4096, description="pods behind the router")
     seed: int = Field(1, description="decides the random routing")
     write_cost: float = Field(
-        1.01, ge=1, le=100, description="cost of a token that is computed and stored; 1: of one with caching off"
+        1.01, ge=1, le=100, description="cost of a token that is computed and stored; 1 is the cost without caching"
     )
-    read_cost: float = Field(0.0, ge=0, lt=1, description="cost of a token that is found; 1: of one with caching off")
+    read_cost: float = Field(
+        0.0, ge=0, lt=1, description="cost of a token that is found; 1 is the cost without caching"
+    )
     trace_block_tokens: int | None = Field(
         None, ge=1, description="tokens of a block of 'hash_ids'; none: worked out from 'input_length'"
     )
-    memory_mib: int = Field(1024, ge=16, description="memory for keys, MiB; what is beyond it in the file is not read")
+    memory_mib: int = Field(
+        1024, ge=16, description="memory for keys, MiB; when it is used up, the rest of the file is not read"
+    )
     format: Literal["text", "json"] = Field("text", description="what goes to standard output")
     out: str | None = Field(None, description="folder for analysis.json and analysis.txt; none: only standard output")
 
@@ -83,7 +87,7 @@ class AnalyzeSettings(Settings):
         return self
 
     def spec(self) -> AnalysisSpec:
-        """What to work out."""
+        """Return the settings of the analysis."""
         return AnalysisSpec(
             bytes_per_token=self.bytes_per_token,
             block_tokens=tuple(self.block_tokens),
@@ -98,7 +102,7 @@ class AnalyzeSettings(Settings):
 
 
 def run(argv: Sequence[str]) -> int:
-    """`warmroute-loadgen analyze`: the exit status."""
+    """Run `warmroute-loadgen analyze` and return its exit status."""
     settings = load_or_exit(AnalyzeSettings, argv, PROG)
     try:
         analysis = _analyze(settings)
@@ -131,7 +135,7 @@ def _analyze(settings: AnalyzeSettings) -> Analysis:
 
 
 def _write(analysis: Analysis, settings: AnalyzeSettings) -> None:
-    """Files first: whoever reads standard output may leave early."""
+    """Write files first, because the reader of standard output may leave early."""
     as_json = analysis.model_dump_json(indent=2)
     if settings.out:
         folder = Path(settings.out)

@@ -1,4 +1,4 @@
-"""Command lines as users of other tools write them."""
+"""Command lines in the form that users of other tools know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def joined(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`--goodput ttft:500 tpot:50` as `--goodput ttft:500,tpot:50`, for each of `flags`: what vLLM's parser accepts."""
+    """Join the words of each of `flags`, as vLLM's parser does: `--goodput ttft:500 tpot:50` -> `ttft:500,tpot:50`."""
     out: list[str] = []
     is_open = False
     for word in argv:

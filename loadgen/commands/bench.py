@@ -33,21 +33,21 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen bench`.
 
-    Exit status: 0, 1 where the server cannot be measured or a file not be written, 2 for bad flags, 3 where the run is
+    Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
     invalid, 130 on Ctrl-C.
     """
 
     workload: str = Field("random", description=WorkloadSettings.model_fields["workload"].description)
     dataset_name: str | None = Field(
         None,
-        description="the same as --workload, as vLLM calls it: sharegpt, random, prefix_repetition, burstgpt, custom",
+        description="vLLM's name for --workload: sharegpt, random, prefix_repetition, burstgpt, custom",
     )
     num_prompts: int = Field(
         1000, ge=1, le=100_000_000, description="requests; the session that reaches them is played to its end"
     )
     request_rate: float | None = Field(math.inf, gt=0, description="requests per second; inf: all at once")
     flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")
-    policy: str = Field("", description="routing policy to ask a warmroute gateway for; empty: none")
+    policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
     percentile_metrics: list[Metric] = Field(
         list(METRICS),
         description=f"metrics of the console and of --save-result, comma-separated, of {', '.join(METRICS)}",
@@ -56,10 +56,12 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
         [99.0], description="percentiles of them, comma-separated, above 0, below 100"
     )
     save_result: bool = Field(False, description="write vLLM's result file")
-    save_detailed: bool = Field(False, description="with lengths, latencies and errors of each request in it")
+    save_detailed: bool = Field(False, description="include lengths, latencies and errors of each request")
     append_result: bool = Field(False, description="add a line to the result file instead of replacing it")
     result_dir: str = Field(".", description="folder of the result file")
-    result_filename: str = Field("", description="its name; empty: backend, rate, model and time, as vLLM makes it")
+    result_filename: str = Field(
+        "", description="name of the result file; empty: backend, rate, model and time, as in vLLM"
+    )
     metadata: list[str] = Field([], description="KEY=VALUE for the result file; repeatable")
     label: str = Field("", description="name of the run in the result file; empty: the backend")
     disable_tqdm: bool = Field(False, description="show no progress")
@@ -70,7 +72,7 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
     def _take_dataset_name(cls, values: dict[str, Any]) -> dict[str, Any]:
         if name := values.get("dataset_name"):
             if "workload" in values:
-                raise ValueError("--dataset-name and --workload say the same: give one of them")
+                raise ValueError("--dataset-name and --workload exclude each other: give one of them")
             return {**values, "workload": name}
         return values
 
@@ -99,7 +101,7 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
 
 
 def plan(settings: BenchSettings) -> tuple[Workload, RunSpec, int]:
-    """What is played, how, and how many requests that is. Raises ConfigError."""
+    """Return the workload, how it is played, and its number of requests. Raises ConfigError."""
     workload = build_workload(settings)
     sessions, planned = sessions_of(workload, settings.num_prompts)
     try:
@@ -119,7 +121,7 @@ def plan(settings: BenchSettings) -> tuple[Workload, RunSpec, int]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status; exits with 2 on bad flags."""
+    """Return the exit status; exit with 2 on bad flags."""
     settings = load_or_exit(BenchSettings, joined(argv, LISTS), PROG)
     try:
         workload, spec, planned = plan(settings)

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen compare`: policies of one gateway, or deployments, against each other."""
+"""`warmroute-loadgen compare`: policies of one gateway, or several deployments, against each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--admin-url", "-
 
 
 class ComparedSettings(Settings):
-    """Mixin: what is compared with what."""
+    """Mixin: the arms to compare."""
 
     url: str = Field("", description="base URL of a gateway that runs with --allow-policy-header: an arm per policy")
     policies: list[str] = Field(
@@ -47,9 +47,7 @@ class ComparedSettings(Settings):
     arm: list[str] = Field(
         [], description="a deployment as NAME=URL, or NAME=URL;POLICY; repeatable, beside or instead of --url"
     )
-    baseline: str = Field(
-        "", description="arm that the others are measured against; empty: round_robin, else the first"
-    )
+    baseline: str = Field("", description="arm that the others are compared with; empty: round_robin, else the first")
     metrics_urls: list[str] = Field(
         [],
         description="a pod's address, or ARM=address, to reset its cache and read its counters; repeatable; none: those"
@@ -68,22 +66,22 @@ class ComparedSettings(Settings):
     precision: float = Field(
         0.1, gt=0, description="rounds are added until half the interval of the ratio of mean TTFT is this share of it"
     )
-    rounds: int | None = Field(
-        None, ge=1, description="exactly this many rounds, whatever the precision; none: see there"
-    )
+    rounds: int | None = Field(None, ge=1, description="exactly this many rounds; none: as many as --precision needs")
     max_rounds: int = Field(10, ge=2, description="most rounds for --precision")
-    max_time: float = Field(1800.0, gt=0, description="seconds; no round starts that would end later, but the first")
+    max_time: float = Field(
+        1800.0, gt=0, description="seconds; except for the first, no round starts that would end later"
+    )
 
     def arms(self) -> tuple[ArmSpec, ...]:
-        """What is compared. Raises ValueError."""
+        """Return the arms to compare. Raises ValueError."""
         return arms_of(self.url, self.policies, self.arm, self.metrics_urls, self.admin_url)
 
 
 class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, RequestSettings, ComparedSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen compare`.
 
-    Exit status: 0 (also where nothing is distinguishable), 1 where an arm cannot be measured, 2 for bad flags, 3 where
-    the run is invalid, 130 on Ctrl-C; whole rounds are reported all the same.
+    Exit status: 0 (also if nothing is distinguishable), 1 if an arm cannot be measured, 2 for bad flags, 3 if the run
+    is invalid, 130 on Ctrl-C. Whole rounds are always reported.
     """
 
     endpoint: Literal["chat", "completions"] = Field("chat", description="OpenAI endpoint")
@@ -103,12 +101,12 @@ class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, Request
         return self
 
     def target(self, arm: ArmSpec) -> Target:
-        """How an arm is reached. Raises ValueError."""
+        """Return how an arm is reached. Raises ValueError."""
         return self.target_of(arm, self.endpoint)
 
 
 def make_plan(settings: CompareSettings) -> tuple[Plan, Workload]:
-    """The plan, and the first round's workload. Raises ConfigError where a data set or its times cannot be used."""
+    """Return the plan and the first round's workload. Raises ConfigError if a data set or its times cannot be used."""
     workload = build_workload(settings)
     sessions = settings.sessions or None
     try:
@@ -140,7 +138,7 @@ def make_plan(settings: CompareSettings) -> tuple[Plan, Workload]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status; exits with 2 on bad flags."""
+    """Return the exit status; exit with 2 on bad flags."""
     settings = load_or_exit(CompareSettings, joined(argv, LISTS), PROG)
     try:
         plan, workload = make_plan(settings)

@@ -4,4 +4,4 @@ from engine.contract.signals import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
 EXIT_INVALID = 3
-"""Measured, but the numbers must not be relied on: see `Validity`."""
+"""The run was measured, but its numbers are not reliable: see `Validity`."""

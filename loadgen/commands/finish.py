@@ -1,4 +1,4 @@
-"""The way every command with a result runs and ends: progress, errors in words, exit status."""
+"""How every command with a result runs and ends: progress, readable errors, exit status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def drive(
     work: Callable[[Progress], Coroutine[Any, Any, T]], prog: str, *, is_quiet: bool = False
 ) -> tuple[T | None, int]:
-    """What `work` gives, and 0; or None and the exit status, after its error was printed."""
+    """Return the result of `work` and 0. After an error, print it and return None and the exit status."""
     try:
         if is_quiet:
             return run_interruptible(work(Silent())), 0
@@ -42,7 +42,7 @@ def drive(
 
 
 def check_writable(folder: str, flag: str) -> None:
-    """Raises ConfigError where the folder cannot be made or written: said before anything is measured, not after it."""
+    """Raise ConfigError if the folder cannot be made or written, so that the user learns it before the measurement."""
     wanted = Path(folder).absolute()
     existing = next(place for place in (wanted, *wanted.parents) if place.exists())
     try:
@@ -53,7 +53,7 @@ def check_writable(folder: str, flag: str) -> None:
 
 
 def report(result: Result, output: OutputSettings | None, prog: str) -> int:
-    """Write the files of `output` and print the result; the exit status. Files first: whoever reads may leave early."""
+    """Write the files of `output`, then print the result (the reader may leave early); return the exit status."""
     paths, unwritten = Paths(), None
     if output is not None:
         try:

@@ -1,4 +1,4 @@
-"""One server under load: opened once, loaded once or several times, measured each time."""
+"""One server under load: opened once, loaded one or more times, measured each time."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from loadgen.workloads.render import Renderer
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """How load is made, the same each time."""
+    """How load is made; the same for each load."""
 
     seed: int
     workers: int = 1
     warmups: int = 0
     settle_s: float = 0.0
     tokens_per_word: float = 0.0
-    """0: measured."""
+    """0: the value is measured."""
     objectives_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Played:
-    """One load and what the pods counted meanwhile."""
+    """One load, and what the pods counted during it."""
 
     run: ArmRun
     counted: Counted | None
 
 
 class OpenArm:
-    """A server that was found fit to be measured. Use as an async context manager; entering raises ServerUnusable."""
+    """A server that can be measured. Use as an async context manager; entering raises ServerUnusable."""
 
     def __init__(self, spec: ArmSpec, target: Target, load: LoadSpec, progress: Progress) -> None:
         self.spec = spec
         self.model = ""
         self.tokens_per_word = load.tokens_per_word
         self.pods: set[str] = set()
-        """Every pod that answered, or that a gateway listed."""
+        """Every pod that answered or that a gateway listed."""
         self.notes: list[str] = []
-        """What went less than well."""
+        """Warnings for the user, such as pods that could not be read."""
         self._target = target
         self._load = load
         self._progress = progress
@@ -79,7 +79,7 @@ class OpenArm:
         await self._stack.aclose()
 
     async def play(self, workload: Workload, spec: RunSpec, planned: int | None, title: str = "") -> Played:
-        """Warm-up, rest, load; shown as `title`, else as the arm. Raises ServerUnusable and WorkerDied."""
+        """Warm up, rest, load; show progress as `title`, else as the arm. Raises ServerUnusable and WorkerDied."""
         name = self.spec.name
         warmed = await warm_up(self._client, f"{self._load.seed}/{name}/{self._count}", self._load.warmups)
         self._count += 1
@@ -96,12 +96,12 @@ class OpenArm:
         return Played(run, found)
 
     def announce(self) -> None:
-        """Say what was found."""
+        """Print what is known about the server."""
         pods = f", {len(self.pods)} pods" if self.pods else ""
         self._progress.note(f"{self.spec.url}: model {self.model}{pods}, {self.tokens_per_word:g} tokens per word.")
 
     def summary(self, played: Played, percentiles: Sequence[float] = (), *, in_brief: bool = False) -> Summary:
-        """The numbers of one load."""
+        """Return the numbers of one load."""
         pods, objectives_ms = sorted(self.pods), self._load.objectives_ms
         return summarise(played.run, pods, objectives_ms, played.counted, percentiles=percentiles, in_brief=in_brief)
 
@@ -129,37 +129,37 @@ class OpenArm:
 
 @dataclass(frozen=True, slots=True)
 class Untimed:
-    """A workload without the times it brings: the arrival process decides."""
+    """A workload without its own times: the arrival process decides."""
 
     base: Workload
 
     @property
     def name(self) -> str:
-        """As the workload's."""
+        """Return the workload's name."""
         return self.base.name
 
     @property
     def length(self) -> int | None:
-        """As the workload's."""
+        """Return the workload's number of sessions."""
         return self.base.length
 
     def session(self, number: int) -> Session:
-        """The same without a start."""
+        """Return the workload's session without its start time."""
         return replace(self.base.session(number), start_s=None)
 
     def about(self) -> Mapping[str, str]:
-        """As the workload's, and that its times are not used."""
+        """Return the workload's facts, with the fact that its times are not used."""
         return {**self.base.about(), "times": "not those of the file"}
 
 
 def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
-    """The workload, without its own times unless arrivals are to follow them."""
+    """Return the workload, without its own times unless the arrivals follow them."""
     has_times = workload.length != 0 and workload.session(0).start_s is not None
     return Untimed(workload) if has_times and kind is not ArrivalKind.TRACE else workload
 
 
 def sessions_of(workload: Workload, prompts: int, first: int = 0) -> tuple[int, int]:
-    """How many sessions from `first` on hold at least `prompts` requests (else all there are); how many they hold."""
+    """Count the sessions from `first` on that hold `prompts` requests (else all sessions), and their requests."""
     sessions = requests = 0
     while requests < prompts and (workload.length is None or first + sessions < workload.length):
         requests += len(workload.session(first + sessions).turns)

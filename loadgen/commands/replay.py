@@ -1,4 +1,4 @@
-"""`warmroute-loadgen replay TRACE`: times, lengths and sharing as a trace recorded them."""
+"""`warmroute-loadgen replay TRACE`: load with the times, lengths and sharing that a trace recorded."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ PROG = "warmroute-loadgen replay"
 class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen replay TRACE`.
 
-    Exit status: 0, 1 where the server cannot be measured or a file not be written, 2 for bad flags, 3 where the run is
+    Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
     invalid, 130 on Ctrl-C.
     """
 
     trace: CliPositionalArg[str] = Field(
         description="trace file, plain or gzipped: Mooncake or Bailian JSON lines, BurstGPT or Azure CSV"
     )
-    workload: str = Field("", description=f"format of the trace: {', '.join(FORMATS)}; empty: told from its first line")
+    workload: str = Field(
+        "", description=f"format of the trace: {', '.join(FORMATS)}; empty: recognised by its first line"
+    )
     fixed_schedule: bool = Field(
         True,
         description="send at the trace's times; off: at --request-rate, --arrival closed, ..., in the trace's order",
     )
-    start_offset_s: float = Field(0.0, ge=0, description="leave out what the trace has before this time, seconds")
+    start_offset_s: float = Field(0.0, ge=0, description="skip requests before this time of the trace, seconds")
     end_offset_s: float | None = Field(
-        None, gt=0, description="leave out what it has from this time on, seconds; none: its end"
+        None, gt=0, description="skip requests from this time of the trace on, seconds; none: skip none"
     )
     num_prompts: int | None = Field(None, ge=1, description="requests at most; none: all of them")
     flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")
-    policy: str = Field("", description="routing policy to ask a warmroute gateway for; empty: none")
+    policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
     out: str = Field("out/replay", description="folder for result.json, report.html, report.md, result.csv and PNGs")
 
     @model_validator(mode="before")
@@ -57,15 +59,15 @@ class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSe
     def _take_trace(cls, values: dict[str, Any]) -> dict[str, Any]:
         trace = values.get("trace")
         if values.get("dataset_path"):
-            raise ValueError("--dataset-path is the positional argument of replay: give TRACE alone")
+            raise ValueError("--dataset-path is the positional argument of replay: give only TRACE")
         if not isinstance(trace, str):
-            return values  # the field's own check says what is wrong
+            return values  # the field's own check reports the error
         return {**values, "dataset_path": trace, "workload": values.get("workload") or format_of(Path(trace))}
 
     @model_validator(mode="after")
     def _check_trace(self) -> Self:
         if self.workload not in FORMATS:
-            raise ValueError(f"--workload {self.workload} is no trace; formats are {', '.join(FORMATS)}")
+            raise ValueError(f"--workload {self.workload} is not a trace; formats are {', '.join(FORMATS)}")
         if self.end_offset_s is not None and self.end_offset_s <= self.start_offset_s:
             raise ValueError(
                 f"--end-offset-s {self.end_offset_s:g} must be above --start-offset-s {self.start_offset_s:g}"
@@ -81,7 +83,7 @@ class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSe
 
 
 def plan(settings: ReplaySettings) -> tuple[Workload, RunSpec, int]:
-    """What is played, how, and how many requests that is. Raises ConfigError."""
+    """Return the workload, how it is played, and its number of requests. Raises ConfigError."""
     workload = build_workload(settings)
     speedup = settings.speedup or 1.0
     end_s = None if settings.end_offset_s is None else settings.end_offset_s / speedup
@@ -102,7 +104,7 @@ def plan(settings: ReplaySettings) -> tuple[Workload, RunSpec, int]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status; exits with 2 on bad flags."""
+    """Return the exit status; exit with 2 on bad flags."""
     settings = load_or_exit(ReplaySettings, joined(argv, LISTS), PROG)
     try:
         workload, spec, planned = plan(settings)

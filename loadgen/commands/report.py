@@ -1,4 +1,4 @@
-"""`warmroute-loadgen report result.json`: draw an old result again, in other formats or with a newer program."""
+"""`warmroute-loadgen report result.json`: render an old result again, in other formats or with a newer program."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ReportSettings(OutputSettings):
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     result: CliPositionalArg[str] = Field(description="result.json of compare, bench, replay, sweep, demo or simulate")
-    out: str = Field("", description="folder for what is drawn; empty: the folder of the result")
+    out: str = Field("", description="folder for the report; empty: the folder of the result")
     formats: Formats = Field(
-        ["html", "md", "csv"], description=f"what to write there, comma-separated, of {', '.join(FORMATS)}"
+        ["html", "md", "csv"], description=f"formats to write, comma-separated, of {', '.join(FORMATS)}"
     )
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status: 0, or 1 where a file cannot be read or written; exits with 2 on bad flags."""
+    """Return the exit status: 0, or 1 if a file cannot be read or written; exit with 2 on bad flags."""
     settings = load_or_exit(ReportSettings, argv, "warmroute-loadgen report")
     source = Path(settings.result)
     screen = result_screen()

@@ -1,11 +1,11 @@
-"""When a server no longer keeps up with what is asked of it.
+"""Whether a server no longer keeps up with its load.
 
-A point of a sweep is saturated when any of these holds (the first that does is given as the reason):
+A point of a sweep is saturated if any of these holds (the first one that holds is given as the reason):
 
 * less than 90 % of the offered requests were good (met --goodput; without it: completed)
 * a sweep over rates: requests ended at less than 95 % of the rate at which they were due (`achieved_share`)
-* a sweep over concurrency: more requests at a time than at the best lower step brought less than a tenth of their
-  proportion in throughput
+* a sweep over concurrency: compared with the best lower step, throughput grew by less than a tenth of the proportion
+  by which the concurrency grew
 * p99 of TTFT is more than `ttft_growth` times that of the lowest step: a queue builds up
 """
 
@@ -22,12 +22,12 @@ MIN_GOOD_SHARE = 0.9
 MIN_ACHIEVED_SHARE = 0.95
 MIN_GAIN_SHARE = 0.1
 _LEAST_REQUESTS = 20
-"""Of fewer requests, medians of halves say nothing."""
+"""With fewer requests, medians of halves mean nothing."""
 
 
 def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], point: float, ttft_growth: float) -> str:
-    """Why the point is saturated; empty: it is not. `lower`: points of the same arm at lower steps, ascending;
-    `point`: requests at a time where concurrency is swept, else 0."""
+    """Return why the point is saturated; empty: it is not. `lower`: points of the same arm at lower steps, ascending;
+    `point`: requests at a time in a sweep over concurrency, else 0."""
     good = good_share(summary)
     if good < MIN_GOOD_SHARE:
         return f"{good:.0%} of the offered requests were good"
@@ -45,18 +45,18 @@ def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], poin
 
 
 def good_share(summary: Summary) -> float:
-    """Share of offered requests that were good."""
+    """Return the share of offered requests that were good."""
     if summary.goodput:
         return summary.goodput.share
     return summary.completed / summary.planned if summary.planned else 0.0
 
 
 def achieved_share(records: Records) -> float:
-    """Rate at which requests ended / rate at which they were due; 1 where both were too few to tell.
+    """Return the rate at which requests ended / the rate at which they were due; 1 if too few requests can tell.
 
-    Where requests come faster than they are served, each waits longer than the one before: over the time between the
-    middles of both halves of the run, `due_s`, waiting grows by `growth_s`, and what was due in `due_s` ended in
-    `due_s + growth_s`. Medians, so that the time of one request does not count, nor the run's tail.
+    If requests come faster than they are served, each waits longer than the one before. Between the middles of the two
+    halves of the run lie `due_s`, and waiting grows by `growth_s`: what was due in `due_s` ended in `due_s + growth_s`.
+    The function uses medians, so that neither the time of one request nor the run's tail counts.
     """
     if len(records) < _LEAST_REQUESTS:
         return 1.0

@@ -22,7 +22,7 @@ _COMPLETIONS = ("openai", "vllm")
 
 
 class RequestSettings(Settings):
-    """Mixin: what every request carries, how many processes send, when a run is cut off."""
+    """Mixin: what every request carries, how many processes send requests, when a run is cut off."""
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
@@ -32,7 +32,7 @@ class RequestSettings(Settings):
     request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
     tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
     max_concurrency: int | None = Field(
-        None, ge=1, description="requests under way at most; the wait of others counts as latency; none: no limit"
+        None, ge=1, description="most requests in flight; the wait of others counts as latency; none: no limit"
     )
     workers: int = Field(1, ge=1, le=256, description="processes that send")
     time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")
@@ -41,7 +41,7 @@ class RequestSettings(Settings):
     )
 
     def target_of(self, arm: ArmSpec, endpoint: Literal["chat", "completions"]) -> Target:
-        """How an arm is reached. Raises ValueError."""
+        """Return how an arm is reached. Raises ValueError."""
         return Target(
             url=arm.url,
             endpoint=endpoint,
@@ -55,14 +55,14 @@ class RequestSettings(Settings):
         )
 
     def configuration(self) -> dict[str, Any]:
-        """Every setting that has a value, with secrets replaced."""
+        """Return every setting that has a value, with secrets replaced."""
         given = {name: value for name, value in self.model_dump().items() if value is not None and name != "config"}
         hidden = {name: "(given)" for name in _SECRETS if given[name]}
         return {name: storable(value) for name, value in (given | hidden).items()}
 
 
 class ServerSettings(RequestSettings):
-    """Mixin: the server and how it is prepared; names as `vllm bench serve` has them."""
+    """Mixin: the server and its preparation; names as in `vllm bench serve`."""
 
     base_url: str = Field("", description="address of the server or gateway; empty: http://--host:--port")
     host: str = Field("127.0.0.1", description="host of the server, without --base-url")
@@ -97,7 +97,7 @@ class ServerSettings(RequestSettings):
         parse_objectives(self.goodput)
         words_of(self.header, "--header")
         if {"base_url", "host"} <= self.model_fields_set or {"base_url", "port"} <= self.model_fields_set:
-            raise ValueError("--base-url says the same as --host and --port: give one of them")
+            raise ValueError("--base-url excludes --host and --port: give one of them")
         wanted = "/v1/completions" if self.backend in _COMPLETIONS else "/v1/chat/completions"
         if self.endpoint and "backend" in self.model_fields_set and self.endpoint != wanted:
             raise ValueError(f"--endpoint {self.endpoint} is not that of --backend {self.backend}: give one of them")
@@ -106,20 +106,20 @@ class ServerSettings(RequestSettings):
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """Return the server's URL."""
         return self.base_url or f"http://{self.host}:{self.port}"
 
     def arm(self, name: str = "server", policy: str = "") -> ArmSpec:
-        """The server under a name."""
+        """Return the server as an arm with this name."""
         return ArmSpec(name, self.url, policy, tuple(self.metrics_urls), self.admin_url)
 
     def target(self, arm: ArmSpec) -> Target:
-        """How an arm is reached. Raises ValueError."""
+        """Return how an arm is reached. Raises ValueError."""
         is_chat = self.endpoint != "/v1/completions" if self.endpoint else self.backend not in _COMPLETIONS
         return self.target_of(arm, "chat" if is_chat else "completions")
 
     def load_spec(self, seed: int) -> LoadSpec:
-        """How the load is made."""
+        """Return how the load is made."""
         return LoadSpec(
             seed=seed,
             workers=self.workers,
@@ -131,7 +131,7 @@ class ServerSettings(RequestSettings):
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:
-    """`NAME=VALUE` words by name. Raises ValueError naming the flag."""
+    """Return the values of `NAME=VALUE` texts by name. Raises ValueError, which names the flag."""
     pairs = [text.partition("=") for text in texts]
     if bad := [text for text, (name, sign, _) in zip(texts, pairs, strict=True) if not (name and sign)]:
         raise ValueError(f"{flag} {bad[0]!r} must be NAME=VALUE")

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen simulate`: routers on a whole fleet of emulated pods, in virtual time and one process."""
+"""`warmroute-loadgen simulate`: routers with a whole fleet of emulated pods, in virtual time and one process."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ SWEEP_ONLY = ("rates", "start_rate", "precision", "point_s", "ttft_growth")
 class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen simulate`.
 
-    Nothing is computed and nothing is sent: the gateway's decisions, the engine's scheduler and its cache run as in
-    production, on pods that take the time their profile says. The same flags give the same result, bit for bit. A
-    workload with times of its own (a trace) arrives at those unless flags say otherwise. Exit status: 0, 1 where a
-    file cannot be written, 2 for bad flags, 3 where no request or hardly any completed, 130 on Ctrl-C.
+    No tokens are computed and nothing is sent. The gateway's decisions, the engine's scheduler and its cache run as in
+    production, on pods that take the time their profile gives. The same flags give the same result, bit for bit. A
+    workload with its own times (a trace) keeps them unless flags say otherwise. Exit status: 0, 1 if a file cannot be
+    written, 2 for bad flags, 3 if no request or hardly any completed, 130 on Ctrl-C.
     """
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     arms: list[str] = Field(
         list(DEFAULT_ARMS), description=f"routers to compare, comma-separated, of {', '.join(ARM_NAMES)}"
     )
-    baseline: str = Field("", description="arm the others are measured against; empty: round_robin, else the first")
+    baseline: str = Field("", description="arm that the others are compared with; empty: round_robin, else the first")
     pods: int = Field(8, ge=1, le=1024, description="emulated pods, named pod-0 and so on")
     profile: str = Field(
         "h100-8b",
-        description=f"what a pod is: {', '.join(PROFILE_NAMES)}, or a YAML file as `warmroute-engine calibrate` writes",
+        description=f"profile of a pod: {', '.join(PROFILE_NAMES)}, or a YAML file of `warmroute-engine calibrate`",
     )
     kv_tokens: int | None = Field(None, ge=16, description="tokens of KV a pod holds; none: the profile's")
     block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
@@ -65,21 +65,23 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     network_ms: float = Field(
         1.0, ge=0, le=60_000, description="milliseconds between gateway and pod, one way, tokenizing included"
     )
-    sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions of a run at most; in a sweep, at least")
+    sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions per run, at most; in a sweep, at least")
     seeds: list[int] = Field(
         [],
-        description="a run of every arm for each, comma-separated; of a data set each plays the next --sessions, as far"
-        " as it has them; none: --seed alone",
+        description="every arm runs once per seed, comma-separated; with a data set, each seed plays the next"
+        " --sessions, if there are more; none: only --seed",
     )
     die: list[str] = Field([], description="pods that die, and when, in seconds of the run: pod-3@20,pod-4@30")
     join: list[str] = Field([], description="pods that come in addition, and when: pod-9@30")
     slow: list[str] = Field([], description="pods whose speed changes, when, and to what share: pod-2@10=0.5")
-    sweep: Literal["off", "rate"] = Field("off", description="rate: more and more load, each arm up to its knee")
+    sweep: Literal["off", "rate"] = Field("off", description="rate: increasing load, each arm up to its knee")
     rates: list[float] = Field(
         [], description="requests per second to try (--sweep rate); none: --start-rate doubled, then bisected"
     )
     start_rate: float = Field(8.0, gt=0, allow_inf_nan=False, description="first rate of a sweep, requests per second")
-    precision: float = Field(0.15, gt=0, le=1, description="relative gap between knee and saturation that is enough")
+    precision: float = Field(
+        0.15, gt=0, le=1, description="relative gap between knee and saturation at which the search ends"
+    )
     point_s: float = Field(
         20.0, gt=0, allow_inf_nan=False, description="virtual seconds over which a sweep's step lasts, at least"
     )
@@ -93,7 +95,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     def _check_arms(cls, arms: list[str]) -> list[str]:
         unknown = [arm for arm in arms if arm not in ARM_NAMES]
         if unknown or not arms:
-            raise ValueError(f"{', '.join(unknown) or 'nothing'} is no arm")
+            raise ValueError(f"{', '.join(unknown) or 'nothing'} is not an arm")
         if len(set(arms)) < len(arms):
             raise ValueError("each arm once")
         return arms
@@ -133,10 +135,10 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
             raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
         if self.rates and "start_rate" in given:
-            raise ValueError("--rates and --start-rate say the same: give one of them")
+            raise ValueError("--rates and --start-rate exclude each other: give one of them")
 
     def fleet(self) -> FleetSpec:
-        """The pods, and what happens to them. Raises ValueError."""
+        """Return the pods and the events of the fleet. Raises ValueError."""
         pods = emulated_pods(
             self.pods,
             self.profile,
@@ -149,17 +151,17 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         return FleetSpec(pods, faults, network_s=self.network_ms / 1e3, event_delay_s=self.event_delay_ms / 1e3)
 
     def chosen_baseline(self) -> str:
-        """The arm the others are measured against."""
+        """Return the arm that the others are compared with."""
         return self.baseline or ("round_robin" if "round_robin" in self.arms else self.arms[0])
 
     def chosen_seeds(self) -> list[int]:
-        """One of each round that is asked for."""
+        """Return the seeds, one for each requested round."""
         return self.seeds or [self.seed]
 
     def scenarios(self) -> list[Scenario]:
-        """The rounds: one for each seed, but of a data set no more than it has different sessions for.
+        """Return the rounds: one for each seed, but at most as many as a data set has different sessions for.
 
-        Raises ConfigError for a workload that cannot be played so.
+        Raises ConfigError if the workload cannot be played this way.
         """
         made: list[Scenario] = []
         for number, seed in enumerate(self.chosen_seeds()):
@@ -184,7 +186,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         return Scenario(self.fleet(), timed, arrivals, self.sessions, seed, self.gateways)
 
     def configuration(self) -> dict[str, Any]:
-        """Every setting that has a value."""
+        """Return every setting that has a value."""
         given = self.model_dump()
         return {name: storable(value) for name, value in given.items() if value is not None and name != "config"}
 
@@ -198,7 +200,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status; exits with 2 on bad flags."""
+    """Return the exit status; exit with 2 on bad flags."""
     settings = load_or_exit(SimulateSettings, joined(argv, LISTS), PROG)
     try:
         scenarios = settings.scenarios()

@@ -10,15 +10,15 @@ from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.pod import PodSpec
 
 SLOWEST = 1e-3
-"""Share of a profile's speed: an answer of a pod that hardly moves would take years of virtual time."""
+"""Least share of a profile's speed: on a slower pod an answer would take years of virtual time."""
 
 
 def faults_of(
     die: Sequence[str], join: Sequence[str], slow: Sequence[str], pods: Sequence[PodSpec]
 ) -> tuple[Fault, ...]:
-    """The events in order of time. `pods` are there from the start; a pod that joins is like the first of them.
+    """Return the events in order of time. `pods` exist from the start; a pod that joins is like the first of them.
 
-    Raises ValueError naming the flag for what cannot be read, and for events of a pod that is not there at the time.
+    Raises ValueError, which names the flag, if a text cannot be read or if a pod does not exist at the event's time.
     """
     found = [_die(text) for text in die] + [_join(text, pods[0]) for text in join] + [_slow(text) for text in slow]
     found.sort(key=lambda fault: fault.at_s)

@@ -34,7 +34,7 @@ def simulate_arms(
     progress: Progress,
     asked: int,
 ) -> Result:
-    """Every arm on every scenario, and what that says. Each is a round with a seed of its own; `asked` were wanted."""
+    """Play every arm on every scenario and return the Result. A scenario is a round; the user wanted `asked`."""
     rounds: list[dict[str, SimulatedRun]] = []
     order: list[str] = []
     for scenario in scenarios:
@@ -65,7 +65,7 @@ def simulate_arms(
 
 
 def play_watched(scenario: Scenario, arm: str, progress: Progress) -> SimulatedRun:
-    """`play`, shown as it goes."""
+    """Call `play` and show its progress."""
     length = scenario.workload.length
     sessions = scenario.sessions if length is None else min(scenario.sessions, length)
     progress.arm_started(arm, round(sessions * mean_turns(scenario.workload, sessions)))
@@ -76,12 +76,12 @@ def play_watched(scenario: Scenario, arm: str, progress: Progress) -> SimulatedR
 
 
 def model_name(scenario: Scenario) -> str:
-    """What stands for the model in a result."""
+    """Return the text that a result has in place of the model's name."""
     return f"emulated {scenario.fleet.pods[0].profile.name}"
 
 
 def facts(scenarios: Sequence[Scenario]) -> dict[str, str]:
-    """What the run rested on: the whole profile first, since its constants decide the headline."""
+    """Return the facts behind the run: the whole profile first, because its constants decide the headline."""
     first = scenarios[0]
     fleet, pod = first.fleet, first.fleet.pods[0]
     return {

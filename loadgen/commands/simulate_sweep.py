@@ -1,4 +1,4 @@
-"""`--sweep rate`: each arm at higher and higher rates, to the knee of its curve."""
+"""`--sweep rate`: each arm at increasing rates, up to the knee of its curve."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from loadgen.result.model import Arm, Result, Summary, SweepPoint
 from loadgen.simulate.scenario import Scenario, SimulatedRun
 
 LATENCIES = 10
-"""A step lasts at least so many times the median end-to-end latency of the step below: while a fleet fills up, each
-request takes longer than the one before, as behind a queue that grows. Where a step looks saturated by that, and its
-own latency is more, it is played again for so many times its own."""
+"""Least duration of a step, in median end-to-end latencies of the step below. While a fleet fills up, each request
+takes longer than the one before, as it does behind a growing queue. If a step looks saturated for that reason and its
+own latency is longer, the step is played again for this many times its own latency."""
 OVERLOADED = 3.0
-"""Unless that latency is so many times the one below: no fleet that only fills up is so much slower."""
+"""A step is not played again at this multiple of the latency below: filling up costs less than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateSweep:
-    """What is tried. Rates are requests per second."""
+    """What the sweep tries. Rates are requests per second."""
 
     rates: Sequence[float]
-    """Empty: doubled from `start`, then bisected."""
+    """Empty: the rate doubles from `start`, then the gap is bisected."""
     start: float
     precision: float
     point_s: float
@@ -47,7 +47,7 @@ class _Curve:
     points: list[SweepPoint] = field(default_factory=list)
     reasons: dict[float, str] = field(default_factory=dict)
     wanted_s: dict[float, float] = field(default_factory=dict)
-    """Rate -> seconds that its step should last at least, where the workload has not sessions for so many."""
+    """Rate -> least duration of its step in seconds, if the workload has too few sessions for it."""
 
 
 def simulate_sweep(
@@ -57,7 +57,7 @@ def simulate_sweep(
     configuration: Mapping[str, Any],
     progress: Progress,
 ) -> Result:
-    """Every arm's curve. An arm's own numbers are those of its knee, or of its lowest step if that saturates."""
+    """Return every arm's curve. An arm's own numbers are those of its knee, or of its lowest step if that saturates."""
     curves = [_curve(scenario, arm, sweep, progress) for arm in arms]
     made = tuple(_arm(curve) for curve in curves)
     points = [_brief(p) for curve in curves for p in sorted(curve.points, key=_rate)]
@@ -86,7 +86,7 @@ def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -
     requests = math.inf if length is None else length * turns
 
     def played(rate: float, step_s: float) -> tuple[SimulatedRun, Summary]:
-        # As many requests as are due in that time, so that a queue has the time to show that it grows.
+        # Requests due during the whole step, so that a queue has time to show that it grows.
         sessions = max(scenario.sessions, math.ceil(rate * step_s / turns))
         step = replace(scenario, arrivals=ArrivalSpec(ArrivalKind.POISSON, rate / turns), sessions=sessions)
         progress.note(f"{arm}: {rate:g} requests/s")
@@ -110,25 +110,25 @@ def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -
 
 
 def _next(curve: _Curve, point_s: float, requests: float) -> float | None:
-    """The rate to try; None: the knee is known, or higher rates would need more than the workload's `requests`."""
+    """Return the rate to try; None: the knee is known, or higher rates need more than the workload's `requests`."""
     search = curve.search
     rate = search.next()
     if rate is None or rate * (wanted_s := _step_s(curve, rate, point_s)) <= requests:
         return rate
     curve.wanted_s[rate] = wanted_s
     if search.steps or search.bad is not None:
-        return rate  # asked for, or below a rate that was tried
+        return rate  # the user gave the rate, or it is below a rate that was tried
     most = float(f"{requests / wanted_s:.4g}")
     return most if most > (search.good or 0.0) else None
 
 
 def _step_s(curve: _Curve, rate: float, point_s: float) -> float:
-    """Seconds that a step at this rate lasts at least."""
+    """Return the least duration in seconds of a step at this rate."""
     return max(point_s, LATENCIES * _latency_below_s(curve, rate))
 
 
 def _longer_s(curve: _Curve, rate: float, run: SimulatedRun, summary: Summary) -> float | None:
-    """Seconds to play the step again for, where it may be that the fleet only filled up."""
+    """Return the seconds for which the step is played again if the fleet may only have filled up; None: it stands."""
     latency_s, below_s = (summary.e2e.median_ms or 0.0) / 1e3, _latency_below_s(curve, rate)
     longer_s = LATENCIES * latency_s
     if achieved_share(run.records) >= MIN_ACHIEVED_SHARE or latency_s > OVERLOADED * below_s:
@@ -137,7 +137,7 @@ def _longer_s(curve: _Curve, rate: float, run: SimulatedRun, summary: Summary) -
 
 
 def _latency_below_s(curve: _Curve, rate: float) -> float:
-    """Median end-to-end latency of the next lower step; 0 where there is none."""
+    """Return the median end-to-end latency in seconds of the next lower step; 0 if there is none."""
     below = max((point for point in curve.points if _rate(point) < rate), key=_rate, default=None)
     return (below.summary.e2e.median_ms or 0.0) / 1e3 if below else 0.0
 

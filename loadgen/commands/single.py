@@ -30,7 +30,7 @@ async def one_result(
     *,
     flush: bool,
 ) -> tuple[Result, Played]:
-    """Play and sum up. Raises ServerUnusable, also where caches are to be emptied and cannot."""
+    """Play the workload and sum up. Raises ServerUnusable, also if caches must be emptied and cannot be."""
     opened.announce()
     if flush and (refusal := await opened.deployment.reset()):
         raise ServerUnusable(f"--flush-cache: the caches cannot be emptied: {refusal}")

@@ -1,4 +1,4 @@
-"""Settings as a result keeps them."""
+"""Settings in the form that a result stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def storable(value: Any) -> Any:
-    """The value as JSON has it: lists of text, numbers that are not finite as text."""
+    """Return the value in a form that JSON can hold: lists of text, non-finite numbers as text."""
     if isinstance(value, list):
         return [str(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

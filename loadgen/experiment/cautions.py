@@ -1,4 +1,4 @@
-"""What a reader must know before relying on a comparison: a sentence for each thing, of all arms that it concerns."""
+"""What a reader must know before relying on a comparison: one sentence per subject, about all arms it concerns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from loadgen.measure.validity import MAX_LAG_SHARE
 from loadgen.result.model import Arm, Summary
 
 MANY_DUPLICATES = 0.01
-"""Of the prompts: more of them sent whole a second time are worth a word."""
+"""Share of prompts sent a second time, whole, above which the report mentions it."""
 _MORE_SESSIONS = "Fewer --sessions make more rounds, unless --reuse-prompts sends one pool in all of them."
 
 
 def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: int) -> tuple[str, ...]:
-    """Everything that weakens the verdict, or that it does not show."""
+    """Return sentences about everything that weakens the verdict or that the verdict does not show."""
     lines = [
         _incomplete(arms),
         _without_usage(arms),
@@ -33,7 +33,7 @@ def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: i
 
 
 def repeated(distinct: int | None, rounds: int) -> tuple[str, ...]:
-    """Where `rounds` were played and a data set has sessions for fewer."""
+    """Warn if `rounds` were played and a data set has sessions for fewer."""
     if distinct is None or rounds <= distinct:
         return ()
     return (
@@ -43,12 +43,12 @@ def repeated(distinct: int | None, rounds: int) -> tuple[str, ...]:
 
 
 def unplayed(played: int, asked: int) -> tuple[str, ...]:
-    """Where --seeds asks for more rounds than a data set has sessions for."""
+    """Warn if --seeds asks for more rounds than a data set has sessions for."""
     if played >= asked:
         return ()
     return (
-        f"The data set has sessions for {played} of the {asked} rounds that --seeds asks for. No other was played: the"
-        f" same sessions again would narrow the intervals and tell nothing. {_MORE_SESSIONS}",
+        f"The data set has sessions for {played} of the {asked} rounds that --seeds asks for. The others were not"
+        f" played: the same sessions again would narrow the intervals without new information. {_MORE_SESSIONS}",
     )
 
 
@@ -60,7 +60,7 @@ def _incomplete(arms: Sequence[Arm]) -> str:
     how = (
         " Means are of requests that both arms completed; in percentiles a failure is infinitely slow."
         if len(arms) > 1
-        else " Latencies are of the rest."
+        else " Latencies are those of the other requests."
     )
     return f"Not every request completed: {cut}.{how}"
 
@@ -77,12 +77,12 @@ def _shortfall(summary: Summary) -> str:
 
 def _without_usage(arms: Sequence[Arm]) -> str:
     silent = [arm.name for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
-    return f"{', '.join(silent)}: the answers carry no usage, so nothing is known of the hit rate." if silent else ""
+    return f"{', '.join(silent)}: the answers carry no usage, so the hit rate is not known." if silent else ""
 
 
 def _disagreements(arms: Sequence[Arm]) -> str:
     apart = [_disagreement(arm.name, arm.summary) for arm in arms if arm.summary.reuse.counters_agree is False]
-    return f"Usage and the pods' counters differ: {'; '.join(apart)}. The verdict goes by usage." if apart else ""
+    return f"Usage and the pods' counters differ: {'; '.join(apart)}. The verdict is based on usage." if apart else ""
 
 
 def _disagreement(name: str, summary: Summary) -> str:
@@ -102,7 +102,7 @@ def _disagreement(name: str, summary: Summary) -> str:
 
 def _warm_starts(arms: Sequence[Arm]) -> str:
     warm = [
-        f"{arm.name} found {arm.summary.reuse.cached_token_rate:.0%} of its prompt tokens cached, where its own"
+        f"{arm.name} found {arm.summary.reuse.cached_token_rate:.0%} of its prompt tokens cached, but its own"
         f" requests could have left about {arm.summary.reuse.attainable_rate or 0:.0%}"
         for arm in arms
         if arm.summary.reuse.exceeds_attainable
@@ -121,20 +121,20 @@ def _duplicates(arms: Sequence[Arm]) -> str:
         found.setdefault(f"{arm.summary.reuse.duplicate_prompts} of {arm.summary.planned}", []).append(arm.name)
     counts = "; ".join(f"{times} in {', '.join(names)}" for times, names in found.items())
     return (
-        f"Prompts had been sent before, whole, in the same block: {counts}. Regenerated answers ask for that; users who"
-        " repeat each other to the letter are rare, and flatter every cache."
+        f"Whole prompts were repeated in the same block: {counts}. Regenerated answers do that; users who repeat"
+        " each other word for word are rare, and make every cache look better."
     )
 
 
 def _without_pods(arms: Sequence[Arm]) -> str:
     unknown = [arm.name for arm in arms if arm.summary.completed and arm.summary.request_imbalance is None]
-    if not unknown or len(arms) == 1:  # one server, maybe one pod: there is nothing to share
+    if not unknown or len(arms) == 1:  # one server, maybe one pod: no load to share
         return ""
     return f"{', '.join(unknown)}: the answers do not name the pod, so how pods shared the load is unknown."
 
 
 def _late(arms: Sequence[Arm]) -> str:
-    """Figures of an arm that hold the generator's lag, though what is claimed of the arm stands."""
+    """Name the arms whose figures include the generator's lag although their claim stands."""
     found = [(arm.name, arm.summary.validity) for arm in arms if arm.summary.validity.valid]
     late = [
         f"{one.lag_share:.1%} of the {one.lag_share_of} TTFT in {name}"
@@ -145,7 +145,7 @@ def _late(arms: Sequence[Arm]) -> str:
 
 
 def _elsewhere(name: str, contrasts: Contrasts) -> str:
-    """Metrics that go against the verdict: sooner to begin but later to end, faster but with less throughput."""
+    """Name metrics that contradict the verdict: sooner to begin but later to end, faster but with less throughput."""
     first = contrasts.of(name)
     if first is None or first.judgement != "better":
         return ""
@@ -157,12 +157,12 @@ def _elsewhere(name: str, contrasts: Contrasts) -> str:
 def _few_rounds(rounds: int) -> str:
     if rounds == 1:
         return (
-            "There was one round: the intervals cover which sessions happened to be drawn, not what differs between two"
-            " runs of the same arm. Give more rounds for that."
+            "There was one round: the intervals cover the choice of sessions, not the difference between two runs of"
+            " the same arm. Play more rounds for that."
         )
     if rounds < 4:
         return (
-            f"There were {rounds} rounds: the intervals cover both sessions and rounds, but so few rounds show how much"
-            " runs differ only roughly."
+            f"There were {rounds} rounds: the intervals cover both sessions and rounds, but so few rounds show only"
+            " roughly how much runs differ."
         )
     return ""

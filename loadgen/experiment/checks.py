@@ -1,4 +1,4 @@
-"""What is found out before the first block: that every arm answers as it must."""
+"""Checks before the first block: every arm must answer as expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE_WORDS = 20
 
 
 async def check_arm(arm: ArmSpec, client: Client, seed: int) -> bool:
-    """Whether its answers carry usage. Raises ServerUnusable where the arm refuses requests or ignores the policy."""
+    """Return whether answers carry usage. Raises ServerUnusable if the arm refuses requests or ignores the policy."""
     record = await probe(client, f"{seed}/check/{arm.name}", PROBE_WORDS, 1)
     if arm.policy and record.policy != arm.policy:
         raise ServerUnusable(
@@ -25,7 +25,7 @@ async def check_arm(arm: ArmSpec, client: Client, seed: int) -> bool:
 
 
 def check_models(arms: Sequence[ArmSpec], models: Sequence[str]) -> str:
-    """The model that all arms serve. Raises ServerUnusable where they differ: that would be compared, not routing."""
+    """Return the model that all arms serve. Raises ServerUnusable if they differ, because models would be compared."""
     if len(set(models)) > 1:
         served = ", ".join(f"{arm.name} serves {model}" for arm, model in zip(arms, models, strict=True))
         raise ServerUnusable(f"the arms serve different models ({served}): name one that all of them have with --model")
@@ -33,6 +33,6 @@ def check_models(arms: Sequence[ArmSpec], models: Sequence[str]) -> str:
 
 
 async def warm_up(client: Client, name: str, requests: int) -> set[str]:
-    """Short unique requests, all at once, so that no block pays for first connections. The pods that answered."""
+    """Send short unique requests at once, so that no block pays for first connections; return the pods."""
     records = await asyncio.gather(*(probe(client, f"{name}/{i}", PROBE_WORDS, 2) for i in range(requests)))
     return {record.pod for record in records if record.pod}

@@ -1,4 +1,4 @@
-"""The metrics in which arms are compared, each a statistic of paired rows."""
+"""The metrics in which arms are compared; each is a statistic of paired rows."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Better = Literal["lower", "higher"]
 GRID = np.concatenate(
     (np.linspace(0, 0.85, 150, endpoint=False), np.linspace(0.85, 0.97, 80, endpoint=False), np.linspace(0.97, 1, 120))
 )
-"""Ranks of each arm at which very many distinct values are cut into bins: finer where p99 is."""
+"""Ranks at which the values of each arm are cut into bins if there are very many: finer near p99."""
 LEAST_BEYOND = 10
-"""Requests that must lie beyond a percentile for it to have an interval: a bootstrap of a maximum is no interval."""
+"""Requests that must lie beyond a percentile for an interval: the bootstrap of a maximum is not an interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A metric made ready: its statistic, and how many pairs of requests it rests on."""
+    """A metric ready for comparison: its statistic, and the number of pairs of requests behind it."""
 
     statistic: Statistic
     pairs: int
     unit_is_round: bool = False
-    """The metric exists per block only, so that rounds alone can be resampled."""
+    """The metric exists only per block, so only rounds can be resampled."""
     has_interval: bool = True
-    """False: too few requests for one."""
+    """False: there are too few requests for an interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`prepare` takes pairs, the baseline's side and the arm's; None: nothing to compare."""
+    """`prepare` takes the pairs, the baseline's side and the arm's side; it returns None if nothing can be compared."""
 
     name: str
     better: Better
@@ -45,13 +45,13 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class RatioOfSums:
-    """Sum of one quantity over the sum of another, per arm: means and rates. Arrays are 2 x units: baseline, arm."""
+    """Sum of one quantity / sum of another, per arm: means and rates. Arrays are 2 x units: baseline, arm."""
 
     parts: Floats
     wholes: Floats
 
     def values(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Statistic."""
+        """See `Statistic`."""
         with np.errstate(divide="ignore", invalid="ignore"):
             base, arm = (
                 (weights @ part) / (weights @ whole) for part, whole in zip(self.parts, self.wholes, strict=True)
@@ -60,38 +60,38 @@ class RatioOfSums:
 
 
 class Ranked:
-    """Values of both arms counted in bins by unit; infinite ones stand for failures. Shared by all quantiles."""
+    """Values of both arms, counted in bins by unit; infinity stands for a failure. Shared by all quantiles."""
 
     def __init__(self, values: tuple[Floats, Floats], unit: npt.NDArray[np.int64], units: int) -> None:
         self.bins = _bins(values)
         self._counts = tuple(_counts(side, self.bins, unit, units) for side in values)
 
     def cumulated(self, weights: Floats) -> tuple[Floats, Floats]:
-        """For each arm: resamples x bins, weight of the values up to the bin."""
+        """Return for each arm (resamples x bins) the weight of the values up to the bin."""
         base, arm = (np.cumsum(weights @ counts, axis=1) for counts in self._counts)
         return base, arm
 
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """The smallest value that a share `q` of requests does not exceed."""
+    """The smallest value that at least a share `q` of requests does not exceed."""
 
     ranked: Ranked
     q: float
 
     def values(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Statistic."""
+        """See `Statistic`."""
         base, arm = (self._of(cumulated) for cumulated in self.ranked.cumulated(weights))
         return base, arm
 
     def _of(self, cumulated: Floats) -> Floats:
-        # A hair less than the rank: weights are whole numbers, their product with q is not.
+        # Slightly less than the rank: weights are whole numbers, but their product with q is not.
         wanted = cumulated[:, -1:] * self.q - 1e-9
         return np.asarray(self.ranked.bins[np.argmax(cumulated >= wanted, axis=1)])
 
 
 def compared(objectives: bool) -> tuple[Metric, ...]:
-    """The metrics of a comparison, the one that decides first; goodput only where there are objectives."""
+    """Return the metrics of a comparison, the deciding one first; goodput only if there are objectives."""
     metrics = (
         Metric("ttft_mean_ms", "lower", _mean("ttft_s")),
         Metric("ttft_median_ms", "lower", _quantile(0.5)),
@@ -106,7 +106,7 @@ def compared(objectives: bool) -> tuple[Metric, ...]:
 
 
 def _mean(column: str) -> Callable[[Pairs, Side, Side], Comparison | None]:
-    """Mean over the requests that both arms completed: with others, an arm that fails the slow ones would look fast."""
+    """Mean over the requests that both arms completed; otherwise an arm that fails slow requests would look fast."""
 
     def prepare(pairs: Pairs, base: Side, arm: Side) -> Comparison | None:
         values = [getattr(side, column) * 1000 for side in (base, arm)]
@@ -119,7 +119,7 @@ def _mean(column: str) -> Callable[[Pairs, Side, Side], Comparison | None]:
 
 
 def _quantile(q: float) -> Callable[[Pairs, Side, Side], Comparison | None]:
-    """Over the sessions that both arms began; a request that an arm failed, or never sent, is infinitely slow there."""
+    """Quantile over the sessions that both arms began; a request that failed or was never sent counts as infinite."""
 
     def prepare(pairs: Pairs, base: Side, arm: Side) -> Comparison | None:
         both = base.attempted & arm.attempted
@@ -168,7 +168,7 @@ def _by_unit(pairs: Pairs, values: npt.NDArray[np.generic]) -> Floats:
 
 
 def _bins(values: tuple[Floats, Floats]) -> Floats:
-    """The distinct values where they are few, else quantiles of each arm; infinity last where it occurs."""
+    """Return the distinct values if they are few, else quantiles of each arm; infinity is last if it occurs."""
     distinct = np.unique(np.concatenate(values))
     if len(distinct) <= 2 * len(GRID):
         return distinct
@@ -178,6 +178,6 @@ def _bins(values: tuple[Floats, Floats]) -> Floats:
 
 
 def _counts(values: Floats, bins: Floats, unit: npt.NDArray[np.int64], units: int) -> Floats:
-    """units x bins: values of the unit that are at most the bin's value and above the one before."""
+    """Return units x bins: how many values of the unit are at most the bin's value and above the previous bin's."""
     flat = unit * len(bins) + np.searchsorted(bins, values)
     return np.bincount(flat, minlength=units * len(bins)).reshape(units, len(bins)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Every arm against the baseline, in every metric, with a judgement."""
+"""Every arm compared with the baseline in every metric, with a judgement."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from loadgen.result.model import Contrast
 
 CONFIDENCE = 0.95
 SMALL_EFFECT = 1.05
-"""Ratios nearer to 1 than this are called not distinguishable, however narrow the interval."""
+"""Ratios nearer to 1 than this are called not distinguishable, even if the interval is narrow."""
 Judgement = Literal["better", "worse", "not distinguishable"]
 DECIDES = "ttft_mean_ms"
-"""The metric that the verdict and the number of rounds rest on."""
+"""The metric that decides the verdict and the number of rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contrasts:
-    """What was found, and which comparisons make no sense."""
+    """The comparisons, and which comparisons make no sense."""
 
     found: tuple[Contrast, ...]
     missing: tuple[str, ...] = ()
-    """A sentence for each set of metrics that cannot be compared, with the arms that this holds for."""
+    """A sentence for each set of metrics that cannot be compared, with the arms it concerns."""
     best: str = ""
-    """The fastest of the able arms that are better than the baseline; empty: none is."""
+    """The fastest eligible arm among those better than the baseline; empty: none is better."""
     ties: tuple[str, ...] = ()
-    """Able arms that are better than the baseline too and cannot be told from the best."""
+    """Other eligible arms that are better than the baseline and cannot be distinguished from the best."""
 
     def of(self, arm: str, metric: str = DECIDES) -> Contrast | None:
-        """One arm in one metric."""
+        """Return the contrast of one arm in one metric."""
         return next((c for c in self.found if c.arm == arm and c.metric == metric), None)
 
 
 class Contraster:
-    """Compares arms of one set of pairs. All comparisons use the same resamples of sessions."""
+    """Compares the arms of one set of pairs. All comparisons use the same resamples of sessions."""
 
     def __init__(self, pairs: Pairs, arms: int, seed: int) -> None:
         self._pairs = pairs
@@ -49,7 +49,7 @@ class Contraster:
         self._drawn_rounds = draws(np.arange(self._drawn.rounds), seed)
 
     def contrasts(self, metric: Metric, baseline: str, arms: Sequence[str]) -> dict[str, Contrast]:
-        """One metric of `arms` against the baseline; arms for which a ratio makes no sense are left out."""
+        """Compare `arms` with the baseline in one metric; arms for which a ratio makes no sense are left out."""
         sides = self._pairs.sides
         prepared = {arm: metric.prepare(self._pairs, sides[baseline], sides[arm]) for arm in arms}
         ready = {arm: comparison for arm, comparison in prepared.items() if comparison is not None}
@@ -80,14 +80,14 @@ def _contrast(metric: Metric, baseline: str, arm: str, pairs: int, found: Effect
 
 
 def joint_confidence(arms: int) -> float:
-    """Confidence of each interval so that those of all arms hold together in 95 % of experiments (Bonferroni)."""
+    """Return the confidence of each interval with which all of them hold in 95 % of experiments (Bonferroni)."""
     return 1 - (1 - CONFIDENCE) / max(arms - 1, 1)
 
 
 def contrasts(
     pairs: Pairs, arms: Sequence[str], baseline: str, seed: int, *, able: Collection[str], has_objectives: bool = False
 ) -> Contrasts:
-    """Every other arm against the baseline, arm by arm. Only one of `able` can be the best, or a tie with it."""
+    """Compare every other arm with the baseline. Only an arm in `able` can be the best, or a tie with the best."""
     contraster = Contraster(pairs, len(arms), seed)
     others = [arm for arm in arms if arm != baseline]
     metrics = compared(has_objectives)
@@ -112,7 +112,7 @@ def _missing(absent: Mapping[str, Sequence[Metric]], baseline: str) -> tuple[str
 
 
 def _leaders(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, tuple[str, ...]]:
-    """The best arm, and its ties."""
+    """Return the best arm and its ties."""
     better = [c for c in found if c.metric == DECIDES and c.judgement == "better"]
     if not better:
         return "", ()
@@ -122,7 +122,7 @@ def _leaders(contraster: Contraster, found: Sequence[Contrast]) -> tuple[str, tu
 
 
 def relative_half_width(contrast: Contrast | None) -> float:
-    """Half the width of the ratio's interval, relative to the ratio; infinite without an interval."""
+    """Return half the width of the ratio's interval, relative to the ratio; infinite without an interval."""
     if contrast is None or contrast.ratio.low is None or contrast.ratio.high is None:
         return float("inf")
     return (contrast.ratio.high - contrast.ratio.low) / 2 / contrast.ratio.value

@@ -1,4 +1,4 @@
-"""Keeps arms from finding each other's cache entries: caches are emptied before each block, or prompts are salted."""
+"""Prevents arms from using each other's cache entries: empty caches before each block, or salted prompts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from loadgen.measure.pods import CounterError, PodAddress, address_of, pods_of_g
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is behind an arm's address."""
+    """The pods behind an arm's address."""
 
     target: Target
     pods: tuple[PodAddress, ...]
-    """Empty where nobody says which there are."""
+    """Empty if the pods are not known."""
     is_gateway: bool
-    """It lists its pods and passes a cache reset on to all of them."""
+    """Whether the address is a gateway: it lists its pods and passes a cache reset on to all of them."""
 
     async def reset(self) -> str | None:
-        """Empty the caches of all pods. None when done, else why not."""
+        """Empty the caches of all pods. Return None if this worked, else why it did not."""
         if self.is_gateway:
             return await _reset(self.target.admin)
         if not self.pods:
             return (
-                f"{self.target.admin.origin} does not say which pods are behind it, so a reset might reach one of"
+                f"{self.target.admin.origin} does not list its pods, so a reset might reach only one of"
                 " several; --admin-url names the gateway's administration, --metrics-urls the pods"
             )
         origins = dict.fromkeys(_origin(pod.url) for pod in self.pods)
@@ -38,9 +38,9 @@ class Deployment:
 
 
 async def look_up(client: Client, metrics_urls: Sequence[str]) -> Deployment:
-    """The pods behind `client`: those named by the user, else those that the gateway lists.
+    """Return the pods behind `client`: those that the user named, else those that the gateway lists.
 
-    Raises ServerUnusable where an address was given for the gateway's administration, and nobody lists pods there.
+    Raises ServerUnusable if an address was given for the gateway's administration and no pods are listed there.
     """
     try:
         async with Client(client.target.admin) as admin:
@@ -55,33 +55,33 @@ async def look_up(client: Client, metrics_urls: Sequence[str]) -> Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How arms are kept apart, in deed and in words."""
+    """How arms are kept apart; `about` describes it."""
 
     refused: str | None
-    """None: caches are emptied before each block. Else why they cannot be, and prompts carry a salt."""
+    """None: caches are emptied before each block. Otherwise the reason why they cannot be, and prompts carry a salt."""
     seed: int
 
     @property
     def about(self) -> str:
-        """For the report."""
+        """Return a description for the report."""
         if self.refused is None:
             return "The prefix caches of all pods were emptied before each block."
         return (
-            f"The caches could not be emptied ({self.refused}). The prompts of each block begin with other"
-            " bytes of equal length instead, so that no block finds another's entries; they still take room."
+            f"The caches could not be emptied ({self.refused}). The prompts of each block begin with different"
+            " bytes of equal length instead, so that no block finds another's entries, which still take space."
         )
 
     async def begin(self, deployment: Deployment, arm: str, number: int) -> str:
-        """Prepare for a block of round `number`: the salt of its prompts. Raises ServerUnusable: a reset fails now."""
+        """Prepare a block of round `number`; return its prompts' salt. Raises ServerUnusable if a reset fails."""
         if self.refused is not None:
             return salt(self.seed, arm, number)
         if problem := await deployment.reset():
-            raise ServerUnusable(f"before {arm}: the caches were emptied for an earlier block and now not: {problem}")
+            raise ServerUnusable(f"before {arm}: the caches were emptied for an earlier block, but not now: {problem}")
         return ""
 
 
 async def isolate(deployments: Sequence[Deployment], seed: int) -> Isolation:
-    """Resets where every deployment takes them, else salts for all: arms must be treated alike."""
+    """Choose resets if every deployment supports them, else salts for all, because arms must be treated alike."""
     for deployment in deployments:
         if refused := await deployment.reset():
             return Isolation(refused, seed)
@@ -89,7 +89,7 @@ async def isolate(deployments: Sequence[Deployment], seed: int) -> Isolation:
 
 
 def salt(seed: int, arm: str, number: int) -> str:
-    """Text of constant length that no other block has."""
+    """Return a text of constant length that no other block has."""
     return f"[{hashlib.sha256(f'{seed}/{arm}/{number}'.encode()).hexdigest()[:16]}] "
 
 

@@ -1,4 +1,4 @@
-"""Whether the load generator was so late that it could have made the difference that a comparison claims."""
+"""Whether the load generator was late enough to cause the difference that a comparison claims."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 from loadgen.result.model import Arm, Contrast, Summary
 
 SHARE_OF_INTERVAL = 0.25
-"""Of half the interval's width: a shift that is lost in it. If a figure is shifted by a quarter of the half-width of
-its 95 % interval, 0.49 standard errors, the interval still covers the true value in 92 % of experiments (normal
+"""Allowed shift, as a share of half the interval's width. If a figure is shifted by a quarter of the half-width of
+its 95 % interval (0.49 standard errors), the interval still covers the true value in 92 % of experiments (normal
 law)."""
 MOST_LAG_SHARE = 2 * MAX_LAG_SHARE
-"""Of the means, however wide the interval is: with more, the generator is part of what was measured."""
+"""Allowed share of the means, even if the interval is wide: with more, the generator is part of the measurement."""
 
 
 def judged(arms: Sequence[Arm], found: Contrasts, baseline: str) -> tuple[Arm, ...]:
-    """The arms; those whose claim does not stand because the generator was late are marked so.
+    """Return the arms; an arm is marked if its claim does not stand because the generator was late.
 
-    What is claimed is the ratio r of an arm's mean TTFT to the baseline's. Lag is a part of both means, so it can
-    change log r by up to the larger of the two arms' shares of lag. `MAX_LAG_SHARE` of the effect |log r| is allowed,
-    or of the factor r where the effect is larger than 1. If no difference is claimed, `MAX_LAG_SHARE` of the means is
-    allowed: smaller effects are never called a difference. `SHARE_OF_INTERVAL` of half of log r's interval is allowed
-    in any case, up to `MOST_LAG_SHARE`.
+    The claim is the ratio r of an arm's mean TTFT to the baseline's. Lag is a part of both means, so it can change log
+    r by up to the larger of the two arms' shares of lag. The allowed change is `MAX_LAG_SHARE` of the effect |log r|,
+    or of the factor r if the effect is larger than 1. If no difference is claimed, it is `MAX_LAG_SHARE` of the means,
+    because smaller effects are never called a difference. `SHARE_OF_INTERVAL` of half of log r's interval is allowed in
+    any case, up to `MOST_LAG_SHARE`.
     """
     by_name = {arm.name: arm.summary for arm in arms}
     return tuple(_judged(arm, found.of(arm.name), by_name[baseline]) for arm in arms)
 
 
 def possible_shift(arm: Summary, base: Summary) -> float:
-    """How far lag may have moved the logarithm of the ratio of mean TTFT: at worst it slowed one arm alone."""
+    """Return how far lag may have moved the logarithm of the ratio of mean TTFT: at worst it slowed only one arm."""
     return max(_share(arm), _share(base))
 
 
 def allowed_shift(contrast: Contrast) -> float:
-    """How far lag may move the logarithm of the ratio, so that the claim stands."""
+    """Return how far lag may move the logarithm of the ratio before the claim falls."""
     ratio = contrast.ratio
     is_claim = contrast.judgement != "not distinguishable"
     allowed = MAX_LAG_SHARE * (min(1.0, abs(math.log(ratio.value))) if is_claim else 1.0)

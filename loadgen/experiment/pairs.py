@@ -1,4 +1,4 @@
-"""The requests of all arms side by side: row i is the same turn of the same session of the same round in each arm."""
+"""The requests of all arms side by side: row i is the same turn of the same session and round in each arm."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One arm's part of the rows. nan: not measured; a row that the arm never sent is not completed."""
+    """One arm's part of the rows. nan: not measured. A row that the arm never sent is not completed."""
 
     completed: Bools
     attempted: Bools
-    """The arm sent some turn of the row's session."""
+    """Whether the arm sent some turn of the row's session."""
     good: Bools
     ttft_s: Floats
     tpot_s: Floats
     e2e_s: Floats
     prompt_tokens: Floats
     cached_tokens: Floats
-    """Both 0 where usage said nothing or the request failed."""
+    """Both are 0 if usage was missing or the request failed."""
     block_completed: Floats
-    """Per round: completed requests."""
+    """Completed requests per round."""
     block_duration_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rows, and the units that are resampled: sessions, or groups of them where there are very many."""
+    """Rows, and the units that are resampled: sessions, or groups of sessions if there are very many."""
 
     unit: Ints
-    """Of each row."""
+    """The unit of each row."""
     round_of: Ints
-    """Of each unit, ascending."""
+    """The round of each unit, ascending."""
     sides: Mapping[str, Side]
 
 
 def pair(rounds: Sequence[Mapping[str, Run]], objectives_ms: Mapping[str, float] | None = None) -> Pairs | None:
-    """Every request that any arm sent; None: none did. Each of `rounds`, at least one, has a run of every arm."""
+    """Pair every request that any arm sent; None: none was sent. Each of the `rounds` has a run of every arm."""
     arms = list(rounds[0])
     most_units = max(2, MAX_UNITS // len(rounds))
     units: list[Ints] = []
@@ -74,7 +74,7 @@ _TURN_BITS = 20
 
 
 def _keys(run: Run) -> Ints:
-    """Session and turn as one number."""
+    """Return session and turn as one number."""
     sessions: Ints = run.records.session.astype(np.int64)
     return (sessions << _TURN_BITS) + run.records.turn
 

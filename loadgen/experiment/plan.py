@@ -1,4 +1,4 @@
-"""What an experiment consists of, as values."""
+"""The parts of an experiment, as values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadgen.workloads.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What every arm plays in one round: sessions `first_session` and on of the workload."""
+    """What every arm plays in one round: sessions of the workload from `first_session` on."""
 
     workload: Workload
     first_session: int = 0
@@ -24,26 +24,26 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that decides an experiment."""
+    """All settings that decide an experiment."""
 
     arms: tuple[ArmSpec, ...]
     baseline: str
     target: Callable[[ArmSpec], Target]
-    """How an arm is reached."""
+    """Returns how an arm is reached."""
     round: Callable[[int], Round]
-    """The sessions of round `number`, from 0."""
+    """Returns the sessions of round `number`, from 0."""
     arrivals: ArrivalSpec
     sessions: int | None
-    """Of each block; None: all of the workload, or as many as the time limit allows."""
+    """Sessions in each block; None: all of the workload, or as many as the time limit allows."""
     seed: int
-    """Round `number` has the schedule of seed + number."""
+    """Round `number` uses the schedule of seed + number."""
     time_limit_s: float
-    """Of each block."""
+    """Time limit of each block."""
     stopping: Stopping
     distinct_rounds: int | None = None
-    """Rounds after these repeat sessions, as a data set has no more; None: all rounds differ."""
+    """Rounds after this number repeat sessions, because a data set has no more; None: all rounds differ."""
     tokens_per_word: float = 0.0
-    """Of the model; 0: measured at the first arm."""
+    """Tokens per word of the model; 0: measured at the first arm."""
     max_in_flight: int | None = None
     workers: int = 1
     warmup_requests: int = 8
@@ -58,4 +58,4 @@ class Block:
     arm: str
     run: ArmRun
     counted: Counted | None
-    """By the pods' counters; None: no pods are known."""
+    """What the pods' counters counted; None: no pods are known."""

@@ -1,4 +1,4 @@
-"""From blocks to a Result: what every output is drawn from."""
+"""From blocks to a Result, the source of every output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Configuration = Mapping[str, str | int | float | bool | list[str] | None]
 def result_of(
     experiment: Experiment, configuration: Configuration, workload: Mapping[str, str], facts: Mapping[str, str]
 ) -> Result:
-    """The Result of at least one whole round."""
+    """Return the Result of at least one whole round."""
     plan = experiment.plan
     arms = tuple(
         _arm(spec.name, spec.url, spec.policy, [blocks[spec.name] for blocks in experiment.rounds], experiment)
@@ -81,7 +81,7 @@ def _unread(problems: Sequence[str]) -> tuple[str, ...]:
     if not problems:
         return ()
     more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-    return (f"The pods' counters confirm no hit rate: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}.",)
+    return (f"The pods' counters do not confirm the hit rate: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}.",)
 
 
 def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: Experiment) -> Arm:
@@ -106,7 +106,7 @@ def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: 
 
 
 def _band(blocks: Sequence[Summary]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Least and largest of the blocks' own quantiles, between which the pooled ones lie; empty with one block."""
+    """Return the ends of the blocks' own quantiles, between which the pooled ones lie; empty with one block."""
     cdfs = np.array([summary.ttft.cdf_ms for summary in blocks if summary.ttft.cdf_ms])
     if len(cdfs) < 2:
         return (), ()
@@ -114,7 +114,7 @@ def _band(blocks: Sequence[Summary]) -> tuple[tuple[float, ...], tuple[float, ..
 
 
 def _brief(summary: Summary) -> Summary:
-    """Without what plots are drawn from."""
+    """Return the summary without the data that only plots need."""
     without = {
         name: getattr(summary, name).model_copy(update={"cdf_ms": ()})
         for name in ("ttft", "ttft_from_send", "itl", "e2e")
@@ -124,17 +124,18 @@ def _brief(summary: Summary) -> Summary:
 
 def _method(arms: int) -> dict[str, str]:
     return {
-        "contrast": "an arm against the baseline over requests paired by round, session and turn. Means: requests that"
-        " both completed. Percentiles and goodput: all of sessions that both began, a failed one infinitely slow",
+        "contrast": "an arm compared with the baseline over requests paired by round, session and turn. Means: requests"
+        " that both completed. Percentiles and goodput: all requests of sessions that both began, failed ones count"
+        " as infinitely slow",
         "interval": f"{joint_confidence(arms):.2%} of each, so that those of one metric hold for all arms together in"
         f" {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions in them, widened by"
-        " Student's t for few sessions and for what blocks differ by beyond their sessions. Over one round"
-        " it covers sessions alone",
-        "judgement": f"better or worse where the ratio's interval excludes 1 and the effect is at least"
+        " Student's t for few sessions and for differences between blocks beyond those of their sessions. With one"
+        " round it covers only sessions",
+        "judgement": f"better or worse if the ratio's interval excludes 1 and the effect is at least"
         f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",
         "validity": "an arm is invalid if the generator's lag may have moved the logarithm of the ratio of mean TTFT"
         f" by more than {MAX_LAG_SHARE:.0%} of the effect that is claimed (of the factor if the effect is larger; of"
         f" the means if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half the interval,"
         f" or by more than {MOST_LAG_SHARE:.0%} of the means. The"
-        f" lag counts {LATE_TWICE:g} times, as reading is as late as sending, and as if the other arm had none",
+        f" lag counts {LATE_TWICE:g} times, because reading is as late as sending, and as if the other arm had none",
     }

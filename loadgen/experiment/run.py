@@ -36,27 +36,27 @@ class _Arm:
 
 
 class Experiment:
-    """One run of a plan. What is complete can be read at any time, also after `run` was cancelled."""
+    """One run of a plan. Completed rounds can be read at any time, even after `run` was cancelled."""
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self.plan = plan
         self.rounds: list[dict[str, Block]] = []
-        """Whole ones, by the arm's name."""
+        """Whole rounds; each maps arm names to blocks."""
         self.order: list[str] = []
-        """Names of the arms in the order their blocks ran, of whole rounds."""
+        """Names of the arms in the order in which their blocks ran, for whole rounds."""
         self.pods: dict[str, set[str]] = {arm.url: set() for arm in plan.arms}
-        """Of each address: every pod that answered there, or that the gateway listed."""
+        """For each address, every pod that answered there or that the gateway listed."""
         self.model = ""
         self.tokens_per_word = plan.tokens_per_word
         self.isolation: Isolation | None = None
         self.stopped = "interrupted"
-        """Why there are no more rounds."""
+        """Why no more rounds run."""
         self.problems: list[str] = []
-        """What kept pods' counters from being read, each once."""
+        """Reasons why pods' counters could not be read, each once."""
         self._progress = progress
 
     async def run(self) -> None:
-        """All rounds, or until nobody answers at all. Raises ServerUnusable where an arm cannot be measured."""
+        """Run all rounds; stop early if no arm answers any more. Raises ServerUnusable if an arm cannot be measured."""
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             arms = [await self._open(stack, spec) for spec in self.plan.arms]
@@ -69,7 +69,7 @@ class Experiment:
         self._progress.note(f"Stopped after {counted_rounds(len(self.rounds))}: {reason}.")
 
     def half_width(self) -> float:
-        """Of the widest interval of the ratio of mean TTFT, relative to the ratio; infinite where one is missing."""
+        """Return the widest interval's half width relative to the ratio of mean TTFT; infinite if one is missing."""
         pairs = pair([{name: block.run for name, block in blocks.items()} for blocks in self.rounds])
         others = [arm.name for arm in self.plan.arms if arm.name != self.plan.baseline]
         if pairs is None or not others:
@@ -165,7 +165,7 @@ class Experiment:
 
 
 def _planned(what: Round, sessions: int | None) -> int | None:
-    """Requests of a block; None where that is open, or too many to count."""
+    """Return the number of requests in a block; None if it is unknown, or if there are too many to count."""
     length = what.workload.length
     rest = None if length is None else max(0, length - what.first_session)
     count = min((n for n in (sessions, rest) if n is not None), default=None)

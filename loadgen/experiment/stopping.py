@@ -1,27 +1,28 @@
-"""How many rounds: until the interval is narrow enough, or time or patience is up."""
+"""The number of rounds: until the interval is narrow enough, or the time or the maximum is reached."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LEAST_ROUNDS = 2
-"""One round each way (ABBA), so that a steady drift cancels and rounds can be told from sessions."""
+"""One round in each order (ABBA), so that a steady drift cancels and rounds can be told from sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When to stop. `precision` is half the width of the interval of the ratio of mean TTFT, relative to the ratio."""
+    """When to stop. `precision` is half the width of the interval of the mean TTFT's ratio, relative to the ratio."""
 
     precision: float
     max_rounds: int
     max_time_s: float
     rounds: int | None = None
-    """Exactly this many, whatever the precision, as far as `max_time_s` allows."""
+    """Exactly this many rounds, at any precision, as far as `max_time_s` allows."""
 
     def reason(self, rounds: int, elapsed_s: float, half_width: float) -> str | None:
-        """Why no round follows the `rounds` that took `elapsed_s`; None: one does.
+        """Return why no round follows the `rounds` that took `elapsed_s`; None: another round follows.
 
-        The interval is looked at after an even number of rounds alone: after an odd one a drift would be in it.
+        The interval is examined only after an even number of rounds, because after an odd number it would include a
+        drift.
         """
         if self.rounds is not None and rounds >= self.rounds:
             return f"the {counted_rounds(rounds)} asked for"
@@ -35,5 +36,5 @@ class Stopping:
 
 
 def counted_rounds(count: int) -> str:
-    """In words."""
+    """Return the number of rounds in words."""
     return "one round" if count == 1 else f"{count} rounds"

@@ -1,4 +1,4 @@
-"""Which arm helped, by how much, whether that is more than chance, and if not, why not: in sentences."""
+"""Sentences that say which arm helped, by how much, whether that may be chance, and why no arm helped if none did."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from loadgen.measure.validity import in_words
 from loadgen.result.model import Arm, Contrast, Summary
 
 FAILED_MORE = 0.01
-"""An arm that fails this share of its requests more than the baseline does not win, however fast the others are."""
+"""An arm that fails this much more of its requests than the baseline does not win, even if it is fast."""
 
 
 def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[str, ...]:
-    """Plain sentences, the most important first."""
+    """Return plain sentences, the most important first."""
     by_name = {arm.name: arm.summary for arm in arms}
     line = in_words({name: summary.validity for name, summary in by_name.items()})
     invalid = (line,) if line else ()
@@ -38,13 +38,13 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
 
 
 def able_arms(arms: Sequence[Arm], baseline: str) -> frozenset[str]:
-    """Arms that may win: those that do not fail notably more of their requests than the baseline."""
+    """Return the arms that may win: those that do not fail notably more of their requests than the baseline."""
     base = next(arm.summary for arm in arms if arm.name == baseline)
     return frozenset(arm.name for arm in arms if not _fails_more(arm.summary, base))
 
 
 def speedup(contrast: Contrast) -> tuple[float, str]:
-    """How many times as fast the arm is, and the interval of that in words."""
+    """Return how many times as fast the arm is, and the interval of this factor in words."""
     ratio = contrast.ratio
     if ratio.low is None or ratio.high is None:
         return 1 / ratio.value, "no interval"
@@ -52,7 +52,7 @@ def speedup(contrast: Contrast) -> tuple[float, str]:
 
 
 def failed_share(summary: Summary) -> float:
-    """Failed and unsent requests / planned."""
+    """Return failed and unsent requests / planned requests."""
     return 1 - summary.completed / summary.planned if summary.planned else 0.0
 
 
@@ -63,7 +63,7 @@ def _fails_more(arm: Summary, base: Summary) -> bool:
 def _headline(best: Contrast, ties: Sequence[str], arms: Mapping[str, Summary], base: Summary) -> str:
     arm = arms[best.arm]
     factor, interval = speedup(best)
-    tied = f" {' and '.join(ties)} cannot be told from it." if ties else ""
+    tied = f" {' and '.join(ties)} cannot be distinguished from it." if ties else ""
     return (
         f"{best.arm} {'leads' if ties else 'won'}: mean TTFT {_ms(arm.ttft.mean_ms)} against {_ms(base.ttft.mean_ms)}"
         f" with {best.baseline}, {factor:.2f} times as fast ({interval}). {_cached(arm, base)}"
@@ -76,7 +76,7 @@ def _line(contrast: Contrast, arm: Summary, base: Summary) -> str:
     if contrast.judgement == "better" and _fails_more(arm, base):
         judged = (
             f"answers sooner than {contrast.baseline} but fails more"
-            f" ({failed_share(arm):.1%} of its requests against {failed_share(base):.1%}), so it is no winner"
+            f" ({failed_share(arm):.1%} of its requests against {failed_share(base):.1%}), so it does not win"
         )
     elif contrast.judgement == "not distinguishable":
         judged = f"not distinguishable from {contrast.baseline}"
@@ -92,9 +92,9 @@ def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summa
     known = [rate for rate in rates.values() if rate is not None]
     base_rate = base.reuse.cached_token_rate
     if base_rate is None or not known:
-        return " here. The server reports no cached tokens, so why cannot be said."
+        return " here. The server reports no cached tokens, so the reason is not known."
     best_rate, attainable = max(known), base.reuse.attainable_rate
-    # Both are lower bounds of what could be found: the attainable one knows whole strides of bytes only.
+    # Both are lower bounds of what could be found: the attainable share covers only whole strides of bytes.
     if attainable is not None and max(attainable, best_rate) < 0.1:
         return (
             " here. The prompts share too little: even one infinite cache would hold"
@@ -105,16 +105,16 @@ def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summa
     if base_rate >= 0.9 * best_rate and attainable is not None and base_rate < 0.9 * attainable:
         return (
             f" here. No arm reused more than {best_rate:.0%} of the prompt tokens{_of(attainable)}: the caches are too"
-            " small for what is shared, or no arm sends what is alike to the same pods."
+            " small for what is shared, or no arm sends similar prompts to the same pods."
         )
     if base_rate >= 0.9 * best_rate:
         return (
             f" here. It already found {base_rate:.0%} of the prompt tokens cached, the best arm {best_rate:.0%}: each"
-            " pod's cache holds nearly all that is shared, so where a request goes hardly matters."
+            " pod's cache holds nearly everything that is shared, so routing hardly matters."
         )
     return (
         f" here. Reuse rose from {base_rate:.0%} to {best_rate:.0%} of the prompt tokens, but the time saved is small"
-        " against the rest of the TTFT: load too low, prompts too short, or decoding dominates."
+        " compared with the rest of the TTFT: load too low, prompts too short, or decoding dominates."
     )
 
 
@@ -132,7 +132,7 @@ def _cached(arm: Summary, base: Summary) -> str:
 
 
 def _p99(summary: Summary) -> str:
-    """With failures as infinite."""
+    """Return p99 with failures counted as infinite."""
     return (
         _ms(summary.ttft.with_failures_p99_ms)
         if summary.ttft.with_failures_p99_ms is not None

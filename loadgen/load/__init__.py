@@ -1,1 +1,1 @@
-"""Sending requests at their times and noting what became of them."""
+"""Sends requests at their times and records the outcome of each."""

@@ -1,4 +1,4 @@
-"""What comes back for one request: a streamed answer, read event by event as it arrives, or a plain body."""
+"""The answer to one request: a streamed answer, read event by event as it arrives, or a plain body."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import orjson
 
 from engine.contract import headers
 from engine.contract.http.connection import Fields
-from engine.contract.sse import SseDecoder
+from engine.contract.sse import DONE_DATA, SseDecoder
 
 DETAIL_CHARS = 300
 _OF_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""What a token adds to: a delta with none of it adds nothing."""
+"""The fields that a token extends; a delta with none of them adds nothing."""
 MAX_BODY_BYTES = 64 * 2**20
 _POD, _POLICY = headers.POD.encode(), headers.POLICY.encode()
 
 
 class StreamedAnswer:
-    """Sink of a streamed completion. `done` is set when it ended, well or badly; `failure` says which."""
+    """Sink of a streamed completion. `done` is set when the stream has ended; `failure` tells whether it failed."""
 
     __slots__ = (
         *("done", "text", "chunk_times_s", "first_token_s"),
@@ -33,9 +33,9 @@ class StreamedAnswer:
         self.done: asyncio.Future[None] = loop.create_future()
         self.text: list[str] = []
         self.chunk_times_s: list[float] = []
-        """Of every event with a choice, be its text empty: what `vllm bench serve` counts gaps between."""
+        """Times of all events with a choice, even without text: `vllm bench serve` counts the gaps between them."""
         self.first_token_s: float | None = None
-        """Of the first event that does more than open a chat with its role."""
+        """Time of the first event that does more than open a chat with its role."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.has_usage = False
         self.pod = self.policy = ""
@@ -67,7 +67,7 @@ class StreamedAnswer:
             return
         try:
             for event in self._events_of(data):
-                if event == b"[DONE]":
+                if event == DONE_DATA:
                     self._complete, self.finished_s = True, now_s
                 else:
                     self._take(orjson.loads(event), now_s)
@@ -75,7 +75,8 @@ class StreamedAnswer:
             self.fail("bad answer", f"{type(error).__name__} {error}", now_s)
 
     def _events_of(self, data: bytes) -> Iterable[bytes]:
-        # Most reads bring exactly one event of one line, which needs no decoder: a tenth of the client's CPU time.
+        # Most reads bring exactly one event of one line. It needs no decoder, which saves a tenth of the client's CPU
+        # time.
         whole = data.endswith(b"\n\n")
         if whole and self._between and data.startswith(b"data: "):
             event = data[6:-2]
@@ -95,14 +96,14 @@ class StreamedAnswer:
             self.fail("truncated", "the stream ended before its last event", now_s)
 
     def lost(self, reason: str, now_s: float) -> None:
-        if self._complete and self._stopped:  # the user has everything
+        if self._complete and self._stopped:  # the answer is complete
             self._finish(self.finished_s)
         else:
             self.lost_connection = True
             self.fail("bad answer" if reason.startswith("not HTTP") else "disconnected", reason, now_s)
 
     def fail(self, label: str, detail: str, now_s: float) -> None:
-        """End it as failed, unless it has ended."""
+        """End the answer as failed, unless it has already ended."""
         if not self.done.done():
             self.failure, self.detail = label, detail[:DETAIL_CHARS]
             self._finish(now_s)
@@ -129,7 +130,7 @@ class StreamedAnswer:
             if choice.get("finish_reason"):
                 self._stopped = True
             elif not text and delta and "role" in delta and not any(map(delta.get, _OF_TOKENS)):
-                continue  # it opens the chat: engines may send it ahead of the first token
+                continue  # it opens the chat; engines may send it before the first token
             if self.first_token_s is None:
                 self.first_token_s = now_s
         if usage := event.get("usage"):
@@ -140,7 +141,7 @@ class StreamedAnswer:
 
 
 class PlainAnswer:
-    """Sink of a whole body. `done` gives status and body, or raises ConnectionError in words."""
+    """Sink of a whole body. `done` returns status and body, or raises ConnectionError with the reason."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[tuple[int, bytes]] = loop.create_future()

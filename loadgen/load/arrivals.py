@@ -1,4 +1,4 @@
-"""When sessions begin. Open-loop processes give intended times; the closed loop bounds what is active."""
+"""The start times of sessions. Open-loop processes give intended times; the closed loop bounds concurrent sessions."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class ArrivalKind(StrEnum):
     POISSON = "poisson"
     """Independent arrivals: exponential gaps with mean 1 / rate."""
     GAMMA = "gamma"
-    """Gamma gaps with mean 1 / rate and coefficient of variation burstiness ** -0.5, as vLLM's `--burstiness`."""
+    """Gamma gaps with mean 1 / rate and coefficient of variation burstiness ** -0.5, as in vLLM's `--burstiness`."""
     CONSTANT = "constant"
-    """One every 1 / rate seconds."""
+    """One session every 1 / rate seconds."""
     BURST = "burst"
-    """`burst_size` at the same instant, every burst_size / rate seconds."""
+    """`burst_size` sessions at the same instant, every burst_size / rate seconds."""
     RAMP = "ramp"
-    """A rate that goes from `ramp_start` to `ramp_end` within `ramp_s` and stays there; gaps as of gamma."""
+    """A rate that changes from `ramp_start` to `ramp_end` within `ramp_s` and then stays; gaps as for gamma."""
     USERS = "users"
-    """`num_users` users, each of whom begins a session every `user_gap_s`, from a random moment of the first gap."""
+    """`num_users` users; each begins a session every `user_gap_s`, from a random moment of the first gap."""
     CLOSED = "closed"
-    """`concurrency` sessions at a time; the next begins when one ends. Hides queueing: a slow server is asked less."""
+    """`concurrency` sessions at a time; the next begins when one ends. Hides queueing: a slow server gets less load."""
     TRACE = "trace"
     """The workload's own times: `Session.start_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSpec:
-    """An arrival process. `rate` is in sessions per second, infinite for all at once; unused where there is none."""
+    """An arrival process. `rate`: sessions per second; infinite: all at once; unused if the process has no rate."""
 
     kind: ArrivalKind
     rate: float = 1.0
     burst_size: int = 1
     concurrency: int = 1
     burstiness: float = 1.0
-    """Shape of the gamma distribution: 1 Poisson, below 1 burstier, infinite constant."""
+    """Shape of the gamma distribution: 1 is Poisson, below 1 is burstier, infinite is constant."""
     ramp_strategy: RampStrategy = "linear"
     ramp_start: float = 1.0
     """Sessions per second."""
@@ -59,7 +59,7 @@ class ArrivalSpec:
     user_gap_s: float = 1.0
 
     def about(self) -> str:
-        """The process in words."""
+        """Return a description of the process."""
         rate = "all at once" if math.isinf(self.rate) else f"{self.rate:.4g} sessions/s"
         words = {
             ArrivalKind.POISSON: f"{rate}, Poisson",
@@ -76,9 +76,9 @@ class ArrivalSpec:
 
 
 def start_times_s(spec: ArrivalSpec, seed: int) -> Iterator[float]:
-    """Intended starts in seconds from the arm's start, ascending, without end; the same for the same seed.
+    """Yield intended starts in seconds from the arm's start, ascending, without end; equal seeds give equal times.
 
-    Raises ValueError for the closed loop and for traces, which have none.
+    Raises ValueError for the closed loop and for traces, which have no such times.
     """
     rng = random.Random(f"{seed}/arrivals")
     if spec.kind in (ArrivalKind.CLOSED, ArrivalKind.TRACE):
@@ -98,7 +98,7 @@ def start_times_s(spec: ArrivalSpec, seed: int) -> Iterator[float]:
 
 
 def check_times(spec: ArrivalSpec, workload: Workload) -> None:
-    """Raises ValueError where arrivals are a trace's and the workload has no times."""
+    """Raise ValueError if arrivals follow a trace's times and the workload has none."""
     if spec.kind is ArrivalKind.TRACE and workload.session(0).start_s is None:
         raise ValueError(f"--arrival trace needs a workload with times of its own; --workload {workload.name} has none")
 
@@ -111,7 +111,7 @@ def _naturals() -> Iterator[int]:
 
 
 def _counted(burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Times of a renewal process of rate 1."""
+    """Yield the times of a renewal process of rate 1."""
     if math.isinf(burstiness):
         yield from map(float, _naturals())
     now = 0.0
@@ -127,7 +127,7 @@ def _users(users: int, gap_s: float, rng: random.Random) -> Iterator[float]:
 
 
 def _ramp_time_s(spec: ArrivalSpec, due: float) -> float:
-    """When the expected number of arrivals reaches `due`: the inverse of the integral of the rate."""
+    """Return when the expected number of arrivals reaches `due`: the inverse of the integral of the rate."""
     start, end, over_s = spec.ramp_start, spec.ramp_end, spec.ramp_s
     growth = math.log(end / start) if spec.ramp_strategy == "exponential" else 0.0
     during = over_s * ((end - start) / growth if growth else (start + end) / 2)
@@ -153,7 +153,7 @@ _OWNED: tuple[tuple[str, frozenset[str]], ...] = (
     ("ramp_up_end_rps", frozenset({"ramp"})),
     ("ramp_s", frozenset({"ramp"})),
 )
-"""Flags and the arrivals that they belong to."""
+"""Flags, and the arrival processes that each belongs to."""
 _IMPLIED: tuple[tuple[str, str], ...] = (
     ("ramp_up_strategy", "ramp"),
     ("burstiness", "gamma"),
@@ -161,16 +161,16 @@ _IMPLIED: tuple[tuple[str, str], ...] = (
     ("concurrency", "closed"),
     ("burst_size", "burst"),
 )
-"""Flags that say how sessions arrive where `--arrival` does not, as in vLLM; the first that is given counts."""
+"""Flags that imply the process if `--arrival` is not given, as in vLLM; the first flag that is given counts."""
 
 
 class ArrivalSettings(Settings):
-    """When it is sent. Rates are of sessions, or of requests as in vLLM: the same where sessions have one turn."""
+    """When requests are sent. Rates count sessions, or requests as in vLLM: the same if sessions have one turn."""
 
     arrival: Literal["poisson", "gamma", "constant", "burst", "ramp", "users", "closed", "trace"] | None = Field(
         None,
-        description="how sessions arrive; closed: as many at a time as --concurrency says; trace: at the workload's own"
-        " times; none: what the flags given ask for (--burstiness gamma, --num-users users, ...), else poisson",
+        description="how sessions arrive; closed: --concurrency at a time; trace: at the workload's own"
+        " times; none: as other flags imply (--burstiness gamma, --num-users users, ...), else poisson",
     )
     session_rate: float = Field(1.0, gt=0, description="sessions per second; inf: all at once")
     request_rate: float | None = Field(
@@ -195,7 +195,7 @@ class ArrivalSettings(Settings):
             if name in self.model_fields_set and getattr(self, name) is not None and kind not in kinds:
                 raise ValueError(f"{_dashed(name)} is a flag of --arrival {', '.join(sorted(kinds))}, not of {kind}")
         if {"request_rate", "session_rate"} <= self.model_fields_set:
-            raise ValueError("--session-rate and --request-rate say the same: give one of them")
+            raise ValueError("--session-rate and --request-rate exclude each other: give one of them")
         if self.ramp_up_strategy == "exponential" and self.ramp_up_start_rps == 0:
             raise ValueError("--ramp-up-start-rps must be above 0 for --ramp-up-strategy exponential")
         for name in ("user_gap_s", "ramp_up_start_rps", "ramp_up_end_rps", "ramp_s"):
@@ -204,7 +204,7 @@ class ArrivalSettings(Settings):
         return self
 
     def arrivals(self, turns_per_session: float = 1.0) -> ArrivalSpec:
-        """The process. Rates of requests become rates of sessions by the mean number of turns."""
+        """Return the process. The mean number of turns converts rates of requests into rates of sessions."""
         kind = ArrivalKind(self._kind())
         rate = self.session_rate
         if self.request_rate is not None and "session_rate" not in self.model_fields_set:
@@ -229,7 +229,7 @@ class ArrivalSettings(Settings):
 
 
 def mean_turns(workload: Workload, sessions: int) -> float:
-    """Mean turns of the first sessions, for `arrivals`: of at most 1,000 of them."""
+    """Return the mean number of turns of the first sessions, at most 1,000, for `arrivals`."""
     count = min(sessions, 1000, sessions if workload.length is None else workload.length)
     return sum(len(workload.session(number).turns) for number in range(count)) / max(1, count)
 

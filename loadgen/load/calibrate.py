@@ -1,4 +1,4 @@
-"""Token counts without a tokenizer: the server's own `usage` says what a word costs."""
+"""Token counts without a tokenizer: the server's own `usage` tells how many tokens a word has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SHORT_WORDS, LONG_WORDS = 100, 500
 
 
 async def probe(client: Client, seed: str, words: int, max_tokens: int) -> RequestRecord:
-    """What becomes of a request of `words` words that no workload contains, and that must succeed.
+    """Send a request of `words` words that no workload contains, and return its record. The request must succeed.
 
-    Raises ServerUnusable saying how it failed.
+    Raises ServerUnusable, which says how the request failed.
     """
     text = Phrasebook().prose(f"probe/{seed}", words)
     record, _ = await client.send(client.call([{"role": "user", "content": text}], max_tokens))
@@ -26,7 +26,7 @@ async def probe(client: Client, seed: str, words: int, max_tokens: int) -> Reque
 
 
 async def measure_tokens_per_word(client: Client, seed: int) -> float:
-    """Tokens per word of `Phrasebook.prose`. Raises ServerUnusable where the server reports no usage in streams."""
+    """Return the tokens per word of `Phrasebook.prose`. Raises ServerUnusable if streams report no usage."""
     short = await probe(client, f"{seed}/short", SHORT_WORDS, 1)
     long = await probe(client, f"{seed}/long", LONG_WORDS, 1)
     if not (short.has_usage and long.has_usage):

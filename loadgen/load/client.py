@@ -25,21 +25,21 @@ from loadgen.load.target import PATHS, Call, ServerUnusable, Target, prompt_text
 from loadgen.measure.records import RequestRecord
 
 RESETS = ("/reset_prefix_cache", "/flush_cache")
-"""Of our gateway and vLLM; of SGLang."""
+"""The first path is for our gateway and vLLM, the second for SGLang."""
 STALE_S = 0.25
-"""A request on a used connection that is lost this soon, unanswered, crossed the server's closing of the connection."""
+"""A request on a used connection that is lost this soon without an answer crossed the server's close of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """A cache was not emptied. `is_in_use`: because requests hold blocks of it, so another attempt may do better."""
+    """A cache was not emptied. `is_in_use`: requests hold blocks of the cache, so another attempt may succeed."""
 
     words: str
     is_in_use: bool = False
 
 
 class Client:
-    """Sends requests to one target. Use as an async context manager; needs `model_id()` before the first `call`."""
+    """Sends requests to one target. Use as an async context manager; call `model_id()` before the first `call`."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -76,7 +76,7 @@ class Client:
         intended_s: float = math.nan,
         deadline_s: float = math.inf,
     ) -> Call:
-        """A request with its body and its prompt's fingerprints. Costs tens of microseconds: make it ahead of time."""
+        """Return a request with its body and its prompt's fingerprints. Call ahead of time: it takes tens of us."""
         target = self.target
         if target.endpoint == "chat":
             prompt: dict[str, Any] = {"messages": messages}
@@ -107,10 +107,11 @@ class Client:
         )
 
     async def send(self, call: Call) -> tuple[RequestRecord, str]:
-        """The record of the request and the answer's text. Raises only cancellation, which closes the connection.
+        """Return the request's record and the answer's text. Raises only cancellation, which closes the connection.
 
-        A request is sent a second time, on a fresh connection, only when it went out on a used connection that was lost
-        within STALE_S before a byte of the answer came: the server had closed the idle connection at the same moment.
+        A request is sent a second time, on a new connection, in one case only: it went out on a used connection that
+        was lost within STALE_S, before the first byte of the answer. Then the server had closed the idle connection at
+        the same moment.
         """
         sent_s = self._clock()
         fields = f"{headers.REQUEST_ID}: wr-{self._run_id}-{next(self._numbers):x}\r\ncontent-length: {len(call.body)}"
@@ -128,7 +129,7 @@ class Client:
         answer = StreamedAnswer(self._loop)
         timeout_s = sent_s + self.target.timeout_s
         if call.deadline_s < timeout_s:
-            due_s, reason = call.deadline_s, ("cut off", "under way when the run's time was up")
+            due_s, reason = call.deadline_s, ("cut off", "in flight when the run's time was up")
         else:
             due_s, reason = timeout_s, ("timeout", f"not finished within {self.target.timeout_s:g} s")
         if connection is None:
@@ -136,7 +137,7 @@ class Client:
                 async with asyncio.timeout_at(due_s):
                     connection = await self._pool.connect()
             except TimeoutError as error:
-                # the event loop's deadline, or the kernel's, which gives up on a silent host by itself
+                # The deadline of the event loop, or that of the kernel, which by itself gives up on a silent host.
                 label, words = ("connect", str(error)) if str(error) else reason
                 answer.fail(label, words, self._clock())
                 return answer
@@ -182,7 +183,7 @@ class Client:
     # -- everything around them ----------------------------------------------------------------------------------
 
     async def model_id(self) -> str:
-        """The model that requests name: the one given, else the first of `/v1/models`. Raises ServerUnusable."""
+        """Return the model that requests name: the given one, else the first of `/v1/models`. Raises ServerUnusable."""
         if not self._model:
             try:
                 self._model = str(orjson.loads(await self.get_text("/v1/models"))["data"][0]["id"])
@@ -194,14 +195,14 @@ class Client:
         return self._model
 
     async def get_text(self, path: str) -> str:
-        """Body of a GET. Raises ServerUnusable on any status but 200, and where nobody answers."""
+        """Return the body of a GET. Raises ServerUnusable on any status except 200, or without an answer."""
         status, body = await self._plain("GET", path)
         if status != 200:
             raise ServerUnusable(f"{self.target.origin}{path} answered HTTP {status}: {_words(body)}")
         return body.decode(errors="replace")
 
     async def warm_connections(self, count: int) -> None:
-        """Open `count` connections for requests within the next half minute. Raises ServerUnusable."""
+        """Open `count` connections for requests within the next 30 s. Raises ServerUnusable."""
         try:
             async with asyncio.timeout(self.target.timeout_s):
                 await asyncio.gather(*(self._pool.open_ahead() for _ in range(count)))
@@ -209,9 +210,9 @@ class Client:
             raise ServerUnusable(f"{self.target.origin}: {type(error).__name__} {error}".strip()) from None
 
     async def reset_prefix_cache(self) -> str | None:
-        """Empty the cache of every pod. None when done, else why the server refused.
+        """Empty the cache of every pod. Return None if this worked, else why the server refused.
 
-        Repeated for `resets.REPEATED_S` where the server says that blocks are in use.
+        The reset is repeated for up to `resets.REPEATED_S` while the server says that blocks are in use.
         """
         refused = await self._reset()
         for pause_s in pauses_s() if refused is not None and refused.is_in_use else ():
@@ -241,7 +242,7 @@ class Client:
         connection, answer = None, PlainAnswer(self._loop)
         try:
             async with asyncio.timeout(self.target.timeout_s):
-                connection = await self._pool.connect()  # fresh: never stale, and none of the measured ones
+                connection = await self._pool.connect()  # a new one: never stale, never one that is measured
                 connection.request(data, b"", answer)
                 return await answer.done
         except (OSError, TimeoutError) as error:

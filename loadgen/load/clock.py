@@ -1,4 +1,4 @@
-"""The clock that all times of a run are read from."""
+"""The clock for all times of a run."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import uvloop
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Seconds on the loop's clock. uvloop reads its own in milliseconds and once a turn: here at full resolution."""
+    """Return the loop's clock in seconds at full resolution; uvloop's own has milliseconds, once per iteration."""
     return time.monotonic if isinstance(loop, uvloop.Loop) else loop.time

@@ -19,16 +19,15 @@ from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload
 
 QUANTUM_S = 0.001
-"""The dispatcher wakes at most this often and sends all that is due: the resolution of the event loops' timers."""
+"""The dispatcher wakes at most this often and sends all due requests: the resolution of the event loops' timers."""
 AHEAD_S, AHEAD_CALLS = 0.25, 256
-"""First requests of sessions are built up to this long, and this many, before they are due, so that a burst leaves at
-once."""
+"""First requests are built up to this long before they are due, and this many, so that a burst leaves at once."""
 TURN_S = 0.002
-"""Longest the dispatcher builds requests ahead before it lets answers be read, whose times it would spoil."""
+"""Longest time for which the dispatcher builds requests ahead before answers are read; waiting distorts their times."""
 
 
 class Sender(Protocol):
-    """What the player needs of `loadgen.load.client.Client`."""
+    """The methods of `loadgen.load.client.Client` that the player needs."""
 
     def call(
         self,
@@ -42,47 +41,47 @@ class Sender(Protocol):
         intended_s: float,
         deadline_s: float,
     ) -> Call:
-        """A request ready to send."""
+        """Return a request that is ready to send."""
         ...
 
     async def send(self, call: Call) -> tuple[RequestRecord, str]:
-        """What became of it, and the answer's text; ends by the call's deadline."""
+        """Send the request; return its record and the answer's text by the call's deadline."""
         ...
 
 
 class Rendering(Protocol):
-    """What the player needs of `loadgen.workloads.render.Renderer`."""
+    """The method of `loadgen.workloads.render.Renderer` that the player needs."""
 
     def messages(self, session: Session, turn: int, answers: Mapping[int, str]) -> list[dict[str, str]]:
-        """The chat messages of one turn, given the answers so far by turn."""
+        """Return the chat messages of one turn, given the answers so far by turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """How one arm, or one block of it, plays its sessions. Plain values: it travels to worker processes."""
+    """How one arm, or one block of it, plays its sessions. Plain values, because it is sent to worker processes."""
 
     arrivals: ArrivalSpec
     seed: int
     time_limit_s: float
-    """The arm ends here: requests under way are recorded as failed 'cut off', the rest counts as not sent."""
+    """The arm ends here: requests in flight are recorded as failed 'cut off', the others count as not sent."""
     sessions: int | None = None
-    """How many; None: as many as the workload has and the time limit allows."""
+    """Number of sessions; None: as many as the workload has and the time limit allows."""
     first_session: int = 0
     salt: str = ""
-    """What the renderer puts before each prompt; `play_parallel` makes its renderers with it."""
+    """Text that the renderer puts before each prompt; `play_parallel` makes its renderers with it."""
     max_in_flight: int | None = None
-    """Requests under way at most; others wait, and their latency counts from when they should have been sent."""
+    """Maximum of requests in flight; others wait, and their latency counts from their intended send time."""
     keep_gaps: bool = False
-    """Keep each request's gaps on disk."""
+    """Whether to keep each request's gaps on disk."""
     worker: int = 0
     workers: int = 1
-    """This process plays every `workers`-th session, from `worker` on; its caps are its share already."""
+    """This process plays every `workers`-th session, from `worker` on; its caps are already its share."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Requests so far: what a progress display needs while a run lasts."""
+    """Counts of requests so far, for a progress display during a run."""
 
     sent: int = 0
     completed: int = 0
@@ -90,7 +89,7 @@ class Tally:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Return whether no request is in flight."""
         return self.sent == self.completed + self.failed
 
 
@@ -100,11 +99,11 @@ class ArmRun:
 
     records: Records
     planned: int
-    """Requests the schedule holds; those without a record were not sent."""
+    """Requests in the schedule; those without a record were not sent."""
     start_s: float
-    """The run's start on this machine's monotonic clock, from which times in `records` count."""
+    """The run's start on this machine's monotonic clock; times in `records` count from it."""
     duration_s: float
-    """From the start until the last request ended."""
+    """Seconds from the start to the end of the last request."""
 
 
 async def play(
@@ -117,30 +116,30 @@ async def play(
     start_s: float | None = None,
     tally: Tally | None = None,
 ) -> ArmRun:
-    """Play the sessions, or as many as `time_limit_s` allows. `on_record` hears of each request as it ends.
+    """Play the sessions, or as many as `time_limit_s` allows. `on_record` gets each request's record when it ends.
 
-    `start_s` is an instant on the event loop's clock, None for now. Cancellation closes what is under way.
+    `start_s` is an instant on the event loop's clock; None: now. Cancellation closes the requests in flight.
     """
     clock = clock_of(asyncio.get_running_loop())
     raise_file_limit()
     tally = tally or Tally()
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(quiet_collector(lambda: tally.is_idle))
-        start_s = clock() if start_s is None else start_s  # not before the collector is done: it may take 0.1 s
+        start_s = clock() if start_s is None else start_s  # after the garbage collection, which may take 0.1 s
         kept_keys = KEPT_KEYS // spec.workers
         log = stack.enter_context(RecordLog(start_s, keep_gaps=spec.keep_gaps, kept_keys=kept_keys))
         schedule = _Schedule(workload, spec, start_s)
         arm = _Arm(client, renderer, spec, clock, start_s, log, on_record, tally)
         try:
             await (arm.closed_loop if spec.arrivals.kind is ArrivalKind.CLOSED else arm.open_loop)(schedule)
-        except BaseExceptionGroup as group:  # of tasks that all fail alike: one says it
+        except BaseExceptionGroup as group:  # all tasks fail alike, so one error is enough
             raise first_of(group) from None
         duration_s = clock() - start_s
         return ArmRun(log.finish(), await schedule.planned(arm.begun), start_s, duration_s)
 
 
 class _Schedule:
-    """This worker's sessions with their start times, made one at a time; counts the requests they plan."""
+    """This worker's sessions with their start times, made one at a time; counts the requests that they plan."""
 
     def __init__(self, workload: Workload, spec: RunSpec, start_s: float) -> None:
         self._workload = workload
@@ -150,16 +149,17 @@ class _Schedule:
         self._sessions = self._draw()
 
     def next(self) -> tuple[float, Session] | None:
-        """The next session and its start on the run's clock; None after the last. Raises ValueError out of order."""
+        """Return the next session and its start on the run's clock; None: no more. Raises ValueError if out of
+        order."""
         return next(self._sessions, None)
 
     async def planned(self, begun: int) -> int:
-        """Requests of all sessions, drawn or not. Where their number is open: `begun`, those of the sessions begun."""
+        """Return the requests of all sessions, drawn or not. If the number of sessions is open, return `begun`."""
         if self._spec.sessions is None and self._workload.length is None:
             return begun
         for count, _ in enumerate(self._sessions):
             if count % 256 == 255:
-                await asyncio.sleep(0)  # a long rest must not keep Ctrl-C waiting
+                await asyncio.sleep(0)  # many remaining sessions must not delay Ctrl-C
         return self._planned
 
     def _draw(self) -> Iterator[tuple[float, Session]]:
@@ -170,9 +170,9 @@ class _Schedule:
         offsets = None if spec.arrivals.kind in _TIMELESS else start_times_s(spec.arrivals, spec.seed)
         first_s, last_s = None, 0.0
         for number in numbers:
-            offset_s = next(offsets) if offsets else 0.0  # for each session, also another worker's: the same times
+            offset_s = next(offsets) if offsets else 0.0  # drawn for other workers' sessions too: same times
             if first_s is None and spec.arrivals.kind is ArrivalKind.TRACE:
-                # a block of a trace begins at its own first session, not where the trace began
+                # a block of a trace starts with its own first session, not with the trace's
                 first_s = self._trace_time_s(self._workload.session(number)) if spec.first_session else 0.0
             if (number - spec.first_session) % spec.workers != spec.worker:
                 continue
@@ -208,7 +208,7 @@ class _Arm:
     on_record: Callable[[RequestRecord], None] | None
     tally: Tally
     begun: int = 0
-    """Requests that the sessions begun plan."""
+    """Planned requests of the sessions that have begun."""
     deadline_s: float = field(init=False)
     slots: asyncio.Semaphore | None = field(init=False)
 
@@ -216,14 +216,14 @@ class _Arm:
         self.deadline_s = self.start_s + self.spec.time_limit_s
         caps = [self.spec.max_in_flight]
         if self.spec.arrivals.kind is ArrivalKind.CLOSED:
-            caps.append(self.spec.arrivals.concurrency)  # branches of one session would exceed it
+            caps.append(self.spec.arrivals.concurrency)  # without it, branches of one session would exceed the cap
         cap = min((cap for cap in caps if cap is not None), default=None)
         self.slots = None if cap is None else asyncio.Semaphore(cap)
 
-    # -- who starts sessions -------------------------------------------------------------------------------------
+    # -- starting sessions ---------------------------------------------------------------------------------------
 
     async def open_loop(self, schedule: _Schedule) -> None:
-        """Start each session at its time, however slow the server is."""
+        """Start each session at its time, even if the server is slow."""
         ahead: deque[tuple[float, Session, list[Call]]] = deque()
         upcoming = schedule.next()
         async with asyncio.TaskGroup() as tasks:
@@ -260,7 +260,7 @@ class _Arm:
             for _ in range(self.spec.arrivals.concurrency):
                 users.create_task(user())
 
-    # -- what happens in one -------------------------------------------------------------------------------------
+    # -- playing one session -------------------------------------------------------------------------------------
 
     def _start(self, session: Session, start_s: float, spawn: Spawn, calls: list[Call] | None = None) -> None:
         answers: dict[int, str] = {}
@@ -279,9 +279,10 @@ class _Arm:
         spawn: Spawn,
         call: Call | None = None,
     ) -> None:
-        """The turn, then what goes on from it. A failed turn ends its branch: there is no answer to go on from."""
+        """Play the turn and those that follow it. A failed turn ends its branch: there is no answer to continue
+        from."""
         while intended_s <= self.deadline_s:
-            call = call or self._call(session, turn, answers, intended_s)  # before it is due: the pause is there for it
+            call = call or self._call(session, turn, answers, intended_s)  # built during the pause, before it is due
             while (wait_s := intended_s - self.clock()) > 0:  # noqa: ASYNC110  # timers may fire early
                 await asyncio.sleep(max(wait_s, QUANTUM_S))
             record = await self._send(call, answers)
@@ -313,7 +314,7 @@ class _Arm:
         )
 
     async def _send(self, call: Call, answers: dict[int, str]) -> RequestRecord | None:
-        """None: the run's time was up before the cap on requests in flight let it go."""
+        """Send the call; None: the run's time was up while the call waited for the cap on requests in flight."""
         if self.slots is None:
             return await self._sent(call, answers)
         if self.slots.locked():

@@ -1,4 +1,4 @@
-"""What a process that generates load needs of its operating system and its interpreter."""
+"""Process settings for load generation: the limit of open files, and readable errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 
 try:
     import resource
-except ImportError:  # Windows, which has no such limit
+except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the system lets this process have: each request in flight holds a connection."""
+    """Raise the limit of open files as far as the system allows: each request in flight holds a connection."""
     if resource is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
@@ -19,5 +19,5 @@ def raise_file_limit() -> None:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """The first exception of a group, of which the others say the same."""
+    """Return the first exception of a group whose exceptions all say the same."""
     return first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

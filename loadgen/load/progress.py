@@ -1,4 +1,4 @@
-"""What a run tells whoever shows it: a live table, plain lines, or nobody."""
+"""What a run reports to its display: a live table, plain lines, or nothing."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from loadgen.measure.records import RequestRecord
 
 
 class Progress(Protocol):
-    """Hears of arms as they run; every call comes from the event loop's thread and must return within a millisecond."""
+    """Receives the progress of arms. Calls come from the event loop's thread and must return within a millisecond."""
 
     def note(self, text: str) -> None:
-        """One line of text for the user, between arms or during one."""
+        """Show one line of text, between arms or during one."""
         ...
 
     def arm_started(self, name: str, planned: int | None) -> None:
-        """The next arm, or the next block of one, begins; it plans `planned` requests (None: until its time is up)."""
+        """Begin the next arm or block, which plans `planned` requests (None: until its time is up)."""
         ...
 
     def request_ended(self, record: RequestRecord) -> None:
-        """A request of the current arm ended, well or badly. Not called where worker processes play the arm."""
+        """Note that a request of the current arm ended, well or badly. Not called if worker processes play the arm."""
         ...
 
     def progress(self, sent: int, completed: int, failed: int) -> None:
-        """Totals of the current arm so far, from all worker processes together, a few times a second."""
+        """Note totals of the current arm over all worker processes; called a few times a second."""
         ...
 
     def arm_ended(self) -> None:
-        """The current arm is over."""
+        """End the current arm."""
         ...
 
 

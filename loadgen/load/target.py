@@ -1,4 +1,4 @@
-"""What is measured, and the calls made to it."""
+"""The server that is measured, and the calls made to it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"
 
 
 class ServerUnusable(Exception):
-    """The server cannot be measured at all; the text says what it answered."""
+    """The server cannot be measured at all; the message has its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server or gateway with the OpenAI API, and what every request to it carries. Raises ValueError for a bad url.
+    """A server or gateway with the OpenAI API, and what every request to it carries. Raises ValueError for a bad URL.
 
-    Plain values: it travels to worker processes by pickling.
+    Plain values, because it is pickled for worker processes.
     """
 
     url: str
     """http://host:port or https://host, with or without a path before /v1."""
     endpoint: Literal["chat", "completions"] = "chat"
     model: str = ""
-    """Empty: the first of /v1/models."""
+    """Empty: the first model of /v1/models."""
     policy: str = ""
     """Value of the policy header; empty: no header, as for servers other than our gateway."""
     api_key: str = field(default="", repr=False)
@@ -40,14 +40,14 @@ class Target:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further body fields of each request, such as ignore_eos; they override this package's own."""
     timeout_s: float = 60.0
-    """Bounds a whole request, from sending to its last byte."""
+    """Limit for a whole request, from sending to the last byte."""
     prefix_keys: bool = True
-    """Compute each prompt's prefix keys for the attainable hit rate: about 10 us for 8 KB."""
+    """Whether to compute each prompt's prefix keys for the attainable hit rate: about 10 us for 8 KB."""
     tls_ca_file: str = ""
-    """PEM file of the authority that signed an https server's certificate; empty: the system's."""
+    """PEM file of the authority that signed an https server's certificate; empty: the system's authorities."""
     tls_verify: bool = True
     admin_url: str = ""
-    """Where a gateway lists its pods and resets their caches; empty: at `url`."""
+    """Address at which a gateway lists its pods and resets their caches; empty: `url`."""
 
     def __post_init__(self) -> None:
         parts = _split(self.url)
@@ -59,22 +59,22 @@ class Target:
 
     @property
     def admin(self) -> Target:
-        """How the gateway's administration is reached: without the key and the header fields of requests."""
+        """Return the target for the gateway's administration, without the key and the header fields of requests."""
         return replace(self, url=self.admin_url, policy="", api_key="", headers={}) if self.admin_url else self
 
     @property
     def base_path(self) -> str:
-        """Path before /v1, without a slash at its end."""
+        """Return the path before /v1, without a trailing slash."""
         return _split(self.url).path.rstrip("/").removesuffix("/v1")
 
     @property
     def origin(self) -> str:
-        """Where the paths of `get_text` begin."""
+        """Return the URL to which the paths of `get_text` are relative."""
         parts = _split(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.base_path}"
 
     def address(self) -> Address:
-        """Where to connect. Raises OSError where the CA file cannot be read."""
+        """Return the address to connect to. Raises OSError if the CA file cannot be read."""
         parts = _split(self.url)
         assert parts.hostname
         if parts.scheme == "http":
@@ -86,7 +86,7 @@ class Target:
         return Address(parts.hostname, parts.port or 443, context)
 
     def head(self, method: str, path: str) -> bytes:
-        """Request line and the header fields that are the same for each request, up to the last line break."""
+        """Return request line and constant header fields, up to the last line break."""
         host = _split(self.url).netloc.rpartition("@")[2]
         fields = {"host": host, "accept": "*/*", "content-type": "application/json"}
         if self.policy:
@@ -100,27 +100,27 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request ready to send: made by `Client.call`, ahead of its time where there is time."""
+    """A request that is ready to send: made by `Client.call`, ahead of its send time if possible."""
 
     body: bytes
     session: int = -1
     turn: int = 0
     after: int = -1
-    """The turn whose answer it goes on from; -1: none."""
+    """The turn whose answer this request follows; -1: none."""
     group: str = ""
     intended_s: float = math.nan
-    """On the event loop's clock: when the user would send it; nan: when it is sent."""
+    """Intended send time on the event loop's clock; nan: the actual send time."""
     deadline_s: float = math.inf
-    """On the same clock: the run's end, at which the request is cut off."""
+    """The run's end on the same clock; the request is cut off then."""
     queued_s: float = 0.0
-    """What it waited for a cap on requests in flight."""
+    """Seconds that the request waited for the cap on requests in flight."""
     prompt_bytes: int = 0
     prompt_hash: int = 0
     prefix_keys: tuple[int, ...] = ()
 
 
 def prompt_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as one prompt for /v1/completions: an answer follows what it answers directly, as in the cache."""
+    """Return a conversation as one prompt for /v1/completions; answers directly follow questions, as in the cache."""
     out: list[str] = []
     for message in messages:
         if out and message["role"] != "assistant":

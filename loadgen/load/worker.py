@@ -1,8 +1,9 @@
 """A worker process: plays its share of an arm's sessions. `python -m loadgen.load.worker`, started by `workers.py`.
 
-On standard input come the job as a pickle, then the line `start INSTANT`; the end of the input means stop. On standard
-output go the lines `ready`, `progress SENT COMPLETED FAILED` a few times a second and `done PLANNED DURATION`; by then
-the records lie in the job's folder, until the input ends: nothing stays behind a parent that was killed.
+Standard input brings the job as a pickle, then the line `start INSTANT`; the end of the input means stop. Standard
+output gets the lines `ready`, `progress SENT COMPLETED FAILED` (a few times a second) and `done PLANNED DURATION`. By
+then the records are in the job's folder. They stay until the input ends, so nothing is left behind if the parent is
+killed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROGRESS_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All that a worker needs to know."""
+    """Everything that a worker needs to know."""
 
     target: Target
     workload: Workload
@@ -41,15 +42,15 @@ class Job:
 
 
 def main() -> None:
-    """Play the job on standard input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent says when to stop
+    """Play the job from standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal, but the parent decides
     job: Job = pickle.load(sys.stdin.buffer)
     try:
         with contextlib.suppress(asyncio.CancelledError):
             uvloop.run(_work(job))
     finally:
         shutil.rmtree(job.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other workers' folders are in it, or the parent was sooner
+        with contextlib.suppress(OSError):  # it has other workers' folders, or the parent removed it
             job.folder.parent.rmdir()
 
 
@@ -59,9 +60,9 @@ async def _work(job: Job) -> None:
     task = asyncio.current_task()
     assert task is not None
     loop.add_reader(sys.stdin.fileno(), _listen, started, task)
-    async with quiet_collector(lambda: tally.is_idle):  # before the start, not after it
+    async with quiet_collector(lambda: tally.is_idle):  # collects before the start, not after it
         await _play(job, started, tally)
-        await loop.create_future()  # until the parent has read the records, or is dead
+        await loop.create_future()  # until the parent has read the records or has died
 
 
 async def _play(job: Job, started: asyncio.Future[float], tally: Tally) -> None:
@@ -84,7 +85,7 @@ def _listen(started: asyncio.Future[float], task: asyncio.Task[None]) -> None:
     line = os.read(sys.stdin.fileno(), 1024)
     if line and not started.done():
         started.set_result(float(line.split()[1]))
-    else:  # the parent is done with us, or dead
+    else:  # the parent needs this worker no more, or has died
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         task.cancel()
 

@@ -1,4 +1,4 @@
-"""An arm played by several processes: the same sessions at the same times as one process would play."""
+"""Plays an arm with several processes: the same sessions at the same times as one process would play."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from loadgen.measure.records import Records
 from loadgen.workloads.base import Workload
 
 READY_S = 60.0
-"""A worker imports, unpickles its job and asks for the model within this time."""
+"""Time limit for a worker to import, to unpickle its job and to ask for the model."""
 LEAD_S = 0.2
-"""From the word to start until the start: every worker has it by then and has built its first requests."""
+"""Time between the start message and the start: by then, every worker has it and has built its first requests."""
 GRACE_S = 60.0
-"""Beyond the run's time limit: to write the records."""
+"""Extra time after the run's time limit, for writing the records."""
 KILL_AFTER_S = 5.0
 TAIL_BYTES = 4096
 
@@ -36,11 +36,11 @@ OnProgress = Callable[[int, int, int], None]
 
 
 class WorkerDied(ServerUnusable):
-    """A worker process ended before its work; the text names it and gives its last words."""
+    """A worker process ended before its work was done; the message has the worker's name and last line of output."""
 
 
 class _Worker:
-    """One worker process, seen from its parent."""
+    """The parent's view of one worker process."""
 
     def __init__(self, name: str, process: Process) -> None:
         self.counts = (0, 0, 0)
@@ -55,14 +55,14 @@ class _Worker:
         self._words = asyncio.create_task(_tail(process.stderr))
 
     async def ready(self, job: worker.Job) -> None:
-        """Hand over the job and wait until the worker could start."""
-        with contextlib.suppress(ConnectionError):  # it died: its output says so next
+        """Send the job and wait until the worker is ready to start."""
+        with contextlib.suppress(ConnectionError):  # it died, which reading its output will show
             self._input.write(pickle.dumps(job))
             await self._input.drain()
         await self._line()
 
     async def play(self, start_s: float, progressed: Callable[[], None]) -> None:
-        """Let it play from the instant `start_s` until it is done."""
+        """Let the worker play from the instant `start_s` until it is done."""
         with contextlib.suppress(ConnectionError):
             self._input.write(f"start {start_s!r}\n".encode())
             await self._input.drain()
@@ -73,7 +73,7 @@ class _Worker:
         self.planned, self.duration_s = int(words[1]), float(words[2])
 
     async def stop(self) -> None:
-        """Ask it to stop, make sure that it does."""
+        """Ask the worker to stop; kill it if it does not."""
         self._input.close()
         try:
             await asyncio.wait_for(self._process.wait(), KILL_AFTER_S)
@@ -87,7 +87,7 @@ class _Worker:
             return line.decode().split()
         code = await self._process.wait()
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        raise WorkerDied(f"{self._name} died ({how}): {await self._words or 'it said nothing'}")
+        raise WorkerDied(f"{self._name} died ({how}): {await self._words or 'it printed nothing'}")
 
 
 async def play_parallel(
@@ -100,9 +100,9 @@ async def play_parallel(
 ) -> ArmRun:
     """Play an arm with `workers` processes, sessions dealt round robin, from one common start.
 
-    `on_progress` hears totals of requests sent, completed and failed. Caps (closed loop, `max_in_flight`) are dealt out
-    as well: each process keeps its share. Raises WorkerDied, and ValueError where a cap is too small to share; however
-    it ends, no process is left.
+    `on_progress` gets totals of requests sent, completed and failed. Caps (closed loop, `max_in_flight`) are divided
+    too: each process keeps its share. No process is left at the end, whether the run succeeds or not. Raises
+    WorkerDied, and ValueError if a cap is too small to share.
     """
     specs = [_share(spec, number, workers) for number in range(workers)]
     with tempfile.TemporaryDirectory(prefix="warmroute-loadgen-") as base:
@@ -178,7 +178,7 @@ async def _deadline(limit_s: float, what: str) -> AsyncIterator[None]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The last line of what the stream brings: of a traceback, the one that says what is wrong."""
+    """Return the last line of the stream; in a traceback, that line has the error."""
     last = b""
     while piece := await stream.read(TAIL_BYTES):
         last = (last + piece)[-TAIL_BYTES:]

@@ -1,1 +1,1 @@
-"""What requests became, as numbers."""
+"""The outcome of requests as numbers."""

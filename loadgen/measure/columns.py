@@ -1,4 +1,4 @@
-"""The requests of one or several runs of an arm on one time line, as the columns that summaries are made of."""
+"""The requests of one or more runs of an arm on one time line, as columns for summaries."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Ints = npt.NDArray[np.int64]
 
 
 class Run(Protocol):
-    """What is summarised: `loadgen.load.player.ArmRun`."""
+    """The input of a summary, such as `loadgen.load.player.ArmRun`."""
 
     @property
     def records(self) -> Records:
-        """Of every request that was sent."""
+        """Return the records of every request that was sent."""
         ...
 
     @property
     def planned(self) -> int | None:
-        """Requests that the schedule held; None: as many as there was time for."""
+        """Return the number of requests in the schedule; None: as many as time allowed."""
         ...
 
     @property
     def duration_s(self) -> float:
-        """From the run's start to the end of its last request."""
+        """Return the seconds from the run's start to the end of its last request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Row i is a request. Runs follow each other without a break: times count from the first run's start."""
+    """Row i is a request. Runs follow each other without a gap: times count from the first run's start."""
 
     completed: npt.NDArray[np.bool_]
     pod: Ints
-    """Index into `pods`; -1: no pod is known to have had it."""
+    """Index into `pods`; -1: the pod of the request is not known."""
     intended_s: Floats
     sent_s: Floats
     first_token_s: Floats
@@ -57,7 +57,7 @@ class Columns:
     failure_details: dict[str, str]
     gaps: GapHistogram
     offered: int
-    """Requests that the schedules held, sent or not."""
+    """Requests in the schedules, sent or not."""
     duration_s: float
 
     def __len__(self) -> int:
@@ -65,24 +65,24 @@ class Columns:
 
     @property
     def ttft_s(self) -> Floats:
-        """Intended send time to first token; nan: no token came."""
+        """Return the seconds from the intended send time to the first token; nan: no token came."""
         return self.first_token_s - self.intended_s
 
     @property
     def e2e_s(self) -> Floats:
-        """Intended send time to the end."""
+        """Return the seconds from the intended send time to the end."""
         return self.finished_s - self.intended_s
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first; nan for answers of fewer than two tokens."""
+        """Return the seconds per output token after the first; nan for answers of fewer than two tokens."""
         with np.errstate(divide="ignore", invalid="ignore"):
             tpot = (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
         return np.where(self.output_tokens >= 2, tpot, np.nan)
 
 
 def columns_of(runs: Sequence[Run], pods: Sequence[str] = ()) -> Columns:
-    """`runs` one after another; `pods` are listed first, then those only the records name."""
+    """Return the columns of `runs`, one after another; `pods` come first, then pods that only the records name."""
     names = tuple(dict.fromkeys((*pods, *(pod for run in runs for pod in run.records.pods if pod))))
     starts_s = np.cumsum([0.0, *(_length_s(run) for run in runs)])
     gaps, failures = GapHistogram(), Counter[str]()

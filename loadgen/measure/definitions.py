@@ -1,4 +1,4 @@
-"""What the names in a report mean. Every report prints them; where tools disagree, both meanings are given."""
+"""The meaning of the names in a report. Every report prints it; if tools disagree, it gives both meanings."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from loadgen.measure.reuse import STRIDE_BYTES
 from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 
 DEFINITIONS = {
-    "ttft": "time to first token, from the intended send time to the first chunk of a token, be its text empty; a chunk"
-    " that only opens a chat with its role is none. Waiting in the client counts. ttft_from_send, from the actual send"
-    " time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
+    "ttft": "time to first token, from the intended send time to the first chunk of a token, even if its text is"
+    " empty; a chunk that only opens a chat with its role does not count. Waiting in the client counts."
+    " ttft_from_send, from the actual send time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
     "tpot": "time per output token after the first, of one request: (end - first token) / (output tokens - 1), as in"
     " vLLM and SGLang. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is this TPOT",
     "itl": "inter-token latency: gaps between all chunks with a choice, pooled over all requests, as in vLLM: those"
     " whose text is empty count, and so do the one that opens a chat and the one that ends it."
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
-    "lag": "how late the generator itself sent: actual - intended send time, less the wait that a cap on requests in"
-    f" flight asked for. A run alone is invalid if {LATE_TWICE:g} times what lag adds to the mean, median, p90 or p99"
-    f" TTFT exceeds {MAX_LAG_SHARE:.0%} of it: reading is as late as sending. A comparison is judged by what lag can"
-    " change of what it claims",
+    "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
+    f" flight. A run alone is invalid if {LATE_TWICE:g} times what lag adds to the mean, median, p90 or p99"
+    f" TTFT exceeds {MAX_LAG_SHARE:.0%} of it: reading is as late as sending. A comparison is judged by how much"
+    " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
-    " request as infinitely slow and is absent where more than 1 % failed",
+    " request as infinitely slow and is absent if more than 1 % failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",
     "request_throughput": "completed requests / duration, per second; output and total token throughput likewise",
     "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly over its answer",
-    "max_concurrent_requests": "most requests under way at any time of one second, as vLLM counts; the pods'"
+    "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; the pods'"
     " max_in_flight is that of an instant",
     "goodput": "requests that met every objective, over all that the schedule held: failed, refused and unsent ones did"
     " not. ttft and e2el count from the intended send time, in vLLM from the actual one. request_goodput: per second",
-    "cached_token_rate": "cached prompt tokens / prompt tokens over completed requests, as usage says"
+    "cached_token_rate": "cached prompt tokens / prompt tokens over completed requests, according to usage"
     " (prompt_tokens_details.cached_tokens)",
     "counted_rate": "the same from the pods' counters (vllm:prefix_cache_hits_total / queries_total), over all requests"
     " of the run; must agree within 1 point",
@@ -37,12 +37,12 @@ DEFINITIONS = {
     " stride more where the engine found it",
     "achieved_share": "cached tokens / attainable tokens, over the requests for which both are known; above 1 the"
     " caches were not empty at the beginning",
-    "duplicated_prefill_tokens": "tokens prefilled though sent before in the block: sum of max(0, attainable - cached)",
+    "duplicated_prefill_tokens": "tokens prefilled again in the same block: sum of max(0, attainable - cached)",
     "duplicate_prompts": "requests whose whole prompt had been sent before in the same block",
-    "pods": "every pod that answered at the arm's address in any run; one that an arm never used counts with zero",
+    "pods": "every pod that answered at the arm's address in any run; a pod that an arm never used counts as zero",
     "mean_in_flight": "request-seconds between sending and end / duration",
     "imbalance": "largest / mean over the pods of mean_in_flight, 1 is balance; request_imbalance: of request counts",
     "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 is balance, 1/n one pod has all",
-    "failed": "requests that ended without a complete answer, by reason; their latency is in no mean",
-    "not_sent": "follow-ups of a failed turn, and requests that a time limit left over",
+    "failed": "requests that ended without a complete answer, by reason; no mean includes their latency",
+    "not_sent": "follow-ups of a failed turn, and requests left when the time limit ended the run",
 }

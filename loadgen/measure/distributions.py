@@ -1,4 +1,4 @@
-"""Distributions of a quantity: mean, percentiles, and percentiles in which a failure is infinitely slow."""
+"""Distributions of a quantity: mean, percentiles, and percentiles in which a failure counts as infinitely slow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CDF_POINTS = np.linspace(0.0, 1.0, 101)
 
 
 def quantile_with_failures(sorted_values: Floats, failed: int, quantile: float) -> float:
-    """The quantile where `failed` further values are infinite; linear between order statistics, as numpy's.
+    """Return the quantile with `failed` further infinite values; linear between order statistics, as in numpy.
 
-    Infinite where the rank lies among the failures, NaN where there is nothing at all.
+    The result is infinite if the rank lies among the failures, and NaN if there are no values.
     """
     count = len(sorted_values) + failed
     if not count:
@@ -34,7 +34,7 @@ def quantile_with_failures(sorted_values: Floats, failed: int, quantile: float) 
 def distribution(
     values_s: Floats, *, failed: int = 0, percentiles: Sequence[float] = (), cdf: bool = False
 ) -> Distribution:
-    """Seconds as milliseconds. `failed` requests enter `with_failures_p99_ms` alone; `percentiles` are 0 to 100."""
+    """Convert seconds to milliseconds. `failed` changes only `with_failures_p99_ms`; `percentiles` are 0 to 100."""
     if not len(values_s):
         return Distribution()
     values = np.sort(values_s) * 1000

@@ -1,4 +1,4 @@
-"""Gaps between chunks of all requests, pooled in a histogram: a million requests have too many to keep."""
+"""Gaps between chunks of all requests, pooled in a histogram, because a million requests have too many to keep."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy.typing as npt
 SMALLEST_S = 1e-6
 GROWTH = 1.01
 BUCKETS = 2 + math.ceil(math.log(1e4 / SMALLEST_S) / math.log(GROWTH))
-"""Bucket 0 holds gaps below a microsecond (chunks that came in one read), the last one whatever exceeds 10,000 s."""
+"""Bucket 0 holds gaps below a microsecond (chunks that came in one read), the last one holds gaps over 10,000 s."""
 
 
 class GapHistogram:
-    """Counts of gaps in buckets 1 % wide; mean, std and ends are exact, quantiles within half a bucket."""
+    """Counts of gaps in buckets 1 % wide; mean, std and extremes are exact, quantiles within half a bucket."""
 
     def __init__(self) -> None:
         self.counts: npt.NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
         self.count = 0
         self.mean = math.nan
-        """In seconds; nan where there is no gap."""
+        """In seconds; nan if there is no gap."""
         self._squares = 0.0
         self._low, self._high = math.inf, -math.inf
 
     @property
     def std(self) -> float:
-        """Population standard deviation in seconds; nan where there is no gap."""
+        """Return the population standard deviation in seconds; nan if there is no gap."""
         return math.sqrt(self._squares / self.count) if self.count else math.nan
 
     def add(self, gaps_s: Sequence[float] | npt.NDArray[np.float64]) -> None:
@@ -43,13 +43,13 @@ class GapHistogram:
         self._pool(values.size, mean, float(((values - mean) ** 2).sum()), float(values.min()), float(values.max()))
 
     def merge(self, other: Self) -> None:
-        """Count everything that `other` counted."""
+        """Add everything that `other` counted."""
         if other.count:
             self.counts += other.counts
             self._pool(other.count, other.mean, other._squares, other._low, other._high)
 
     def quantile(self, q: float) -> float:
-        """The gap in seconds that a share `q` (0 to 1) of gaps does not exceed; nan where there is no gap."""
+        """Return the gap in seconds that a share `q` (0 to 1) of gaps does not exceed; nan if there is no gap."""
         if not self.count:
             return math.nan
         rank = min(max(math.ceil(q * self.count), 1), self.count)

@@ -1,4 +1,4 @@
-"""Service-level objectives: which requests were good enough, counted over all that were offered."""
+"""Service-level objectives: which requests were good enough, counted over all offered requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objectives(words: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 tpot:50` as milliseconds by name, in the syntax of `vllm bench serve --goodput`. Raises ValueError."""
+    """Parse `ttft:500 tpot:50` (milliseconds) in the syntax of `vllm bench serve --goodput`. Raises ValueError."""
     objectives: dict[str, float] = {}
     for word in words:
         name, _, value = word.partition(":")
@@ -32,17 +32,17 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 def good_requests(columns: Columns, objectives_ms: Mapping[str, float]) -> npt.NDArray[np.bool_]:
-    """Whether each request completed and met every objective; a one-token answer meets any TPOT, as vLLM has it."""
+    """Return whether each request completed and met every objective; one-token answers meet any TPOT, as in vLLM."""
     measured_s = {"ttft": columns.ttft_s, "tpot": np.nan_to_num(columns.tpot_s), "e2el": columns.e2e_s}
     good = columns.completed.copy()
     for name, limit_ms in objectives_ms.items():
-        # A microsecond of grace: a latency is a difference of clock readings, exact to about that.
+        # Allow a microsecond more: a latency is a difference of clock readings, which is exact to about that.
         good &= np.nan_to_num(measured_s[name], nan=np.inf) * 1000 <= limit_ms + 1e-3
     return good
 
 
 def goodput(columns: Columns, objectives_ms: Mapping[str, float]) -> Goodput:
-    """Share and rate of good requests over every request that the schedule held, sent or not."""
+    """Return share and rate of good requests over every request in the schedule, sent or not."""
     good = int(good_requests(columns, objectives_ms).sum())
     return Goodput(
         objectives_ms=dict(objectives_ms),

@@ -1,4 +1,4 @@
-"""How many requests lie on the pods at a time, from the times they were sent and ended."""
+"""How many requests are on the pods at a time, computed from the times at which requests were sent and ended."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ Floats = npt.NDArray[np.float64]
 
 
 def busy_seconds(starts_s: Floats, ends_s: Floats, at_s: Floats, rates: Floats | None = None) -> Floats:
-    """Integral up to each of `at_s` of the number of requests under way; with `rates`, of the sum of theirs.
+    """Return the integral, up to each of `at_s`, of the number of requests in flight; with `rates`, of their rates'
+    sum.
 
-    A request under way from s to e contributes min(t, e) - min(t, s); sorted prefix sums give all of them at once.
+    A request in flight from s to e contributes min(t, e) - min(t, s); sorted prefix sums give all of them at once.
     """
     weights = np.ones(len(starts_s)) if rates is None else rates
     return _elapsed(starts_s, weights, at_s) - _elapsed(ends_s, weights, at_s)
 
 
 def most_at_once(starts_s: Floats, ends_s: Floats) -> int:
-    """The largest number under way at one instant; one that ends as another starts is not counted beside it."""
+    """Return the most requests in flight at one instant; one that ends as another starts does not overlap it."""
     if not len(starts_s):
         return 0
     times = np.concatenate((ends_s, starts_s))
     steps = np.repeat((-1, 1), (len(ends_s), len(starts_s)))
-    # A stable sort keeps ends before starts of the same instant, except those of a request that took no time.
+    # A stable sort puts ends before starts of the same instant, except for a request that took no time.
     return max(1, int(np.cumsum(steps[np.argsort(times, kind="stable")]).max()))
 
 
 def peak_output_rate(first_s: Floats, ends_s: Floats, tokens: npt.NDArray[np.int64], origin_s: float) -> float:
-    """Most output tokens in a whole second since `origin_s`; tokens after the first spread evenly up to the end.
+    """Return the most output tokens in a whole second since `origin_s`; tokens after the first spread evenly to the
+    end.
 
-    `max_output_tokens_per_s` of vllm/benchmarks/serve.py, which counts each chunk in the second it came.
+    vLLM's `max_output_tokens_per_s` (vllm/benchmarks/serve.py) counts each chunk in the second in which it came
+    instead.
     """
     if not len(first_s):
         return 0.0
@@ -45,7 +48,7 @@ def peak_output_rate(first_s: Floats, ends_s: Floats, tokens: npt.NDArray[np.int
 
 
 def peak_per_second(starts_s: Floats, ends_s: Floats, origin_s: float) -> int:
-    """Most requests under way at any time of one second: `max_concurrent_requests` of vllm/benchmarks/serve.py."""
+    """Return the most requests in flight at any time of one second: vLLM's `max_concurrent_requests`."""
     if not len(starts_s):
         return 0
     first, last = (np.floor(times - origin_s).astype(np.int64) for times in (starts_s, ends_s))
@@ -56,19 +59,19 @@ def peak_per_second(starts_s: Floats, ends_s: Floats, origin_s: float) -> int:
 
 
 def imbalance(loads: Floats) -> float | None:
-    """Largest load / mean load: 1 in perfect balance, the number of pods when one has it all; None: there is none."""
+    """Return largest / mean load: 1 if balanced, the number of pods if one has all; None: there is no load."""
     total = loads.sum()
     return float(loads.max() * len(loads) / total) if total else None
 
 
 def jain_index(loads: Floats) -> float | None:
-    """(sum x)^2 / (n sum x^2): 1 balanced, 1/n one has all; None: there is none (Jain, Chiu, Hawe, DEC TR-301)."""
+    """Return (sum x)^2 / (n sum x^2): 1 balanced, 1/n one has all; None: no load (Jain, Chiu, Hawe, DEC TR-301)."""
     squares = float((loads**2).sum())
     return float(loads.sum() ** 2 / (len(loads) * squares)) if squares else None
 
 
 def _elapsed(from_s: Floats, weights: Floats, at_s: Floats) -> Floats:
-    """Sum of weight * max(0, t - from) at each t."""
+    """Return the sum of weight * max(0, t - from) at each t."""
     order = np.argsort(from_s)
     sorted_s, sorted_weights = from_s[order], weights[order]
     total = np.concatenate(([0.0], np.cumsum(sorted_weights)))

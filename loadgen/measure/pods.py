@@ -1,7 +1,7 @@
-"""The pods' own counters: what they say was asked of their prefix caches and found there.
+"""The pods' own counters: how many tokens were looked up in their prefix caches, and how many were found.
 
 vLLM and this project's engine count tokens in `vllm:prefix_cache_queries_total` and `vllm:prefix_cache_hits_total`
-(older vLLM: `vllm:gpu_prefix_cache_...`); one pod may have several series (engines, models), which are added.
+(older vLLM: `vllm:gpu_prefix_cache_...`). One pod may have several series (engines, models), which are added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRAPE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PodAddress:
-    """A pod: `name` is the one in the answers' pod header, else host and port; `url` is the page to scrape."""
+    """A pod: `name` is its name in the answers' pod header, else host and port; `url` is the page to scrape."""
 
     name: str
     url: str
@@ -30,7 +30,7 @@ class PodAddress:
 
 @dataclass(frozen=True, slots=True)
 class PodCount:
-    """Tokens by a pod's counters: since it started, or between two readings."""
+    """Tokens according to a pod's counters: since its start, or between two readings."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -38,7 +38,7 @@ class PodCount:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """All pods at one time; `problems` has a sentence for each that could not be read."""
+    """All pods at one time; `problems` has a sentence for each pod that could not be read."""
 
     pods: Mapping[str, PodCount]
     problems: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What was counted during a run. Falsy where a pod is missing: a sum over some pods is no hit rate."""
+    """The counts of a run. Falsy if a pod is missing, because a sum over some pods is not a hit rate."""
 
     pods: Mapping[str, PodCount]
     problems: tuple[str, ...] = ()
@@ -56,11 +56,11 @@ class Counted:
 
 
 class CounterError(Exception):
-    """Counters that cannot be had; the text says which pod and why."""
+    """Counters that cannot be read; the message says which pod and why."""
 
 
 def parse_counters(text: str) -> PodCount:
-    """The counters of a Prometheus exposition. Raises CounterError where they are absent."""
+    """Return the counters of a Prometheus exposition. Raises CounterError if they are absent."""
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
@@ -72,7 +72,7 @@ def parse_counters(text: str) -> PodCount:
 
 
 def counted(before: Reading, after: Reading) -> Counted:
-    """What the pods counted between two readings."""
+    """Return what the pods counted between two readings."""
     problems = dict.fromkeys((*before.problems, *after.problems))
     pods = {}
     for pod in before.pods.keys() ^ after.pods.keys():
@@ -102,7 +102,7 @@ class PodMetrics:
         await self._http.close()
 
     async def read(self) -> Reading:
-        """Every pod's counters, read at the same time."""
+        """Return every pod's counters, read at the same time."""
         found = await asyncio.gather(*(self._read(address) for address in self.addresses))
         pods = {
             address.name: count
@@ -125,14 +125,14 @@ class PodMetrics:
 
 
 def address_of(url: str) -> PodAddress:
-    """A pod that is known by its address alone: the page to scrape is `url` where it has a path, else its /metrics."""
+    """Return a pod known only by its address. The page to scrape is `url` if it has a path, else its /metrics."""
     parts = urlsplit(url)
     page = url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
     return PodAddress(page.removeprefix(f"{parts.scheme}://").removesuffix("/metrics"), page)
 
 
 def pods_of_gateway(listing: str) -> list[PodAddress]:
-    """The pods that a gateway's `GET /v1/pods` lists and that it knows by name. Raises CounterError."""
+    """Return the pods that a gateway's `GET /v1/pods` lists with a name. Raises CounterError."""
     try:
         pods = orjson.loads(listing)["pods"]
         return [PodAddress(str(pod["pod"]), f"{pod['url']}/metrics") for pod in pods if pod["pod"] and pod["admitted"]]

@@ -1,7 +1,7 @@
-"""What became of requests: one record each while a run lasts, columns afterwards.
+"""The outcome of requests: one record each during a run, columns afterwards.
 
-A run may have a million requests, so records do not stay in memory: `RecordLog` writes fixed-size rows to a temporary
-file and keeps what does not fit a row (names, one detail per failure, the histogram of gaps) in tables of bounded size.
+A run may have a million requests, so records do not stay in memory. `RecordLog` writes fixed-size rows to a temporary
+file. What does not fit a row (names, one detail per failure, the histogram of gaps) goes to tables of bounded size.
 `Records` reads the file as numpy columns.
 """
 
@@ -26,10 +26,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 MAX_NAMES = 65_536
-"""Names per table; whatever comes later is counted under OTHERS."""
+"""Names per table; later names are counted under OTHERS."""
 OTHERS = "(others)"
 KEPT_KEYS = 2**24
-"""Prefix keys kept on disk, 128 MiB: those of the first 500,000 requests of 8 KB."""
+"""Prefix keys kept on disk, 128 MiB: enough for the first 500,000 requests of 8 KB."""
 
 _ROW = np.dtype(
     [
@@ -51,13 +51,13 @@ _CODES = ("group", "pod", "policy", "failure")
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What became of a request. Times are seconds on the clock of the run (`ArmRun.start_s`)."""
+    """The outcome of a request. Times are seconds on the run's clock (`ArmRun.start_s`)."""
 
     session: int
     turn: int
     group: str
     intended_s: float
-    """When the user would have sent it."""
+    """Time at which the user would have sent the request."""
     sent_s: float
     finished_s: float
     first_token_s: float | None = None
@@ -70,32 +70,32 @@ class RequestRecord:
     pod: str = ""
     policy: str = ""
     failure: str | None = None
-    """None: completed. Else a short label to count by, such as 'timeout' or 'http 429'."""
+    """None: completed. Otherwise a short label for counting, such as 'timeout' or 'http 429'."""
     detail: str = ""
-    """The failure in the words of the server or of the library."""
+    """The error message of the server or of the library."""
     prompt_bytes: int = 0
     prompt_hash: int = 0
-    """xxh3_64 of the prompt's canonical bytes: equal prompts, equal hash."""
+    """xxh3_64 of the prompt's canonical bytes: equal prompts have equal hashes."""
     prefix_keys: tuple[int, ...] = ()
-    """Keys of the prompt's whole strides, for the attainable hit rate; empty where not wanted."""
+    """Keys of the prompt's whole strides, for the attainable hit rate; empty if not wanted."""
     after: int = -1
-    """The turn of the same session whose answer it goes on from; -1: it begins a conversation."""
+    """The turn of the same session whose answer this request follows; -1: it begins a conversation."""
     queued_s: float = 0.0
-    """Part of sent_s - intended_s that the cap on requests in flight asked for; the rest is the generator's lag."""
+    """Part of sent_s - intended_s due to the cap on requests in flight; the rest is the generator's lag."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Records:
     """All records of a run as columns; row i of each column is the i-th request that ended.
 
-    Times are seconds from the run's start. `group`, `pod`, `policy` and `failure` are codes into the tables of names,
-    in which 0 is the empty name: `failure == 0` selects what completed.
+    Times are seconds from the run's start. `group`, `pod`, `policy` and `failure` are codes into the tables of names.
+    Code 0 is the empty name, so `failure == 0` selects completed requests.
     """
 
     session: Ints
     turn: Ints
     after: Ints
-    """Turn that it goes on from; -1: none."""
+    """The turn that this request follows; -1: none."""
     group: Ints
     pod: Ints
     policy: Ints
@@ -117,9 +117,9 @@ class Records:
     policies: tuple[str, ...]
     failures: tuple[str, ...]
     details: tuple[str, ...]
-    """For each of `failures`, the words of one request that failed so."""
+    """For each of `failures`, the error message of one such request."""
     gaps: GapHistogram
-    """Of completed and failed requests alike."""
+    """Gaps of completed and failed requests."""
     _rows: npt.NDArray[np.void]
     _kept_gaps: Floats
     _kept_keys: npt.NDArray[np.uint64]
@@ -129,31 +129,31 @@ class Records:
 
     @property
     def completed(self) -> npt.NDArray[np.bool_]:
-        """Rows of requests that ended well."""
+        """Return the mask of requests that completed."""
         return np.asarray(self.failure == 0)
 
     @property
     def lag_s(self) -> Floats:
-        """How late the generator itself sent each request: without waiting for the cap on requests in flight."""
+        """Return how late the generator sent each request, without the wait for the cap on requests in flight."""
         return np.asarray(self.sent_s - self.intended_s - self.queued_s)
 
     def gaps_of(self, row: int) -> Floats:
-        """Gaps between the chunks of one request, in seconds. Raises ValueError unless the log was to keep them."""
+        """Return the gaps between one request's chunks in seconds. Raises ValueError if the log did not keep them."""
         if (at := int(self._rows["gaps_at"][row])) < 0:
             raise ValueError("the gaps of each request were not kept: ask the log with keep_gaps=True")
         return self._kept_gaps[at : at + int(self._rows["gaps_count"][row])]
 
     def keys_of(self, row: int) -> npt.NDArray[np.uint64]:
-        """Prefix keys of one request; empty beyond the number of requests that keep theirs."""
+        """Return the prefix keys of one request; empty after the requests whose keys are kept."""
         at = int(self._rows["keys_at"][row])
         return self._kept_keys[at : at + int(self._rows["keys_count"][row])] if at >= 0 else self._kept_keys[:0]
 
     def keeps_keys(self, row: int) -> bool:
-        """Whether the request's keys were kept, be they none."""
+        """Return whether the request's keys were kept, even if it has none."""
         return bool(self._rows["keys_at"][row] >= 0)
 
     def save(self, folder: Path) -> None:
-        """Write everything into the folder, for another process to `load`."""
+        """Write everything into the folder, so that another process can `load` it."""
         for name, array in (("rows", self._rows), ("gaps", self._kept_gaps), ("keys", self._kept_keys)):
             array.tofile(folder / name)
         tables = {name: getattr(self, name) for name in (*_TABLES, "details", "gaps")}
@@ -161,7 +161,7 @@ class Records:
 
     @classmethod
     def load(cls, folder: Path) -> Records:
-        """What `save` wrote; the files may be deleted afterwards (on POSIX systems)."""
+        """Return what `save` wrote; the files may be deleted afterwards (on POSIX systems)."""
         tables: dict[str, Any] = pickle.loads((folder / "tables").read_bytes())
         with ExitStack() as stack:
             rows, gaps, keys = (stack.enter_context((folder / name).open("rb")) for name in ("rows", "gaps", "keys"))
@@ -169,7 +169,7 @@ class Records:
 
     @staticmethod
     def merge(parts: Sequence[Records]) -> Records:
-        """The parts of a run as one, in the order in which requests ended. Times must count from the same start."""
+        """Merge the parts of a run, in the order in which requests ended. Times must count from the same start."""
         with ExitStack() as stack:
             rows, gaps, keys = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             tables = _merged_tables(parts)
@@ -196,10 +196,11 @@ class _Names:
 
 
 class RecordLog:
-    """Takes records as they end. Use as a context manager: the temporary files have no name and go with the process.
+    """Takes records as requests end. Use as a context manager: the temporary files have no name and end with the
+    process.
 
-    `start_s` is the run's start on the clock of the records. `keep_gaps` keeps those of each request on disk.
-    `kept_keys` bounds the prefix keys kept: those of the first requests to end, until the next one's would not fit.
+    `start_s` is the run's start on the clock of the records. `keep_gaps`: keep each request's gaps on disk. `kept_keys`
+    bounds the prefix keys: they are kept for the first requests that end, until those of the next one would not fit.
     """
 
     def __init__(self, start_s: float = 0.0, *, keep_gaps: bool = False, kept_keys: int = KEPT_KEYS) -> None:
@@ -225,7 +226,7 @@ class RecordLog:
         self._stack.close()
 
     def add(self, record: RequestRecord) -> None:
-        """Keep what became of one request."""
+        """Add the outcome of one request."""
         start_s, first_s = self._start_s, record.first_token_s
         gaps_at = self._take_gaps(record.gaps_s) if record.gaps_s or self._keep_gaps else -1
         self._pending.append(
@@ -258,7 +259,7 @@ class RecordLog:
             self._write_rows()
 
     def finish(self) -> Records:
-        """All records as columns. The log takes no more afterwards."""
+        """Return all records as columns. The log takes no more records afterwards."""
         self._write_rows()
         self._histogram.add(self._gaps)
         self._gaps = []
@@ -291,7 +292,7 @@ class RecordLog:
 
     def _take_keys(self, keys: tuple[int, ...]) -> int:
         if self._keys_left < len(keys):
-            self._keys_left = -1  # none after the first that does not fit: what is kept is the run's beginning
+            self._keys_left = -1  # stop at the first that does not fit, so that the run's beginning is kept
             return -1
         self._keys_left -= len(keys)
         at = self._keys_written
@@ -301,7 +302,7 @@ class RecordLog:
 
 
 def records_of(records: Iterable[RequestRecord], start_s: float = 0.0, *, keep_gaps: bool = True) -> Records:
-    """Columns of records at hand, for tests and small tools."""
+    """Return the columns of the given records, for tests and small tools."""
     with RecordLog(start_s, keep_gaps=keep_gaps) as log:
         for record in records:
             log.add(record)
@@ -318,7 +319,7 @@ def _records(rows_in: IO[bytes], gaps_in: IO[bytes], keys_in: IO[bytes], tables:
 def _mapped(file: IO[bytes], dtype: npt.DTypeLike) -> Any:
     file.flush()
     file.seek(0, 2)
-    # A plain view of the map, which keeps it alive: np.memmap's own type is slower in every operation.
+    # A plain view of the map, which keeps the map alive: np.memmap's own type is slower in every operation.
     return np.memmap(file, dtype, "r").view(np.ndarray) if file.tell() else np.empty(0, dtype)
 
 

@@ -1,7 +1,7 @@
-"""How much of the prompts could have been reused, and what that leaves undone.
+"""How much of the prompts could have been reused, and how much of that was not.
 
-The bound is one infinite cache that all pods share and that holds a prompt from the moment it is sent, and what went
-on from it: the answer, but for its last token, which no engine computes.
+The bound is one infinite cache that all pods share. It holds a prompt from the moment it is sent, and the answer too,
+except its last token, which no engine computes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy.typing as npt
 from loadgen.measure.records import Ints, Records
 
 STRIDE_BYTES = 256
-"""Bytes behind each prefix key: `engine.contract.keys.DEFAULT_STRIDE_BYTES`."""
+"""Bytes per prefix key: `engine.contract.keys.DEFAULT_STRIDE_BYTES`."""
 WARM_START = 0.02
-"""More cached than the run could have left by this share of its tokens, and the caches were not empty."""
+"""If more is cached than the run could have left, by this share of its tokens, the caches were not empty at first."""
 NO_KEYS = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Attainable:
-    """Over the completed requests whose prefix keys were kept. Tokens are the prompt's tokens by share of bytes."""
+    """Sums over the completed requests whose prefix keys were kept; bytes are converted to the prompt's tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     attainable_tokens: float = 0.0
     most_tokens: float = 0.0
-    """The same with each hit a stride longer: keys stand for whole strides of bytes, engines count tokens."""
+    """The same with each hit a stride longer: keys cover whole strides of bytes, engines count tokens."""
     duplicated_tokens: float = 0.0
-    """Attainable, but prefilled all the same: sum over requests of max(0, attainable - cached)."""
+    """Tokens prefilled although they were attainable: sum over requests of max(0, attainable - cached)."""
 
     def __add__(self, other: Attainable) -> Attainable:
         return Attainable(
@@ -46,17 +46,17 @@ class Attainable:
 
     @property
     def rate(self) -> float | None:
-        """Attainable / prompt tokens; None where nothing is known."""
+        """Return attainable / prompt tokens; None if nothing is known."""
         return self.attainable_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def is_exceeded(self) -> bool:
-        """More was cached than these prompts can explain."""
+        """Return whether more was cached than these prompts can explain."""
         return self.cached_tokens > self.most_tokens + WARM_START * self.prompt_tokens
 
     @property
     def achieved_share(self) -> float | None:
-        """Cached / attainable tokens, at most 1 unless it is exceeded; None where nothing was attainable."""
+        """Return cached / attainable tokens, at most 1 unless `is_exceeded`; None if nothing was attainable."""
         if not self.attainable_tokens:
             return None
         share = self.cached_tokens / self.attainable_tokens
@@ -64,11 +64,11 @@ class Attainable:
 
 
 def attainable(records: Records) -> Attainable:
-    """What a run from empty caches could have reused, given the order in which it sent its prompts."""
+    """Return what a run that starts with empty caches could have reused, given the order of its prompts."""
     order = np.argsort(records.sent_s, kind="stable")
     has_strides = records.prompt_bytes[order] >= STRIDE_BYTES
     keys = [records.keys_of(row) if long else NO_KEYS for row, long in zip(order.tolist(), has_strides, strict=True)]
-    # A prompt without a whole stride has no keys, and nothing to find; another one without keys did not keep them.
+    # A prompt shorter than a stride has no keys and nothing to find. A longer prompt without keys did not keep them.
     known = np.array([len(found) > 0 for found in keys], bool) | (~has_strides & (records.prompt_bytes[order] > 0))
     rows, strides = order[known], seen_strides([found for found, is_known in zip(keys, known, strict=True) if is_known])
     counted = (records.failure[rows] == 0) & records.has_usage[rows]
@@ -78,7 +78,7 @@ def attainable(records: Records) -> Attainable:
     went_on = np.minimum(_after_answers(records, rows), prompt)
     whole = np.maximum(strides * STRIDE_BYTES * tokens_per_byte, went_on)
     most = np.maximum(np.minimum((strides + 1) * STRIDE_BYTES * tokens_per_byte, prompt), went_on)
-    could = np.maximum(whole, np.minimum(cached, most))  # what was found could be found
+    could = np.maximum(whole, np.minimum(cached, most))  # what was found was attainable
     return Attainable(
         requests=len(rows),
         prompt_tokens=int(prompt.sum()),
@@ -90,7 +90,7 @@ def attainable(records: Records) -> Attainable:
 
 
 def _after_answers(records: Records, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each of `rows`, tokens of the conversation that it goes on from; 0 where it begins one."""
+    """Return for each of `rows` the tokens of the conversation that it continues; 0 if it begins one."""
     answered = np.flatnonzero(records.completed & records.has_usage)
     turns = _turn_keys(records.session[answered], records.turn[answered])
     order = np.argsort(turns)
@@ -109,9 +109,9 @@ def _turn_keys(session: Ints, turn: Ints) -> npt.NDArray[np.int64]:
 
 
 def seen_strides(prompts: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.int64]:
-    """For each prompt, in sending order: how many of its leading prefix keys an earlier prompt had.
+    """Return for each prompt, in sending order, how many of its leading prefix keys an earlier prompt had.
 
-    Keys are chained, so that a key seen before means that all before it were: counting suffices.
+    Keys are chained: if a key was seen before, all keys before it were seen. So counting suffices.
     """
     lengths = np.array([len(keys) for keys in prompts], np.int64)
     owner = np.repeat(np.arange(len(prompts)), lengths)
@@ -121,6 +121,6 @@ def seen_strides(prompts: Sequence[npt.NDArray[np.uint64]]) -> npt.NDArray[np.in
 
 
 def duplicate_prompts(hashes: npt.NDArray[np.uint64]) -> int:
-    """Requests whose whole prompt was sent before; requests without a hash (0) do not count."""
+    """Count the requests whose whole prompt was sent before; requests without a hash (0) do not count."""
     known = hashes[hashes != 0]
     return len(known) - len(np.unique(known))

@@ -1,4 +1,4 @@
-"""What happened when: load and reuse of each pod in buckets of time."""
+"""Load and reuse of each pod over time, in buckets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_BUCKETS = 120
 
 
 def bucket_seconds(duration_s: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten, at least 0.1 s, with no more than MAX_BUCKETS in the duration."""
+    """Return the smallest of 1, 2, 5 times a power of ten, at least 0.1 s, that makes at most MAX_BUCKETS buckets."""
     least_s = max(duration_s / MAX_BUCKETS, 0.1)
     power = 10.0 ** math.floor(math.log10(least_s) + 1e-9)
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least_s * (1 - 1e-9))
 
 
 def time_series(columns: Columns) -> TimeSeries | None:
-    """None where nothing was sent."""
+    """Return the series; None if nothing was sent."""
     if not len(columns) or columns.duration_s <= 0:
         return None
     bucket_s = bucket_seconds(columns.duration_s)

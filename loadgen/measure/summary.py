@@ -1,4 +1,4 @@
-"""The numbers of a run, or of all runs of an arm. `definitions.py` has the words for them."""
+"""The numbers of a run, or of all runs of an arm. `definitions.py` explains them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loadgen.measure.validity import validity
 from loadgen.result.model import Distribution, PodShare, Reuse, Summary
 
 AGREEMENT = 0.01
-"""Hit rates from usage and from the pods' counters agree when they differ by no more than this."""
+"""Hit rates from usage and from the pods' counters agree if they differ by no more than this."""
 
 
 def summarise(
@@ -36,8 +36,8 @@ def summarise(
     percentiles: Sequence[float] = (),
     in_brief: bool = False,
 ) -> Summary:
-    """The numbers of one run. `pods` are all pods of the experiment, whether this run used them or not; `in_brief`
-    leaves out what plots are drawn from."""
+    """Return the numbers of one run. `pods` are all pods of the experiment, even if this run did not use them all;
+    `in_brief` leaves out the data that only plots need."""
     return summarise_runs([run], pods, objectives_ms, [counted], percentiles=percentiles, in_brief=in_brief)
 
 
@@ -51,8 +51,8 @@ def summarise_runs(
     in_brief: bool = False,
     is_compared: bool = False,
 ) -> Summary:
-    """The numbers of runs pooled, as if each began when the one before ended; `counted` has an entry for each run. How
-    `is_compared` changes what is valid, `validity` says."""
+    """Return the numbers of pooled runs, as if each began when the one before ended. `counted` has an entry for each
+    run. For `is_compared`, see `validity`."""
     columns = columns_of(runs, pods)
     done = columns.completed
     failed = int(len(columns) - done.sum())
@@ -103,7 +103,7 @@ def summarise_runs(
 
 
 def _pod_shares(columns: Columns, counts: Mapping[str, PodCount]) -> dict[str, PodShare]:
-    """Each pod's part, over completed and failed requests alike; pods that only their counters name follow."""
+    """Return each pod's part, over completed and failed requests; pods that only counters name come last."""
     pods, owned = len(columns.pods), columns.pod >= 0
 
     def total(values: Floats) -> list[float]:
@@ -151,7 +151,7 @@ def _reuse(columns: Columns, runs: Sequence[Run], counts: Mapping[str, PodCount]
 
 
 def _added(counted: Sequence[Counted | None]) -> dict[str, PodCount]:
-    """Counts of all runs together; empty unless every run has some."""
+    """Return the counts of all runs together; empty unless every run has counts."""
     if not all(counted):
         return {}
     total: dict[str, PodCount] = {}

@@ -1,4 +1,4 @@
-"""Whether a run measured the server, or the load generator, or too little of anything."""
+"""Whether a run measured the server, or measured the load generator, or was too small."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from loadgen.measure.columns import Columns, Floats
 from loadgen.result.model import Validity
 
 MAX_LAG_SHARE = 0.05
-"""A figure of which the generator's lag may be more than this share says too much about the generator."""
+"""If the generator's lag may be more than this share of a figure, the figure says too much about the generator."""
 LATE_TWICE = 2.0
-"""Lag is known of sending alone. An event loop that is late to send is as late to read, so lag counts twice."""
+"""Only the lag of sending is known. An event loop that is late to send is as late to read, so lag counts twice."""
 MAX_FAILED_SHARE = 0.5
-"""With more failures than this, what is left is no sample of the workload."""
+"""With more failures than this, the other requests are not a sample of the workload."""
 _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def in_words(found: Mapping[str, Validity]) -> str:
-    """Why runs must not be relied on, by name, in one line that begins with INVALID; empty where all are valid."""
+    """Return why runs are not reliable, by name, as one line that begins with INVALID; empty if all are valid."""
     reasons = [f"in {name} {reason}" for name, one in found.items() for reason in one.reasons or ("it is marked so",)
                if not one.valid]  # fmt: skip
     if not reasons:
         return ""
-    advice = " Lower the rate, or give the generator a machine of its own, more cores and --workers."
+    advice = " Lower the rate, or give the generator its own machine, or more cores and --workers."
     return f"INVALID: {'; '.join(reasons)}.{advice if any(one.is_late for one in found.values()) else ''}"
 
 
 def validity(columns: Columns, *, is_compared: bool = False) -> Validity:
-    """Every reason why the numbers must not be relied on.
+    """Return every reason why the numbers are not reliable.
 
-    The lag is judged by each figure of the TTFT. If the arm `is_compared`, its own figures are not what is claimed:
-    then the lag is told, and the comparison judges it (`loadgen.experiment.lateness`).
+    The lag is compared with each figure of the TTFT. If the arm `is_compared`, its own figures are not the claim. Then
+    the lag is only reported, and the comparison judges it (`loadgen.experiment.lateness`).
     """
     reasons = []
     failed = len(columns) - int(columns.completed.sum())
     if not columns.completed.any():
         reasons.append("no request completed")
     elif failed > MAX_FAILED_SHARE * len(columns):
-        reasons.append(f"{failed} of {len(columns)} requests failed: the rest are no sample of the workload")
+        reasons.append(f"{failed} of {len(columns)} requests failed: the rest is not a sample of the workload")
     known = columns.completed & ~np.isnan(columns.ttft_s)
     ttft_s, lag_s = columns.ttft_s[known], columns.lag_s[known]
     if not known.any():
@@ -62,10 +62,10 @@ def validity(columns: Columns, *, is_compared: bool = False) -> Validity:
 
 
 def lag_share(ttft_s: Floats, lag_s: Floats) -> tuple[str, float]:
-    """The figure of the TTFT that the lag changes most, and the share of the figure that lag may be.
+    """Return the figure of the TTFT that the lag changes most, and the share of the figure that lag may be.
 
-    `ttft_s` counts from the intended send time, so each request's lag is a part of its TTFT: what a figure loses if
-    every request's lag is taken off is what the lag made of it. That holds for means and for percentiles.
+    `ttft_s` counts from the intended send time, so each request's lag is a part of its TTFT. The effect of lag on a
+    figure is the figure's loss when every request's lag is subtracted. That holds for means and for percentiles.
     """
     from_send_s = ttft_s - lag_s
     shares = {"mean": _share(float(ttft_s.mean()), float(from_send_s.mean()))}

@@ -1,4 +1,4 @@
-"""Which numbers of a Summary a table shows, once for the terminal, Markdown and HTML; and all of them for the CSV."""
+"""The numbers of a Summary: those that tables show (terminal, Markdown and HTML), and all of them for the CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Value = float | int | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the comparison. `optional` ones appear only where some arm has a value other than 0."""
+    """A column of the comparison. An `optional` column appears only if some arm has a value other than 0."""
 
     header: str
     unit: str
@@ -24,11 +24,11 @@ class Column:
 
     @property
     def title(self) -> str:
-        """The header with its unit."""
+        """Return the header with its unit."""
         return f"{self.header} ({self.unit})" if self.unit else self.header
 
     def cell(self, summary: Summary) -> str:
-        """The text of a cell."""
+        """Return the text of a cell."""
         return self.show(self.value(summary))
 
 
@@ -53,25 +53,25 @@ COLUMNS = (
 
 
 def shown_columns(summaries: Sequence[Summary]) -> list[Column]:
-    """The columns that say something about these summaries."""
+    """Return the columns that have something to say about these summaries."""
     return [c for c in COLUMNS if not c.optional or any(c.value(s) is not None and c.value(s) != 0 for s in summaries)]
 
 
 def caption(result: Result) -> str:
-    """What the table of arms holds, in one line."""
+    """Return one line that says what the table of arms holds."""
     what = "TTFT and E2E from the intended send time, over completed requests"
     return f"each arm at its knee; {what}" if result.sweep else what
 
 
 def step_text(rate: float | None, concurrency: int | None) -> str:
-    """The step of a sweep in words."""
+    """Return the step of a sweep in words."""
     if rate is not None:
         return f"{rate:g} req/s"
     return MISSING if concurrency is None else f"{concurrency} sessions at a time"
 
 
 def by_metric(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
-    """Contrasts grouped by metric, both in the order in which they come first."""
+    """Group contrasts by metric; metrics and contrasts keep the order of their first appearance."""
     return {
         metric: [c for c in contrasts if c.metric == metric] for metric in dict.fromkeys(c.metric for c in contrasts)
     }
@@ -79,7 +79,7 @@ def by_metric(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What is said about a Result: first what makes it void, then the verdict's head, then the rest."""
+    """The text about a Result: first what makes it invalid, then the verdict's head, then the rest."""
 
     invalid: tuple[str, ...]
     headline: str
@@ -87,7 +87,7 @@ class Words:
 
 
 def words_of(result: Result) -> Words:
-    """The verdict's lines that begin with INVALID, and the arms' own reasons where the verdict does not repeat them."""
+    """Return the text: INVALID lines of the verdict, and the arms' own reasons if the verdict does not repeat them."""
     said = [line for line in result.verdict if line.startswith("INVALID")]
     unsaid = in_words({arm.name: arm.summary.validity for arm in result.arms if not _is_said(arm, said)})
     others = [line for line in result.verdict if not line.startswith("INVALID")]
@@ -99,12 +99,12 @@ def _is_said(arm: Arm, lines: Sequence[str]) -> bool:
 
 
 def primary_arm(result: Result) -> Arm | None:
-    """The arm that a one-arm command measured."""
+    """Return the arm that a one-arm command measured."""
     return result.arms[0] if result.arms else None
 
 
 def measures(s: Summary) -> dict[str, Value]:
-    """Every scalar of a Summary under a stable name that ends in its unit where it has one."""
+    """Return every scalar of a Summary under a stable name that ends in its unit, if it has one."""
     goodput = s.goodput
     return {
         "planned": s.planned,

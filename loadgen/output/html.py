@@ -1,4 +1,4 @@
-"""One HTML document without a reference to anything outside it and without scripts; light and dark, desk and phone."""
+"""One HTML document without scripts and without outside references; for light and dark, large and small screens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Row:
 
     @property
     def dot(self) -> str:
-        """The CSS colour of the dot."""
+        """Return the CSS colour of the dot."""
         return "" if self.slot is None else f"var(--arm{theme.slot_index(self.slot)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table with a caption; on a phone each row becomes a card labelled by the headers."""
+    """A table with a caption; on a phone each row becomes a card with the headers as labels."""
 
     caption: str
     first: str
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart in place."""
+    """A chart that is part of the page."""
 
     plot: Plot
     svg: Markup
@@ -62,7 +62,7 @@ class Figure:
 
 
 def render_html(result: Result) -> str:
-    """The whole report. Draws every chart: about half a second for four arms."""
+    """Return the whole report. This draws every chart: about 0.5 s for four arms."""
     light, dark = theme.css_variables()
     return _template().render(
         title=_TITLES[result.command],
@@ -100,7 +100,7 @@ def _meta(result: Result) -> str:
 
 
 def arms_table(result: Result) -> Table:
-    """One row for each arm."""
+    """Return a table with one row for each arm."""
     slots, columns = theme.slots(result), shown_columns([arm.summary for arm in result.arms])
     rows = [
         Row(arm.name, slots[arm.name], tuple(c.cell(arm.summary) for c in columns), _warning(arm.summary))
@@ -114,7 +114,7 @@ def _warning(summary: Summary) -> str:
 
 
 def sweep_table(result: Result) -> Table:
-    """One row for each step of each arm."""
+    """Return a table with one row for each step of each arm."""
     slots, columns = theme.slots(result), shown_columns([p.summary for p in result.sweep])
     rows = [
         Row(
@@ -129,7 +129,7 @@ def sweep_table(result: Result) -> Table:
 
 
 def contrast_table(result: Result) -> Table:
-    """One row for each metric and arm."""
+    """Return a table with one row for each metric and arm."""
     slots = theme.slots(result)
     rows = [
         Row(
@@ -145,7 +145,7 @@ def contrast_table(result: Result) -> Table:
 
 
 def pod_tables(result: Result) -> list[Table]:
-    """One table for each arm that used pods."""
+    """Return one table for each arm that used pods."""
     headers = (
         "requests",
         "prompt tokens",
@@ -184,7 +184,7 @@ def _pod_cells(pod: PodShare, counted: bool) -> tuple[str, ...]:
 
 
 def failure_rows(result: Result) -> list[tuple[str, str, int, str]]:
-    """(arm, kind, how many, one example in the server's words)."""
+    """Return (arm, kind, count, one example of the server's message)."""
     return [
         (arm.name, kind, times, arm.summary.failure_details.get(kind, ""))
         for arm in result.arms

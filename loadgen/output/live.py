@@ -1,6 +1,6 @@
-"""What the user sees while arms run: a table that stays in place on a terminal, a line every few seconds elsewhere.
+"""The display while arms run: a table that stays in place on a terminal, otherwise a line every few seconds.
 
-Both fit `loadgen.load.progress.Progress`. A call costs a few microseconds: rich draws twice a second in a thread.
+Both implement `loadgen.load.progress.Progress`. A call takes a few microseconds: rich draws twice a second in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMALLEST_S, _GROWTH, _BUCKETS = 1e-4, 1.02, 1000
 class RunningQuantile:
     """Quantiles of seconds within 1 %, in constant memory.
 
-    The list never changes its size, so that another thread may read it.
+    The list never changes its size, so another thread may read it.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RunningQuantile:
         self.count += 1
 
     def quantile_s(self, q: float) -> float | None:
-        """The value that a share `q` of values does not exceed, by nearest rank; None without values."""
+        """Return the value that a share `q` of values does not exceed, by nearest rank; None without values."""
         rank, seen = max(1, math.ceil(q * self.count)), 0
         if not self.count:
             return None
@@ -52,11 +52,11 @@ class RunningQuantile:
             seen += times
             if seen >= rank:
                 return _SMALLEST_S * _GROWTH ** (bucket - 0.5) if bucket else 0.0
-        return None  # another thread counted a value between the two reads
+        return None  # another thread added a value between the two reads
 
 
 class ArmState:
-    """What is known of an arm while it runs, all its blocks together."""
+    """The state of an arm while it runs, over all its blocks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,22 +71,22 @@ class ArmState:
 
     @property
     def running(self) -> bool:
-        """Whether a block of it runs."""
+        """Return whether a block of the arm runs."""
         return self._started_s is not None
 
     def start(self, planned: int | None, now_s: float) -> None:
-        """A block begins."""
+        """Begin a block."""
         self.planned = None if planned is None or self.planned is None else self.planned + planned
         self._before = (self.sent, self.completed, self.failed)
         self._started_s = now_s
 
     def end(self, now_s: float) -> None:
-        """The block is over."""
+        """End the block."""
         self._finished_blocks_s = self.elapsed_s(now_s)
         self._started_s = None
 
     def add(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """Count a request that ended."""
         self.lag.add(max(0.0, record.sent_s - record.intended_s - record.queued_s))
         if record.failure is None:
             self.completed += 1
@@ -101,24 +101,24 @@ class ArmState:
         self.sent = max(self.sent, self.completed + self.failed)
 
     def set_totals(self, sent: int, completed: int, failed: int) -> None:
-        """Totals of the block that runs."""
+        """Set the totals of the current block."""
         self.sent, self.completed, self.failed = (
             before + now for before, now in zip(self._before, (sent, completed, failed), strict=True)
         )
 
     def elapsed_s(self, now_s: float) -> float:
-        """Seconds that its blocks took so far."""
+        """Return the seconds that the arm's blocks have taken so far."""
         return self._finished_blocks_s + (now_s - self._started_s if self._started_s is not None else 0.0)
 
     def expected_s(self, now_s: float) -> float | None:
-        """Seconds that the blocks begun so far will take at this pace; None where that cannot be said yet."""
+        """Return the seconds that the blocks begun so far will take at this pace; None if that is not known yet."""
         ended = self.completed + self.failed
         if self.planned is None or not ended:
             return None
         return self.elapsed_s(now_s) * max(self.planned, ended) / ended
 
     def cells(self, now_s: float) -> dict[str, str]:
-        """Its row, by column."""
+        """Return the arm's row, by column."""
         ended, expected = self.completed + self.failed, self.expected_s(now_s)
         clock = duration(self.elapsed_s(now_s))
         return {
@@ -134,13 +134,13 @@ class ArmState:
         }
 
     def line(self, now_s: float) -> str:
-        """The row as a sentence."""
+        """Return the row as a sentence."""
         c = self.cells(now_s)
         parts = [f"{c['done']} done"]
         if self.failed:
             parts.append(f"{c['failed']} failed")
         parts.append(f"{c['req/s']} req/s")
-        if self.ttft.count:  # several processes report how many requests ended, not how
+        if self.ttft.count:  # several processes report only how many requests ended
             parts += [f"TTFT mean {c['TTFT mean']} p99 {c['p99']}", f"cached {c['cached']}"]
         if self.lag.count:
             parts.append(f"lag p99 {c['lag p99']}")
@@ -149,11 +149,11 @@ class ArmState:
 
 COLUMNS = ("sent", "done", "failed", "TTFT mean", "p99", "cached", "req/s", "time", "lag p99")
 _MOST_WANTED = ("done", "failed", "TTFT mean", "p99", "cached", "time", "lag p99", "sent", "req/s")
-"""In the order in which a narrow terminal gets them."""
+"""Columns in the order in which a narrow terminal gets them."""
 
 
 class _Shown:
-    """Bookkeeping that the live table and the plain lines share."""
+    """State that the live table and the plain lines share."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -162,29 +162,29 @@ class _Shown:
         self._current: ArmState | None = None
 
     def arm_started(self, name: str, planned: int | None) -> None:
-        """An arm, or the next block of one, begins."""
+        """Begin an arm, or its next block."""
         self._current = self._arms.setdefault(name, ArmState(name))
         self._current.start(planned, self._clock())
 
     def request_ended(self, record: RequestRecord) -> None:
-        """A request of the current arm ended."""
+        """Count a request of the current arm that ended."""
         if self._current:
             self._current.add(record)
 
     def progress(self, sent: int, completed: int, failed: int) -> None:
-        """Totals of the current block."""
+        """Set the totals of the current block."""
         if self._current:
             self._current.set_totals(sent, completed, failed)
 
     def arm_ended(self) -> None:
-        """The current block is over."""
+        """End the current block."""
         if self._current:
             self._current.end(self._clock())
             self._current = None
 
 
 class LiveTable(_Shown):
-    """A row for each arm, redrawn in place. Use as a context manager, so that the terminal is left in order."""
+    """A row for each arm, redrawn in place. Use as a context manager, which restores the terminal."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -200,18 +200,18 @@ class LiveTable(_Shown):
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """A line above the table."""
+        """Print a line above the table."""
         self._console.print(Text(text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, with as many columns as the terminal has room for."""
+        """Yield the table with as many columns as fit the terminal."""
         arms = list(self._arms.values())
         if arms:
             yield live_table(arms, self._clock(), options.max_width)
 
 
 def live_table(arms: list[ArmState], now_s: float, width: int) -> Table:
-    """Never wider than `width` from 40 columns on; columns that do not fit are left out, the least wanted first."""
+    """Return a table at most `width` wide, from 40 columns on; the least important columns are left out first."""
     rows = [arm.cells(now_s) for arm in arms]
     name_width = min(max(len(arm.name) for arm in arms) + 2, max(12, width // 4))
     chosen: set[str] = set()
@@ -234,7 +234,7 @@ def live_table(arms: list[ArmState], now_s: float, width: int) -> Table:
 
 
 class PlainLines(_Shown):
-    """A line at each arm's end and at most every five seconds during it: for logs."""
+    """For logs: a line at each arm's end, and at most one line every five seconds before it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock)
@@ -246,29 +246,29 @@ class PlainLines(_Shown):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to restore."""
+        """Do nothing; there is nothing to restore."""
 
     def note(self, text: str) -> None:
-        """A line."""
+        """Print a line."""
         self._console.print(Text(text), soft_wrap=True)
 
     def arm_started(self, name: str, planned: int | None) -> None:
-        """An arm, or the next block of one, begins."""
+        """Begin an arm, or its next block."""
         super().arm_started(name, planned)
         self._last_line_s = self._clock()
 
     def request_ended(self, record: RequestRecord) -> None:
-        """A request of the current arm ended."""
+        """Count a request of the current arm that ended."""
         super().request_ended(record)
         self._print_if_due()
 
     def progress(self, sent: int, completed: int, failed: int) -> None:
-        """Totals of the current block."""
+        """Set the totals of the current block."""
         super().progress(sent, completed, failed)
         self._print_if_due()
 
     def arm_ended(self) -> None:
-        """The current block is over."""
+        """End the current block."""
         if self._current:
             self._print(" ended")
         super().arm_ended()
@@ -290,6 +290,6 @@ def _ms(seconds: float | None) -> str:
 
 
 def open_progress(console: Console | None = None) -> LiveTable | PlainLines:
-    """On standard error: the live table on a terminal, lines elsewhere."""
+    """Return the progress display on standard error: the live table on a terminal, else plain lines."""
     console = console or progress_screen()
     return LiveTable(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines(console)

@@ -1,4 +1,4 @@
-"""The result as Markdown for a pull request: verdict, tables, configuration. Names are never taken for markup."""
+"""The result as Markdown for a pull request: verdict, tables, configuration. Names never become markup."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from loadgen.output.columns import by_metric, caption, shown_columns, step_text,
 from loadgen.output.units import count, interval, metric_label, ratio, setting
 from loadgen.result.model import Result
 
-# '@' would notify whoever has the name, '#' link an issue.
+# '@' would notify the person with that name, '#' would link an issue.
 _MARKUP = re.compile(r"([\\`*\[\]<>#|~@&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 _CONTRAST_HEADERS = ("metric", "arm", "difference", "ratio", "pairs", "judgement")
 _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;", "@": "&#64;", "#": "&#35;", "|": "&#124;"}
 
 
 def render_markdown(result: Result) -> str:
-    """Sections that have nothing to say are left out."""
+    """Return the report; sections without content are left out."""
     sections = [
         f"### warmroute-loadgen {result.command}: {escaped(result.model)}",
         *_verdict(result),
@@ -29,13 +29,13 @@ def render_markdown(result: Result) -> str:
 
 
 def escaped(text: str) -> str:
-    """One line in which nothing is markup."""
+    """Return the text as one line without markup."""
     plain = " ".join(text.split())
     return _MARKUP.sub(lambda found: _ENTITIES.get(found[1], f"\\{found[1]}"), plain)
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A GitHub table, first column to the left, the others to the right; cells are expected to be escaped."""
+    """Return a GitHub table, first column left-aligned, the others right-aligned; cells must already be escaped."""
     head = [f"| {' | '.join(headers)} |", f"|:--{'|--:' * (len(headers) - 1)}|"]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
 

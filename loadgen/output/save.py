@@ -1,4 +1,4 @@
-"""Writes a Result into a folder in the formats that were asked for. A file appears whole or not at all."""
+"""Writes a Result into a folder in the requested formats. A file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_FORMATS: tuple[Format, ...] = ("json", "html", "md", "csv")
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where the files lie; None or empty where the format was not asked for."""
+    """Paths of the files; None or empty if the format was not requested."""
 
     json: Path | None = None
     html: Path | None = None
@@ -30,14 +30,15 @@ class Paths:
     pngs: tuple[Path, ...] = ()
 
     def all(self) -> list[Path]:
-        """Every file that was written."""
+        """Return every file that was written."""
         return [path for path in (self.json, self.html, self.markdown, self.csv, *self.pngs) if path]
 
 
 def save(result: Result, folder: Path, formats: Collection[Format] = DEFAULT_FORMATS) -> Paths:
-    """Write result.json, report.html, report.md, result.csv and plot-<name>.png, those in `formats`.
+    """Write result.json, report.html, report.md, result.csv and plot-<name>.png, as far as they are in `formats`.
 
-    Makes `folder`. Raises OSError where it cannot be written, before anything is drawn if the folder itself cannot.
+    Makes `folder`. Raises OSError if a file cannot be written; if the folder cannot be written, before anything is
+    drawn.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return Paths(
@@ -50,7 +51,7 @@ def save(result: Result, folder: Path, formats: Collection[Format] = DEFAULT_FOR
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write beside `path` and rename: a reader finds the old content or the new one. Raises OSError."""
+    """Write to a file beside `path` and rename it: a reader finds the old or the new content. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -66,7 +67,7 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 
 def _save_html(result: Result, folder: Path) -> Path:
-    from loadgen.output.html import render_html  # matplotlib takes half a second: only who draws pays
+    from loadgen.output.html import render_html  # matplotlib takes 0.5 s: import it only to draw
 
     return write_whole(folder / "report.html", render_html(result).encode())
 

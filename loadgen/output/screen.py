@@ -1,4 +1,4 @@
-"""Where results and progress are printed: a console whose reader may leave."""
+"""The console for results and progress; it survives a reader that closes the pipe."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from rich.console import Console
 
 PLAIN_WIDTH = 110
-"""Columns of what is no terminal: wide enough for the tables."""
+"""Columns if the output is not a terminal: wide enough for the tables."""
 
 
 class Screen(Console):
-    """Falls silent when its reader has gone: `| head`, or a `tee` that Ctrl-C ended first.
+    """Prints nothing more after its reader has gone: `| head`, or a `tee` that Ctrl-C ended first.
 
-    rich ends the process there, and what was measured would be lost.
+    rich would end the process there, and the measurement would be lost.
     """
 
     def on_broken_pipe(self) -> None:
-        """Print into the void from now on, and so does whoever else prints there."""
+        """Discard this console's output from now on, and everything else that is printed to the same file."""
         self.quiet = True
         void = os.open(os.devnull, os.O_WRONLY)
         os.dup2(void, self.file.fileno())
@@ -26,10 +26,10 @@ class Screen(Console):
 
 
 def result_screen() -> Screen:
-    """Standard output."""
+    """Return the console on standard output."""
     return Screen(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def progress_screen() -> Screen:
-    """Standard error."""
+    """Return the console on standard error."""
     return Screen(stderr=True, highlight=False)

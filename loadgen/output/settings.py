@@ -12,10 +12,10 @@ from loadgen.output.save import DEFAULT_FORMATS, FORMATS, Format
 
 
 def check_formats(formats: list[str]) -> list[str]:
-    """At least one, each known and named once. Raises ValueError."""
+    """Return the formats: at least one, each known and named once. Raises ValueError."""
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
-        raise ValueError(f"{', '.join(map(repr, unknown)) or 'nothing'} is no format; allowed: {', '.join(FORMATS)}")
+        raise ValueError(f"{', '.join(map(repr, unknown)) or 'nothing'} is not a format; allowed: {', '.join(FORMATS)}")
     return list(dict.fromkeys(formats))
 
 
@@ -23,20 +23,20 @@ Formats = Annotated[list[str], AfterValidator(check_formats)]
 
 
 class OutputSettings(Settings):
-    """Mixin: where the result goes and how it looks."""
+    """Mixin: where the result goes and in which formats."""
 
     out: str = Field("out/result", description="folder for result.json, report.html, report.md, result.csv and PNGs")
     formats: Formats = Field(
-        list(DEFAULT_FORMATS), description=f"what to write there, comma-separated, of {', '.join(FORMATS)}"
+        list(DEFAULT_FORMATS), description=f"formats to write, comma-separated, of {', '.join(FORMATS)}"
     )
     png: bool = Field(False, description="also write each chart as plot-<name>.png (the same as png in --formats)")
 
     @property
     def folder(self) -> Path:
-        """`out` as a path."""
+        """Return `out` as a path."""
         return Path(self.out)
 
     def chosen_formats(self) -> tuple[Format, ...]:
-        """`formats`, with png where --png asks for it."""
+        """Return `formats`, with png if --png is given."""
         chosen = [*self.formats, *(["png"] if self.png and "png" not in self.formats else [])]
         return tuple(cast("Format", name) for name in chosen)

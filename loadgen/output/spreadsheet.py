@@ -1,4 +1,4 @@
-"""The result as CSV: a row for each arm, block and step of a sweep; the same columns in every file, units in names."""
+"""The result as CSV: a row for each arm, block and step of a sweep; all files have the same columns, with units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ LEADING = (
 
 
 def render_csv(result: Result) -> str:
-    """RFC 4180 with a header row; numbers in full precision, true and false for booleans, empty where not measured.
+    """Return RFC 4180 text with a header row. Numbers have full precision; not measured: empty; booleans: true and
+    false.
 
     A Result without arms gives an empty text.
     """

@@ -16,13 +16,13 @@ from loadgen.output.vllm_block import METRICS, our_block, vllm_block
 from loadgen.result.model import Result, Summary
 
 _GAP = 2
-"""Characters between columns; one of them is the divider that rich draws as a blank."""
+"""Characters between columns; one of them is the divider, which rich draws as a blank."""
 _STYLES = {"better": "green", "worse": "red", "not distinguishable": ""}
 Cell = str | Text
 
 
 def print_result(result: Result, console: Console) -> None:
-    """What the run found: for one arm vLLM's block and ours, else tables; then the verdict and the cautions."""
+    """Print the result: for one arm vLLM's block and ours, else tables; then the verdict and the cautions."""
     arm = primary_arm(result)
     if arm and result.command in ("bench", "replay") and len(result.arms) == 1:
         asked = result.configuration.get("percentile_metrics")
@@ -46,7 +46,7 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def fitting_tables(headers: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> list[Table]:
-    """The table, or several that repeat the first column: none is wider than `width`, and no cell is lost."""
+    """Return one table, or several that repeat the first column: none is wider than `width`, and no cell is lost."""
     widths = [max([_word(header), *(_length(row[i]) for row in rows)]) for i, header in enumerate(headers)]
     longest = max(len(headers[0]), widths[0])
     name_width = max(8, min(longest, max(32, width // 3), width - _GAP - max(widths[1:], default=0)))

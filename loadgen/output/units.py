@@ -1,4 +1,4 @@
-"""Numbers as text, the same in every output; `MISSING` stands where nothing was measured."""
+"""Numbers as text, the same in every output; `MISSING` means not measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARES = ("rate", "share")
 
 
 def milliseconds(value: float | None) -> str:
-    """Three significant digits or whole milliseconds, without the unit."""
+    """Return three significant digits or whole milliseconds, without the unit."""
     if value is None:
         return MISSING
     size = abs(value)
@@ -19,22 +19,22 @@ def milliseconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of 0 to 1 in percent, one decimal place below 99.95 %."""
+    """Return a share of 0 to 1 in percent, with one decimal place below 99.95 %."""
     return MISSING if value is None else f"{value * 100:.1f} %"
 
 
 def count(value: float | None) -> str:
-    """A whole number with thousands separated."""
+    """Return a whole number with thousands separators."""
     return MISSING if value is None else f"{value:,.0f}"
 
 
 def number(value: float | None) -> str:
-    """Two decimal places; whole from 1,000 on."""
+    """Return a number with two decimal places; whole from 1,000 on."""
     return MISSING if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.2f}"
 
 
 def duration(seconds: float) -> str:
-    """'42 s', '3 min 05 s' or '2 h 03 min'."""
+    """Return '42 s', '3 min 05 s' or '2 h 03 min'."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -42,12 +42,12 @@ def duration(seconds: float) -> str:
 
 
 def axis_time(value_ms: float, _: float | None = None) -> str:
-    """Milliseconds with their unit for an axis: '250 ms', '1.5 s'."""
+    """Return milliseconds with their unit for an axis: '250 ms', '1.5 s'."""
     return f"{value_ms / 1000:.4g} s" if abs(value_ms) >= 1000 else f"{value_ms:.3g} ms"
 
 
 def clipped(name: str, width: int) -> str:
-    """At most `width` characters: the middle gives way, since arms often differ only at the end."""
+    """Return at most `width` characters: the middle is cut, because arms often differ only at the end."""
     name = printable(name)
     if len(name) <= width:
         return name
@@ -56,12 +56,12 @@ def clipped(name: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: what a server says of a failure must not steer the terminal."""
+    """Return `text` without control characters: a server's message must not control the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def metric_unit(metric: str) -> str:
-    """'ms', '%', '/s' or '' for a metric's name such as ttft_mean_ms, cached_token_rate, request_throughput."""
+    """Return 'ms', '%', '/s' or '' for a metric such as ttft_mean_ms, cached_token_rate, request_throughput."""
     last = metric.rsplit("_", 1)[-1]
     if last in _TAILS:
         return _TAILS[last]
@@ -69,7 +69,7 @@ def metric_unit(metric: str) -> str:
 
 
 def metric_label(metric: str) -> str:
-    """'ttft_mean_ms' -> 'TTFT mean'."""
+    """Return a label: 'ttft_mean_ms' -> 'TTFT mean'."""
     words = metric.split("_")
     kept = words[:-1] if words[-1] in _TAILS and len(words) > 1 else words
     text = " ".join(_ABBREVIATIONS.get(word, word) for word in kept)
@@ -77,7 +77,7 @@ def metric_label(metric: str) -> str:
 
 
 def metric_value(metric: str, value: float | None, sign: bool = False) -> str:
-    """A value of the metric with its unit; `sign` for differences."""
+    """Return a value of the metric with its unit; `sign` for differences."""
     if value is None:
         return MISSING
     unit = metric_unit(metric)
@@ -88,7 +88,7 @@ def metric_value(metric: str, value: float | None, sign: bool = False) -> str:
 
 
 def interval(metric: str, found: Interval) -> str:
-    """A difference with its interval: '-210 ms [-260, -160]'; no brackets where there is none."""
+    """Return a difference with its interval: '-210 ms [-260, -160]'; without an interval, no brackets."""
     value = metric_value(metric, found.value, sign=True)
     if found.low is None or found.high is None:
         return value
@@ -103,13 +103,13 @@ def interval(metric: str, found: Interval) -> str:
 
 
 def ratio(found: Interval) -> str:
-    """A ratio with its interval: '0.62x [0.55, 0.70]'."""
+    """Return a ratio with its interval: '0.62x [0.55, 0.70]'."""
     value = f"{found.value:.2f}x"
     return value if found.low is None or found.high is None else f"{value} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def setting(value: str | int | float | bool | list[str] | None) -> str:
-    """A setting as it would be typed."""
+    """Return a setting as a user would type it."""
     if isinstance(value, list):
         return ",".join(value)
     return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

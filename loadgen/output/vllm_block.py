@@ -1,6 +1,7 @@
-"""The console block of `vllm bench serve` with its row names, so that existing parsers find their lines; ours follows.
+"""The console block of `vllm bench serve` with its row names, so that existing parsers find their lines; then ours.
 
-Every number in vLLM's block means what it means there: TTFT and E2EL from the actual send time. Ours are in our block.
+Every number in vLLM's block means the same as in vLLM: TTFT and E2EL count from the actual send time. Our own numbers
+are in our block.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from loadgen.result.vllm import from_send
 
 WIDTH = 50
 MOST_PODS = 12
-"""Pods listed on the console; the JSON has them all."""
+"""Maximum of pods listed on the console; the JSON has all of them."""
 Metric = tuple[str, str, str]
 METRICS: tuple[Metric, ...] = (
     ("ttft", "TTFT", "Time to First Token"),
@@ -25,7 +26,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def vllm_block(result: Result, summary: Summary, metrics: Sequence[str]) -> str:
-    """From '=== Serving Benchmark Result ===' to the closing rule. `metrics`: those of --percentile-metrics."""
+    """Return '=== Serving Benchmark Result ===' to the closing rule. `metrics`: from --percentile-metrics."""
     s = summary
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_row("Successful requests:", str(s.completed)), _row("Failed requests:", str(s.failed))]
@@ -57,7 +58,7 @@ def vllm_block(result: Result, summary: Summary, metrics: Sequence[str]) -> str:
 
 
 def our_block(summary: Summary) -> str:
-    """Reuse, truth about the generator, and pods: what vLLM's block does not say."""
+    """Return what vLLM's block does not show: reuse, the generator's own lag, and pods."""
     return "\n".join([*_reuse_rows(summary), *_generator_rows(summary), *_pod_rows(summary), "=" * WIDTH])
 
 
@@ -66,7 +67,7 @@ def _row(name: str, value: str) -> str:
 
 
 def _latency_rows(short: str, d: Distribution) -> Iterator[str]:
-    # vLLM prints 0.00 where nothing completed; parsers expect a number.
+    # vLLM prints 0.00 if nothing completed, because parsers expect a number.
     yield _row(f"Mean {short} (ms):", f"{d.mean_ms or 0.0:.2f}")
     yield _row(f"Median {short} (ms):", f"{d.median_ms or 0.0:.2f}")
     shown = {**d.percentiles_ms, "99": d.percentiles_ms.get("99", d.p99_ms or 0.0)}

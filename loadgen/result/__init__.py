@@ -1,1 +1,1 @@
-"""What a command found, as values that JSON carries."""
+"""The result of a command, as values that JSON can hold."""

@@ -1,4 +1,4 @@
-"""`result.json`: the Result, and beside it each arm's numbers under flat names that other programs can read."""
+"""`result.json`: the Result, and each arm's numbers under flat names that other programs can read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loadgen.result.model import FORMAT, Result
 from loadgen.result.vllm import flat_summary
 
 MAX_BYTES = 256 * 1024 * 1024
-"""A larger file is no result of ours: 64 pods and 100 blocks of 4 arms make about 3 MB."""
+"""A larger file is not a result of this program: 64 pods and 100 blocks of 4 arms make about 3 MB."""
 
 
 class ResultUnreadable(Exception):
-    """A file that is no Result; the text names the file, the field and the remedy."""
+    """The file is not a Result; the message names the file, the field and the remedy."""
 
 
 def to_json(result: Result) -> bytes:
-    """The content of result.json, indented; `read_result` gives an equal Result back."""
+    """Return the content of result.json, indented; `read_result` turns it into an equal Result."""
     content = {
         "format": result.format,
         "verdict": result.verdict,
@@ -32,11 +32,11 @@ def to_json(result: Result) -> bytes:
 
 
 def read_result(path: Path) -> Result:
-    """The Result in a result.json (or a bare dump of one). Raises ResultUnreadable."""
+    """Return the Result in a result.json (or in a bare dump of one). Raises ResultUnreadable."""
     content = _load(path)
     dump = content.get("result", content)
     if not isinstance(dump, dict) or "format" not in dump:
-        raise ResultUnreadable(f"{path}: field 'result.format' is missing: this is no result.json.{_hint(content)}")
+        raise ResultUnreadable(f"{path}: field 'result.format' is missing: this is not a result.json.{_hint(content)}")
     if dump["format"] != FORMAT:
         raise ResultUnreadable(
             f"{path}: field 'format' is {dump['format']!r}, this program reads {FORMAT!r}:"
@@ -53,14 +53,16 @@ def _load(path: Path) -> dict[str, Any]:
         if path.is_dir():
             raise ResultUnreadable(f"{path} is a folder: name the file, such as {path / 'result.json'}")
         if path.stat().st_size > MAX_BYTES:
-            raise ResultUnreadable(f"{path} has more than {MAX_BYTES >> 20} MiB: this is no result.json")
+            raise ResultUnreadable(f"{path} has more than {MAX_BYTES >> 20} MiB: this is not a result.json")
         content = orjson.loads(path.read_bytes())
     except OSError as error:
         raise ResultUnreadable(f"{path} cannot be read: {error.strerror or error}") from None
     except orjson.JSONDecodeError as error:
         raise ResultUnreadable(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ResultUnreadable(f"{path} holds a JSON {type(content).__name__}, not an object: this is no result.json")
+        raise ResultUnreadable(
+            f"{path} holds a JSON {type(content).__name__}, not an object: this is not a result.json"
+        )
     return content
 
 

@@ -1,6 +1,6 @@
-"""The result of a command: what JSON carries and every other output is rendered from.
+"""The result of a command: the content of the JSON file, and the source of every other output.
 
-A report is drawn from this alone, so `warmroute-loadgen report` redraws an old result. Latencies are milliseconds
+A report is drawn only from this, so `warmroute-loadgen report` can redraw an old result. Latencies are milliseconds
 (`_ms`), all other times seconds (`_s`); rates are per second; shares are 0 to 1.
 """
 
@@ -18,7 +18,7 @@ class _Model(BaseModel):
 
 
 class Interval(_Model):
-    """An estimate and the ends of its confidence interval; the ends are None where there is nothing to resample."""
+    """An estimate and the ends of its confidence interval; the ends are None if there is nothing to resample."""
 
     value: float
     low: float | None = None
@@ -26,7 +26,7 @@ class Interval(_Model):
 
 
 class Distribution(_Model):
-    """Of completed requests. All None where nothing was measured."""
+    """The distribution over completed requests. All fields are None if nothing was measured."""
 
     mean_ms: float | None = None
     median_ms: float | None = None
@@ -35,15 +35,15 @@ class Distribution(_Model):
     p95_ms: float | None = None
     p99_ms: float | None = None
     percentiles_ms: dict[str, float] = Field(default_factory=dict)
-    """Further ones asked for: '99.9' -> value."""
+    """Further percentiles that were requested: '99.9' -> value."""
     cdf_ms: tuple[float, ...] = ()
-    """Quantiles 0, 1, .. 100 %; empty where not drawn."""
+    """Quantiles 0, 1, .. 100 %; empty if not drawn."""
     with_failures_p99_ms: float | None = None
-    """p99 where a failed request counts as infinitely slow; None: more than 1 % failed, the percentile is infinite."""
+    """p99 if a failed request counts as infinitely slow; None: more than 1 % failed, so this percentile is infinite."""
 
 
 class PodShare(_Model):
-    """One pod's part."""
+    """One pod's part of the load."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -63,34 +63,34 @@ class TimeSeries(_Model):
     in_flight: dict[str, tuple[float, ...]]
     """Pod -> mean requests in flight in each bucket."""
     cached_token_rate: dict[str, tuple[float | None, ...]]
-    """Pod -> cached / prompt tokens of the requests that got their first token in the bucket; None: there were none."""
+    """Pod -> cached / prompt tokens of the requests whose first token came in the bucket; None: there were none."""
     request_rate: tuple[float, ...] = ()
     """Offered requests per second in each bucket, all pods."""
 
 
 class Reuse(_Model):
-    """How much was reused, and how much could have been."""
+    """How much was reused, and how much could have been reused."""
 
     cached_token_rate: float | None
-    """Cached / prompt tokens as usage says; None: the server reported none."""
+    """Cached / prompt tokens according to usage; None: the server reported no usage."""
     counted_rate: float | None = None
-    """The same from the pods' counters; None: not scraped."""
+    """The same according to the pods' counters; None: not scraped."""
     counters_agree: bool | None = None
-    """Whether both agree within 1 point; None: nothing to compare."""
+    """Whether both rates agree within 1 point; None: there is nothing to compare."""
     attainable_rate: float | None = None
-    """An infinite shared cache, given the prompts in the order they were sent, in bytes of whole strides."""
+    """The rate of an infinite shared cache for the prompts in their order of sending, in bytes of whole strides."""
     achieved_share: float | None = None
     """cached_token_rate / attainable_rate, at most 1 unless `exceeds_attainable`."""
     exceeds_attainable: bool = False
-    """More was cached than the run's own prompts can have left: the caches were not empty when it began."""
+    """More was cached than the run's own prompts can have left, so the caches were not empty when it began."""
     duplicate_prompts: int = 0
     """Requests whose whole prompt had been sent before in the run."""
     duplicated_prefill_tokens: int | None = None
-    """Estimated tokens that were prefilled though some pod had computed them before."""
+    """Estimated tokens that were prefilled although some pod had computed them before."""
 
 
 class Goodput(_Model):
-    """Share and rate of offered requests that met every objective; failures and refusals do not."""
+    """Share and rate of offered requests that met every objective; failures and refusals do not meet them."""
 
     objectives_ms: dict[str, float]
     share: float
@@ -98,16 +98,16 @@ class Goodput(_Model):
 
 
 class Validity(_Model):
-    """Whether the generator measured the server or itself."""
+    """Whether the run measured the server or the load generator."""
 
     valid: bool
     reasons: tuple[str, ...] = ()
     is_late: bool = False
-    """A reason is the generator's lag."""
+    """Whether the generator's lag is one of the reasons."""
     lag_share: float | None = None
-    """The largest part of a TTFT figure (mean, median, p90, p99) that the generator's lag may be; None: no TTFT."""
+    """Largest share of a TTFT figure (mean, median, p90, p99) that may be the generator's lag; None: no TTFT."""
     lag_share_of: str = ""
-    """The figure that `lag_share` is of."""
+    """The figure to which `lag_share` belongs."""
     lag_p99_share: float | None = None
     """p99 of the generator's lag / median TTFT."""
 
@@ -121,7 +121,7 @@ class Summary(_Model):
     not_sent: int
     failures: dict[str, int]
     failure_details: dict[str, str] = Field(default_factory=dict)
-    """One example for each kind of failure, in the server's words."""
+    """One example for each kind of failure, with the server's message."""
     duration_s: float
     request_throughput: float
     output_throughput: float
@@ -132,15 +132,15 @@ class Summary(_Model):
     cached_tokens: int
     output_tokens: int
     ttft: Distribution
-    """From the intended send time."""
+    """Counted from the intended send time."""
     ttft_from_send: Distribution
-    """From the actual send time, as other tools have it."""
+    """Counted from the actual send time, as in other tools."""
     tpot: Distribution
     itl: Distribution
     e2e: Distribution
-    """From the intended send time."""
+    """Counted from the intended send time."""
     e2e_from_send: Distribution = Field(default_factory=Distribution)
-    """From the actual send time, as other tools have it; all None: not measured."""
+    """Counted from the actual send time, as in other tools; all None: not measured."""
     lag: Distribution
     imbalance: float | None
     """Largest / mean over the pods of mean requests in flight; None: no answer named its pod."""
@@ -156,10 +156,10 @@ class Summary(_Model):
 
 
 class Contrast(_Model):
-    """An arm against the baseline in one metric; ratio = arm / baseline, difference = arm - baseline."""
+    """An arm compared with the baseline in one metric; ratio = arm / baseline, difference = arm - baseline."""
 
     metric: str
-    """A name of `experiment.metrics_compared`, such as ttft_mean_ms."""
+    """A metric of `experiment.metrics_compared`, such as ttft_mean_ms."""
     better: Literal["lower", "higher"]
     baseline: str
     arm: str
@@ -177,9 +177,9 @@ class Arm(_Model):
     policy: str = ""
     summary: Summary
     blocks: tuple[Summary, ...] = ()
-    """Each time the arm ran, in order; their series and cdfs are left out."""
+    """One summary per block, in order of time; series and cdfs are left out."""
     ttft_cdf_low_ms: tuple[float, ...] = ()
-    """Ends of the band around the TTFT's quantiles 0, 1, .. 100 %, from the blocks; empty with one block."""
+    """Lower end of the blocks' band around the TTFT's quantiles 0, 1, .. 100 %; empty with one block."""
     ttft_cdf_high_ms: tuple[float, ...] = ()
 
 
@@ -195,7 +195,7 @@ class SweepPoint(_Model):
 
 
 class Result(_Model):
-    """What a command found."""
+    """The result of a command."""
 
     format: Literal["warmroute-result/1"] = "warmroute-result/1"
     command: Literal["compare", "bench", "replay", "sweep", "demo", "simulate"]
@@ -204,16 +204,16 @@ class Result(_Model):
     model: str
     seed: int
     configuration: dict[str, str | int | float | bool | list[str] | None]
-    """The command's settings as given; secrets replaced."""
+    """The command's settings as given, with secrets replaced."""
     workload: dict[str, str]
-    """What the workload says of itself."""
+    """The workload's description of itself."""
     facts: dict[str, str] = Field(default_factory=dict)
-    """Of the machine or the servers, for the report's last table."""
+    """Facts about the machine or the servers, for the report's last table."""
     isolation: str = ""
-    """How arms were kept from finding each other's cache entries."""
+    """How arms were prevented from using each other's cache entries."""
     baseline: str = ""
     order: tuple[str, ...] = ()
-    """Names of the arms in the order their blocks ran, such as A B B A."""
+    """Names of the arms in the order in which their blocks ran, such as A B B A."""
     arms: tuple[Arm, ...]
     contrasts: tuple[Contrast, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()

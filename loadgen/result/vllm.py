@@ -1,9 +1,10 @@
 """The names that users of `vllm bench serve` know, filled from a Summary.
 
-Two shapes. `flat_summary` is one arm in result.json: TTFT and E2EL count from the **intended** send time, as everywhere
-in our reports; `*_from_send_ms` stands beside them. `bench_json` is the file of `--save-result`: each name means what
-it means in vLLM (its `vllm/benchmarks/serve.py`), so TTFT and E2EL count from the **actual** send time there, and what
-vLLM calls `*_e2el_including_client_queue_ms` is our E2E. `mean_client_queue_time_ms` is the mean wait before sending.
+There are two shapes. `flat_summary` is one arm in result.json. There, TTFT and E2EL count from the **intended** send
+time, as everywhere in our reports, and `*_from_send_ms` stand beside them. `bench_json` is the file of `--save-result`.
+There, each name means what it means in vLLM (`vllm/benchmarks/serve.py`), so TTFT and E2EL count from the **actual**
+send time, and vLLM's `*_e2el_including_client_queue_ms` is our E2E. `mean_client_queue_time_ms` is the mean wait
+before sending.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Detailed:
     input_lens: Sequence[int]
     output_lens: Sequence[int]
     ttfts: Sequence[float]
-    """From the actual send time; 0.0 where no token came."""
+    """Counted from the actual send time; 0.0 if no token came."""
     itls: Sequence[Sequence[float]]
     start_times: Sequence[float]
     errors: Sequence[str]
-    """Empty for a completed request."""
+    """The empty text for a completed request."""
     generated_texts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class Detailed:
 
 
 def flat_summary(summary: Summary) -> dict[str, Json]:
-    """One arm under flat names; None where nothing was measured. TTFT and E2EL from the intended send time."""
+    """Return one arm under flat names; None: not measured. TTFT and E2EL count from the intended send time."""
     reuse, goodput = summary.reuse, summary.goodput
     distributions = {
         "ttft": summary.ttft,
@@ -82,7 +83,7 @@ def flat_summary(summary: Summary) -> dict[str, Json]:
 
 
 def flat_distribution(name: str, distribution: Distribution) -> dict[str, float | None]:
-    """`mean_<name>_ms`, `median_`, `std_`, `p90_`, `p95_`, `p99_` and the further percentiles that were asked for."""
+    """Return `mean_<name>_ms`, `median_`, `std_`, `p90_`, `p95_`, `p99_` and the further percentiles requested."""
     d = distribution
     shown = {
         "mean": d.mean_ms,
@@ -99,7 +100,7 @@ def flat_distribution(name: str, distribution: Distribution) -> dict[str, float 
 def bench_json(
     result: Result, arm: Arm, detailed: Detailed | None = None, metadata: dict[str, str] | None = None
 ) -> dict[str, Json]:
-    """The content of `--save-result`, in vLLM's order; numbers are 0.0 where vLLM has 0.0, i.e. nothing completed."""
+    """Return the content of `--save-result` in vLLM's order; as in vLLM, numbers are 0.0 if nothing completed."""
     s, given = arm.summary, result.configuration
     rate = given.get("request_rate")
     content: dict[str, Json] = {
@@ -128,7 +129,7 @@ def bench_json(
 
 
 def from_send(summary: Summary) -> tuple[Distribution, Distribution]:
-    """TTFT and E2E as vLLM measures them; E2E is that from the intended time where the other was not measured."""
+    """Return TTFT and E2E as vLLM measures them; E2E counts from the intended time if the other was not measured."""
     measured = summary.e2e_from_send.mean_ms is not None
     return summary.ttft_from_send, summary.e2e_from_send if measured else summary.e2e
 

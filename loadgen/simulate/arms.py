@@ -1,4 +1,4 @@
-"""Every router that a simulation can be run with, by name."""
+"""Every router that a simulation can run with, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from loadgen.simulate.peers.llmd import LlmDApproximate, LlmDPrecise
 from loadgen.simulate.peers.preble import PrebleE2
 from loadgen.simulate.peers.sglang import SglangCacheAware, SmgLeastLoad
 from loadgen.simulate.routing import Router
-from loadgen.simulate.trials.trials import TRIALS
 from router.routing.policies import POLICY_NAMES
 
 PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
@@ -29,18 +28,14 @@ PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
     }
 )  # fmt: skip
 ARM_NAMES = (*POLICY_NAMES, *PEERS, "omniscient")
-TRIAL_NAMES = tuple(TRIALS)
-"""Further arms: ideas, and `predicted_ttft` without one of its parts."""
 
 
 def make_router(name: str, simulation: Simulation, seed: int, stride: int) -> Router:
-    """A gateway of the arm. Raises ValueError naming the known ones."""
+    """Return a gateway of the arm. Raises ValueError, which lists the known arms."""
     if name in PEERS:
         return PEERS[name](seed)
     if name == "omniscient":
         return Omniscient(lambda: simulation.pods)
-    if name in TRIALS:
-        return TRIALS[name](simulation, stride)
     if name not in POLICY_NAMES:
         raise ValueError(f"unknown router {name!r}; known are {', '.join(ARM_NAMES)}")
     spec = simulation.spec

@@ -1,4 +1,4 @@
-"""Fleets of equal pods from a profile's name."""
+"""Fleets of equal pods, made from a profile's name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadgen.simulate.pod import PodSpec
 
 PROFILE_NAMES = tuple(PROFILES)
 MAX_BLOCKS = 100_000_000
-"""Of all pods. Each takes some 50 bytes, whatever it holds."""
+"""Limit over all pods. Each block takes about 50 bytes, even if it is empty."""
 
 
 def emulated_pods(
@@ -22,7 +22,7 @@ def emulated_pods(
     max_step_tokens: int = 2048,
     max_running: int = 256,
 ) -> tuple[PodSpec, ...]:
-    """pod-0 and so on; `profile` is a built-in one or a YAML file's path. Raises ValueError naming what is wrong."""
+    """Return pod-0 and so on; `profile` is a built-in name or a YAML file's path. Raises ValueError, which says why."""
     found = load_profile(profile)
     held = kv_tokens or found.kv_tokens
     if held < block_size:
@@ -46,7 +46,7 @@ def emulated_pods(
 
 
 def profile_words(pod: PodSpec) -> str:
-    """Every constant of the pod's profile, by name."""
+    """Return every constant of the pod's profile, by name."""
     constants = {name: value for name, value in asdict(pod.profile).items() if name != "name"}
     return ", ".join(f"{name} {_number(value)}" for name, value in constants.items())
 

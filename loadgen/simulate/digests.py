@@ -1,4 +1,4 @@
-"""Block digests of prompts, hashed once for the whole fleet: in one process every pod would hash the same prefixes."""
+"""Block digests of prompts, hashed once for the whole fleet; otherwise every pod would hash the same prefixes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engine.cache.sequence import CachedSequence
 
 _PIECE_TOKENS = 512
 _PIECES = 8192
-"""Pieces kept, the most recently used ones: some 8 KB each with blocks of 16 tokens."""
+"""Pieces kept, the most recently used: about 8 KB each with blocks of 16 tokens."""
 
 _Key = tuple[int, bytes, bytes, bytes]
 _Blocks = tuple[list[bytes], list[bytes]]
 
 
 class SharedDigests:
-    """Digests and contents of the blocks of a piece of a prompt, by all that they follow from."""
+    """Digests and contents of the blocks in a piece of a prompt, by everything that determines them."""
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[_Key, _Blocks] = OrderedDict()
 
     def get(self, key: _Key) -> _Blocks | None:
-        """The blocks of a piece, if they are known."""
+        """Return the blocks of a piece, if they are known."""
         found = self._pieces.get(key)
         if found is not None:
             self._pieces.move_to_end(key)
@@ -39,7 +39,7 @@ class SharedDigests:
 
 
 class SharingCache(PrefixCache):
-    """A pod's cache that asks the fleet before it hashes a prompt. The digests are those that it would make itself."""
+    """A pod's cache that looks up digests in the fleet before it computes them. Both ways give equal digests."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What goes wrong, and when."""
+"""Faults of pods, and their times."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ class FaultKind(StrEnum):
     """What happens to a pod."""
 
     DIE = "die"
-    """It is gone at once, with all it was doing."""
+    """The pod is gone at once, with everything it was doing."""
     JOIN = "join"
     """A new, cold pod becomes ready."""
     SLOW = "slow"
-    """Its steps take 1 / speed of the time from here on."""
+    """From now on, the pod's steps take 1 / speed of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One event. Raises ValueError naming what is missing."""
+    """One event. Raises ValueError, which names what is missing."""
 
     at_s: float
     kind: FaultKind
     pod: str
     speed: float = 1.0
-    """SLOW: new speed, 1 is the profile's."""
+    """SLOW: the new speed; 1 is the profile's."""
     spec: PodSpec | None = None
-    """JOIN: the pod."""
+    """JOIN: the new pod."""
 
     def __post_init__(self) -> None:
         if self.kind is FaultKind.JOIN and self.spec is None:

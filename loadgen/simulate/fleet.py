@@ -20,6 +20,7 @@ from loadgen.simulate.pod import PodSpec, Report, SimPod
 from loadgen.simulate.pod_tiers import VirtualTimers
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
 from loadgen.simulate.routing import HELD, Offered, Router, Scrape
+from loadgen.simulate.telling import BeliefStream
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
 
@@ -29,36 +30,36 @@ SWEEP_EVERY_S, SWEEP_KEYS = 0.05, 2_000
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """Everything but traffic and routing."""
+    """The fleet, without traffic and routing."""
 
     pods: tuple[PodSpec, ...]
     faults: tuple[Fault, ...] = ()
     stride: int = 256
     network_s: float = 0.001
-    """One way between client and engine, tokenizing included."""
+    """Delay one way between client and engine, including tokenizing."""
     event_delay_s: float = 0.002
-    """From a pod's publishing to a gateway's index: Redis and the network."""
+    """Delay between a pod's message and a gateway's index: Redis and the network."""
     discovery_s: float = 1.0
-    """From a pod's death or birth to the gateways' knowing."""
+    """Delay until gateways know of a pod's death or start."""
     refuse_s: float = 0.05
-    """For a gateway to find a dead pod unreachable."""
+    """Delay until a gateway finds a dead pod unreachable."""
     publishes: bool = True
-    """Whether the pods publish what they hold and their load; foreign engines do not."""
+    """Whether pods publish their keys and their load; foreign engines do not."""
     tells_capacity: bool = True
-    """Whether a pod that publishes nothing says how many tokens its cache holds."""
+    """Whether a pod that publishes nothing tells how many tokens its cache holds."""
     shared_tokens: int = 0
-    """Tokens whose KV the folder holds that pods with a shared tier share."""
+    """Capacity in tokens of the folder that pods with a shared tier share."""
     shares: bool = False
-    """Whether gateways tell each other of pods that publish nothing, when and as often as real ones do."""
-    share_delay_s: float = 0.003
-    """From a gateway's telling to another's knowing: Redis, the network, and what gathers between two reads."""
+    """Whether gateways tell each other about pods that publish nothing, at the same times as real gateways."""
+    share_delay: float = 1.0
+    """Delay of messages between gateways, relative to the measured delay of real gateways (`telling.py`)."""
     scrape_delay_s: float = 0.01
-    """From a pod's answering a scrape to its use."""
+    """Delay between a pod's answer to a scrape and its use."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request between its intended time and its end."""
+    """A request between its intended send time and its end."""
 
     session: _Play
     turn: int
@@ -81,7 +82,7 @@ class _Play:
 
 @dataclass(slots=True, eq=False)
 class _Periodic:
-    """What is done again and again while requests are under way."""
+    """An action that repeats while requests are in flight."""
 
     every_s: float
     act: Callable[[], None]
@@ -89,7 +90,7 @@ class _Periodic:
 
 
 class Simulation:
-    """One run. `on_record` hears of each request as it ends."""
+    """One run. `on_record` gets each request's record when it ends."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Simulation:
         self._unstarted = 0
         self._started_all = False
         self._known = {pod.name for pod in spec.pods}
-        """What discovery shows."""
+        """The pods that discovery shows."""
         self._paused: list[_Periodic] = []
         self._is_sweeping = False
         for pod in spec.pods:
@@ -127,18 +128,18 @@ class Simulation:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is on its way or still to come."""
+        """Return whether a request is in flight or still to come."""
         return not self._started_all or bool(self._flights) or self._unstarted > 0
 
     def told_capacity(self, name: str) -> tuple[int, int] | None:
-        """Tokens that a pod tells its cache holds, and those of a block; None where it tells nothing."""
+        """Return the tokens that a pod's cache holds and the tokens in a block; None if the pod does not tell."""
         pod = self.pods.get(name)
         if pod is None or self.spec.publishes or not self.spec.tells_capacity:
             return None
         return pod.spec.kv_tokens or pod.spec.profile.kv_tokens, pod.spec.block_size
 
     def run(self, routers: Sequence[Router]) -> None:
-        """Play everything, requests dealt to the routers in turn."""
+        """Play everything; requests are dealt to the routers in turn."""
         self._routers = routers
         for router in routers:
             router.pods_changed(sorted(self._known), 0.0)
@@ -147,7 +148,9 @@ class Simulation:
         for fault in self.spec.faults:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
         if len(routers) > 1:
-            for gateway in self._gateways():
+            gateways = self._gateways()
+            self._beliefs = BeliefStream(self.timeline, gateways, seed=self._seed, scale=self.spec.share_delay)
+            for gateway in gateways:
                 gateway.tell_with(partial(self._tell_soon, gateway))
         if len(self._gateways()) > 1:
             self._again(_Periodic(SHARES_EVERY_S, self._exchange_shares))
@@ -156,7 +159,7 @@ class Simulation:
             pass
 
     def send(self, number: int, pod: str | None) -> None:
-        """A router lets a request go that it held; None: no pod is left for it."""
+        """Send a request that a router held; `pod` None: no pod is left for it."""
         if pod is None:
             self._finish(self._flights[number], "no pod")
         else:
@@ -199,7 +202,7 @@ class Simulation:
         self._go_on(_Play(session), after=-1)
 
     def _go_on(self, play: _Play, after: int) -> None:
-        """Send the turns that go on from `after`, each after its pause."""
+        """Send the turns that follow `after`, each after its pause."""
         for turn, following in enumerate(play.session.turns):
             if following.after == after:
                 play.open_turns += 1
@@ -220,7 +223,7 @@ class Simulation:
         flight = self._flights[number] = _Flight(play, turn, offered, router, self.timeline.now_s)
         self._route(flight)
 
-    # -- a request's way ------------------------------------------------------------------------------------------
+    # -- one request ----------------------------------------------------------------------------------------------
 
     def _route(self, flight: _Flight) -> None:
         pod = flight.router.choose(flight.offered, flight.tried, self.timeline.now_s)
@@ -256,8 +259,9 @@ class Simulation:
         self._finish(flight, why)
 
     def _lost(self, flight: _Flight, attempt: int) -> None:
-        """The pod is gone: another one where nothing was heard yet, else the request has failed. Unless the end of the
-        answer was on its way already.
+        """Handle the loss of a request's pod: retry on another pod if no token came yet, else fail the request.
+
+        Do nothing if the end of the answer was already on its way.
         """
         if flight.offered.number not in self._flights or len(flight.tried) != attempt:
             return
@@ -335,7 +339,7 @@ class Simulation:
                 return
             case FaultKind.JOIN:
                 assert fault.spec is not None
-                if fault.pod in self._known:  # the registry tells a new life from the one whose death is not known yet
+                if fault.pod in self._known:  # a new epoch shows that the old process died
                     self._discover(fault.pod, alive=False)
                 self._start_pod(fault.spec)
                 self.timeline.after(self.spec.discovery_s, partial(self._discover, fault.pod, alive=True))
@@ -369,11 +373,11 @@ class Simulation:
         if pod in self.pods:
             router.reported(pod, report, self.timeline.now_s)
 
-    # -- what goes on beside the requests -------------------------------------------------------------------------
+    # -- periodic actions -----------------------------------------------------------------------------------------
 
     def _again(self, periodic: _Periodic) -> None:
-        """Do it, and do it again a period later. On an idle fleet nothing changes: it waits for the next request, so
-        that hours without one take no time.
+        """Do the action, and repeat it a period later. On an idle fleet nothing changes, so the action waits for the
+        next request; hours without requests take no time.
         """
         periodic.act()
         periodic.due_s = self.timeline.now_s + periodic.every_s
@@ -383,7 +387,7 @@ class Simulation:
             self._paused.append(periodic)
 
     def _resume(self) -> None:
-        """Go on with what waits, at a multiple of its period."""
+        """Resume the paused actions, each at a multiple of its period."""
         now_s = self.timeline.now_s
         for periodic in self._paused:
             missed = max(0, math.ceil((now_s - periodic.due_s) / periodic.every_s))
@@ -391,6 +395,8 @@ class Simulation:
         self._paused.clear()
 
     def _scrape(self, router: Router) -> None:
+        if isinstance(router, Gateway):
+            router.scrapes()
         for name, pod in self.pods.items():
             load = pod.scheduler.load()
             used = 1 - load.blocks_free / load.blocks_total
@@ -404,7 +410,7 @@ class Simulation:
         return [router for router in self._routers if isinstance(router, Gateway)]
 
     def _tell_soon(self, by: Gateway) -> None:
-        """What `router.registry.beliefs_publisher` does through Redis."""
+        """Simulate what `router.registry.beliefs_publisher` does through Redis."""
         due_s = by.told_at_s(len(self._gateways()))
         if due_s <= self.timeline.now_s:
             self._tell(by)
@@ -412,14 +418,11 @@ class Simulation:
             self.timeline.at(due_s, partial(self._tell_soon, by))
 
     def _tell(self, by: Gateway) -> None:
-        sent_at_s = self.timeline.now_s
-        for message in by.told(sent_at_s, len(self._gateways())):
-            for gateway in self._gateways():
-                if gateway is not by:
-                    self.timeline.after(self.spec.share_delay_s, partial(gateway.heard, message, sent_at_s))
+        for message in by.told(self.timeline.now_s, len(self._gateways())):
+            self._beliefs.append(by, message)
 
     def _exchange_shares(self) -> None:
-        """What `router.registry.share_sync` does through Redis."""
+        """Simulate what `router.registry.share_sync` does through Redis."""
         gateways = self._gateways()
         now_s = self.timeline.now_s
         for gateway in gateways:
@@ -431,7 +434,7 @@ class Simulation:
                         theirs.merge(gateway.chooser_name, report, now_s)
 
     def _sweep(self) -> None:
-        """After pods left, until nothing of them is left."""
+        """After pods left, forget their keys step by step until none is left."""
         left = [gateway.sweep(SWEEP_KEYS) for gateway in self._gateways()]
         self._is_sweeping = any(left)
         if self._is_sweeping:

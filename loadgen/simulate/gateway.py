@@ -1,4 +1,4 @@
-"""warmroute's gateway in the simulation: the production chooser, index, policies and load book-keeping."""
+"""warmroute's gateway in the simulation: the production chooser, index, policies and load accounting."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, ServedModel
+from router.fleet.scrape_pace import PERIOD_S
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.estimates import Estimates
 from router.gateway.hearsay import Hearsay
@@ -31,13 +32,15 @@ from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
+from router.routing.reported import Counts
+from router.routing.sent import Mark
 from router.routing.speeds import Speeds
 from router.routing.types import PodId, Policy
 from router.telemetry.metrics import Metrics
 
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + RETRIES
-"""Pods that a request is tried on."""
+"""Maximum of pods that a request is tried on."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _Registry:
-    """All pods publish, or none does."""
+    """Either all pods publish, or none does."""
 
     publishes: bool
     expired: bool = False
@@ -75,8 +78,6 @@ class _Serving:
 class Gateway:
     """A `Router` that decides as `warmroute-gateway --policy POLICY` does."""
 
-    scrape_s = 0.0
-
     def __init__(
         self,
         policy: str,
@@ -85,18 +86,20 @@ class Gateway:
         stride: int,
         publishes: bool = True,
         made: Policy | None = None,
-        speculation_ttl_s: float = SPECULATION_TTL_S,
         capacity: Callable[[str], tuple[int, int] | None] = lambda name: None,
         life: int = 0,
         number: int = 0,
     ) -> None:
-        """`publishes`: the engines report to the registry, as ours do; else the gateway knows what passed through.
-        `made`: the policy, where it is not the one called `policy`. `capacity`: tokens of a pod's cache and of its
-        blocks, by its name, if it tells. `life`: above 0, it tells other gateways what it sends to pods that publish
-        nothing. `number`: unlike that of any other gateway.
+        """`publishes`: the engines report to the registry, as ours do; otherwise the gateway knows only what passed
+        through. `made`: the policy, if it is not the one named `policy`. `capacity`: returns the tokens of a pod's
+        cache and of its blocks by the pod's name, if the pod tells them. `life`: above 0, the gateway tells other
+        gateways what it sends to pods that publish nothing. `number`: different for each gateway.
         """
         self.name = policy
         self.takes_reports = publishes
+        self.scrape_s = 0.0 if publishes else PERIOD_S
+        self._marks: dict[PodId, Mark] = {}
+        """State at the last scrape of the pods' metrics."""
         self._notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
         self._pace = Pace()
         self._clock = timeline.clock
@@ -118,9 +121,9 @@ class Gateway:
             Metrics(),
             clock=self._clock,
             stride=stride,
-            speculation_ttl_s=speculation_ttl_s,
+            speculation_ttl_s=SPECULATION_TTL_S,
             foreign_ttl_s=FOREIGN_TTL_S,
-            # A policy that was made for a trial may override how single pods are looked at.
+            # A policy made for a bench may override how single pods are viewed.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
             telling=self._telling,
             name=f"{number:08}",
@@ -180,7 +183,7 @@ class Gateway:
         """See `Router`."""
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
-        told = cached_tokens if self.takes_reports else None  # others tell it at the end of an answer
+        told = cached_tokens if self.takes_reports else None  # other engines tell it at the end of an answer
         opened.lease.first_token(told)
         if opened.told is not None:
             opened.told.began(told)
@@ -209,40 +212,47 @@ class Gateway:
             known.report(report.load, now_s=now_s)
 
     def tell_with(self, on_first: Callable[[], None]) -> None:
-        """Have `on_first` called when `told_at_s` may come sooner than it was, if it tells anything."""
+        """Set the callback for an earlier `told_at_s`; ignored if this gateway tells others nothing."""
         if self._notebook is not None:
             self._notebook.on_first = on_first
 
     def told_at_s(self, gateways: int) -> float:
-        """When it tells the others next, there being so many gateways; infinite while there is nothing to tell."""
+        """Return when this gateway next tells the others, by the number of gateways; infinite: nothing to tell."""
         if self._notebook is None:
             return math.inf
         return self._pace.due_s(self._notebook.oldest_s, self._notebook.oldest_routed_s, gateways)
 
     def told(self, now_s: float, gateways: int) -> Iterator[BeliefMessage]:
-        """What it has to tell."""
+        """Yield the messages for the other gateways."""
         while self._notebook is not None and len(self._notebook):
             self._pace.sent(now_s, gateways, tells_ways=self._notebook.oldest_routed_s is not None)
             yield self._notebook.take(now_s)
 
     def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
-        """What another gateway told of pods that publish nothing."""
+        """Take another gateway's message about pods that publish nothing."""
         self._others.apply(message, sent_at_s, self._clock())
 
+    def scrapes(self) -> None:
+        """Note that the pods are scraped now."""
+        self._marks = {pod_id: pod.state.mark for pod_id, pod in self._serving.by_name.items()}
+
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
-        """See `Router`; it reads no metrics."""
+        """See `Router`."""
+        known, mark = self._serving.by_name.get(PodId(pod)), self._marks.get(PodId(pod))
+        if known is not None and mark is not None:
+            known.counted(Counts(scrape.running, scrape.waiting, scrape.kv_usage), mark, now_s=now_s)
 
     def sweep(self, keys: int) -> bool:
-        """Forget a few keys of pods that left; False where none is left to forget."""
+        """Forget a few keys of pods that left; False if no key is left to forget."""
         return self._index.sweep(keys) > 0
 
     @property
     def chooser_name(self) -> str:
-        """The name under which others know its shares."""
+        """Return the name under which others know this gateway's shares."""
         return self._chooser.name
 
     def shares(self) -> Mapping[str, ModelShares]:
-        """What gateways exchange through Redis."""
+        """Return the shares that gateways exchange through Redis."""
         return self._chooser.shares()
 
     def _inbound(self, request: Offered) -> Inbound:

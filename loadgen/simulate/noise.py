@@ -1,4 +1,4 @@
-"""How much longer a step takes than its profile says: what a machine that is shared with others does to an engine."""
+"""How much longer a step takes than its profile says, as on a machine that the engine shares with other processes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _UNITS = 1 << 53
 
 @dataclass(frozen=True, slots=True)
 class StepNoise:
-    """Factors of step times, log-normal with median 1. Each is the standard deviation of a logarithm, 0: none.
+    """Factors of step times, log-normal with median 1. Each field is the standard deviation of a logarithm; 0: none.
 
-    A function of seed, pod and time alone: equal runs are equal, whatever else is drawn.
+    The factors depend only on seed, pod and time, so equal runs are equal, whatever else is drawn.
     """
 
     step: float = 0.0
-    """Of each step by itself."""
+    """Noise of each single step."""
     spell: float = 0.0
-    """Of a pod for `spell_s` at a time, as if another process took its cores."""
+    """Noise of one pod for `spell_s` at a time, as if another process took its cores."""
     common: float = 0.0
-    """Of all pods alike for `spell_s` at a time, as if they shared one machine."""
+    """Noise of all pods alike for `spell_s` at a time, as if they shared one machine."""
     spell_s: float = 2.0
     seed: int = 0
 
     def factor(self, pod: str, step: int, now_s: float) -> float:
-        """For the pod's step of that number, which begins now."""
+        """Return the factor for the pod's step with this number, which begins now."""
         spell = int(now_s / self.spell_s)
         logarithm = self.step * self._draw(f"step {pod} {step}") + self.spell * self._draw(f"spell {pod} {spell}")
         return math.exp(logarithm + self.common * self._draw(f"common {spell}"))

@@ -1,4 +1,4 @@
-"""The floor: `predicted_ttft`'s decision with every pod's exact cache, queue and cost at that instant."""
+"""The lower bound: `predicted_ttft`'s decision with every pod's exact cache, queue and cost at that instant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Waiting:
 
 
 class Omniscient:
-    """A `Router` that looks into the pods. Of requests still waiting at a pod it knows what they add."""
+    """A `Router` that sees the pods' state. For requests still waiting at a pod, it knows what they will add."""
 
     name = "omniscient"
     scrape_s = 0.0
@@ -35,10 +35,10 @@ class Omniscient:
         self._policy = make_policy("predicted_ttft", options)
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._coming: dict[str, Counter[bytes]] = {}
-        """Pod -> digests of the blocks its open requests hold or will have computed."""
+        """Pod -> digests of the blocks that its open requests hold or will compute."""
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
-        """See `Router`; it sees them anyway."""
+        """See `Router`; not needed, because this router sees the pods."""
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
         """See `Router`."""
@@ -64,10 +64,10 @@ class Omniscient:
         self._settle(request.number, pod)
 
     def reported(self, pod: str, report: Report, now_s: float) -> None:
-        """See `Router`; reports would be old news."""
+        """See `Router`; not needed."""
 
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
-        """See `Router`; so would metrics."""
+        """See `Router`; not needed."""
 
     def _settle(self, number: int, pod: str) -> None:
         waiting = self._waiting.get(pod, {}).pop(number, None)
@@ -95,8 +95,8 @@ class Omniscient:
         tokens = sum(left for left, _ in work) - sum(count for count, _ in running)
         busy_s = sum(prefill_s(cost, left, known) for left, known in work)
         busy_s -= sum(prefill_s(cost, count, end) for count, end in running)
-        # The request shares a step with what waits, as far as the step's tokens go. The policy adds what it takes for
-        # the request's own steps.
+        # The request shares a step with the waiting requests, as far as the step's tokens allow. The policy adds the
+        # time of the request's own steps.
         uncached = prompt_tokens - hits * pod.spec.block_size
         steps = further_steps(tokens + uncached, pod.spec.max_step_tokens) - further_steps(uncached)
         step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
@@ -114,7 +114,7 @@ class Omniscient:
 
 
 def exact_cost(profile: SimProfile, speed: float) -> StepCost:
-    """The profile's constants in seconds; its floor stands for the fixed part, as most steps only decode."""
+    """Return the profile's constants in seconds; its floor is the fixed part, because most steps only decode."""
     scale = 1e-3 / speed
     return StepCost(
         profile.w0_ms * scale,

@@ -1,4 +1,4 @@
-"""An emulated engine: the production scheduler and cache on a device that takes the time its profile says."""
+"""An emulated engine: the production scheduler and cache on a device that takes the time its profile gives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from engine.contract.load import LoadReport
 from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
-from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from engine.sched.scheduler import SchedulerConfig, TokenOutput
 from engine.tiers.emulated_shared import EmulatedFolder
 from engine.tiers.tiers import Tiers
 from loadgen.simulate.digests import SharedDigests, SharingCache
 from loadgen.simulate.noise import StepNoise
 from loadgen.simulate.pod_tiers import TierSpec, pod_tiers
+from loadgen.simulate.runs import RunScheduler
 from loadgen.simulate.timeline import Timeline
 
 MAX_RUN_STEPS = 100_000
@@ -37,7 +38,7 @@ class PodSpec:
     """Steps take 1 / speed of the profile's time."""
     block_size: int = 16
     kv_tokens: int = 0
-    """Tokens whose KV the pool holds; 0: the profile's."""
+    """Tokens whose KV the pool holds; 0: the profile's value."""
     max_step_tokens: int = 2048
     max_running: int = 256
     max_waiting: int = 100_000
@@ -45,31 +46,31 @@ class PodSpec:
     """False: prefixes are not cached."""
     eviction: Eviction = Eviction.LRU
     pin_share: float = 0.0
-    """Of the pool, that may stay because requests ask for it."""
+    """Share of the pool that requests may pin."""
     keep_share: float = 0.0
-    """Of the pool, that may stay unasked while a tool runs."""
+    """Share of the pool that may be kept, without a request for it, while a tool runs."""
     noise: StepNoise | None = None
     """None: steps take exactly the profile's time."""
     tiers: TierSpec | None = None
-    """None: what the pool loses is lost."""
+    """None: blocks evicted from the pool are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a pod publishes to the registry: the net change of the keys it holds, and its load."""
+    """A pod's message to the registry: the net change of the keys it holds, and its load."""
 
     removed: Keys
     stored: Keys
-    """In the pool, where they were not before."""
+    """Keys that are now in the pool and were not before."""
     load: LoadReport
     below: tuple[Keys, Keys] = ((), ())
-    """The same of host memory and disk."""
+    """The same for host memory and disk."""
 
 
 class SimPod:
-    """One life of one engine. `on_output` hears of first tokens and ends, `on_report` of what it publishes.
+    """One epoch of an engine. `on_output` gets first tokens and ends of answers, `on_report` gets published reports.
 
-    Pods of one fleet share `digests`, and `folder` where they have a shared tier.
+    Pods of one fleet share `digests`, and also `folder` if they have a shared tier.
     """
 
     def __init__(
@@ -109,32 +110,32 @@ class SimPod:
                 step_tokens=spec.max_step_tokens,
                 on_end=self._copied,
             )
-        self.scheduler = Scheduler(self.cache, config, self.tiers)
+        self.scheduler = RunScheduler(self.cache, config, self.tiers)
         self._timeline = timeline
         self._on_output = on_output
         self._on_report = on_report
         self._plan: StepPlan | None = None
         self._began_s = self._step_s = 0.0
-        """When the run in progress began, and what its first step takes at full speed."""
+        """When the current run began, and how long its first step takes at full speed."""
         self._steps = 0
-        """Steps after which the run in progress ends."""
+        """Number of steps after which the current run ends."""
         self._turn = 0
-        """Grows when a step's end is moved: the end asked for before is void."""
+        """Grows when a step's end is moved, which makes the earlier timer void."""
         self._started: set[int] = set()
         self._is_waking = False
         self._again_s = math.inf
         self._tell_at_s = math.inf
         self._begun = 0
-        """Steps and runs that have begun."""
+        """Number of steps and runs that have begun."""
 
     def submit(self, request: Request) -> None:
-        """Queue the request. Raises QueueFull, and ValueError for one that can never run."""
+        """Queue the request. Raises QueueFull, and ValueError for a request that can never run."""
         self.scheduler.add(request)
         if self._plan is not None:
-            if self._plan.steps > 1:
+            if self.scheduler.run_steps > 1:
                 self._cut_run()
         elif not self._is_waking:
-            # As in the engine, all that comes at the same moment is in the first step.
+            # As in the engine, all requests that arrive at the same moment are in the first step.
             self._is_waking = True
             self._timeline.after(0, self._begin)
         self._tell_soon()
@@ -145,27 +146,27 @@ class SimPod:
         self.scheduler.abort(request_id)
 
     def die(self) -> None:
-        """Nothing is heard of the pod from here on."""
+        """Stop the pod: it sends nothing from now on."""
         self.alive = False
         self._turn += 1
 
     def slow_to(self, speed: float) -> None:
         """Take 1 / `speed` of the profile's time from the next step on."""
         self._next_speed = speed
-        if self._plan is not None and self._plan.steps > 1:
+        if self._plan is not None and self.scheduler.run_steps > 1:
             self._cut_run()
 
     def step_end_s(self) -> float:
-        """When the step in progress ends, the one of a run that is being made; now for an idle pod."""
+        """Return when the current step ends, in a run its current step; now for an idle pod."""
         if self._plan is None:
             return self._timeline.now_s
         steps = self._steps
-        if self._plan.steps > 1:
+        if self.scheduler.run_steps > 1:
             steps = min(steps, self._steps_begun())
         return self._end_s(steps)
 
     def in_step(self) -> list[tuple[int, int]]:
-        """Of each prefill chunk in the step in progress: its tokens, and the position at its end."""
+        """Return for each prefill chunk in the current step its tokens and the position at its end."""
         chunks = () if self._plan is None else self._plan.chunks
         return [(len(chunk.tokens), chunk.start + len(chunk.tokens)) for chunk in chunks if not chunk.decodes]
 
@@ -175,7 +176,7 @@ class SimPod:
             return
         self.speed = self._next_speed
         self.scheduler.advance(self._timeline.now_s)
-        plan = self._plan = self.scheduler.schedule(MAX_RUN_STEPS)
+        plan = self._plan = self.scheduler.schedule_run(MAX_RUN_STEPS)
         if plan is None:
             if self.tiers is not None:
                 self._look_again(self.tiers)
@@ -185,11 +186,11 @@ class SimPod:
         if self.spec.noise is not None:
             self._step_s *= self.spec.noise.factor(self.spec.name, self._begun, self._began_s)
             self._begun += 1
-        self._steps = plan.steps
+        self._steps = self.scheduler.run_steps
         self._end_at(self._end_s(self._steps))
 
     def _copied(self) -> None:
-        """A copy has ended, or what a shared tier holds is known."""
+        """Continue after a copy has ended, or after the content of a shared tier is known."""
         if self._plan is not None:
             assert self.tiers is not None
             self.tiers.poll()  # further copies begin now, as in the engine
@@ -198,7 +199,7 @@ class SimPod:
             self._timeline.after(0, self._begin)
 
     def _look_again(self, tiers: Tiers) -> None:
-        """A request waits for a copy: it is given up in time, if it does not end before."""
+        """Check again later: a request waits for a copy, and it gives up in time if the copy does not end before."""
         again_s = self._timeline.now_s + tiers.check_in_s()
         if again_s < math.inf and again_s != self._again_s:
             self._again_s = again_s
@@ -231,7 +232,7 @@ class SimPod:
         plan, now_s = self._plan, self._timeline.now_s
         assert plan is not None
         elapsed_s = now_s - self._began_s
-        if plan.steps > 1:
+        if self.scheduler.run_steps > 1:
             outputs = self.scheduler.complete_run(_run_tokens(plan, self._steps), elapsed_s)
         else:
             sampled = {c.request.id: SampledToken(_token(c.request)) for c in plan.chunks if c.samples}
@@ -248,7 +249,7 @@ class SimPod:
         self._begin()
 
     def _tell_soon(self) -> None:
-        """Publish what changed, at the next due time."""
+        """Publish the changes at the next due time."""
         self._tell_at(self._timeline.now_s + (BATCH_S if self.cache.has_changes else LOAD_S))
 
     def _tell_at(self, when_s: float) -> None:
@@ -268,12 +269,12 @@ class SimPod:
 
 
 def _token(request: Request) -> int:
-    """The next made-up answer token: of the request's number and the position alone."""
+    """Return the next made-up token of the answer, a function of the request's number and the position."""
     return (request.id * 2654435761 + len(request.output_tokens)) & _IDS
 
 
 def _run_tokens(plan: StepPlan, steps: int) -> dict[int, Sequence[int]]:
-    """The next `steps` of them for each request."""
+    """Return the next `steps` tokens of each request."""
     tokens: dict[int, Sequence[int]] = {}
     for chunk in plan.chunks:
         first = _token(chunk.request)

@@ -1,4 +1,4 @@
-"""Tiers below the pool of an emulated pod: the engine's own, with copies that take the time of a profile."""
+"""Tiers below the pool of an emulated pod: the engine's own tiers, with copies that take a profile's time."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from engine.tiers.tiers import Tiers
 from loadgen.simulate.timeline import Action, Timeline
 
 LOOKUP_S = 0.001
-"""Until it is known what a shared folder holds of a prompt."""
+"""Delay until it is known how much of a prompt a shared folder holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What a pod has below its pool. Rates are in GB/s, of each pod, each way."""
+    """The tiers below a pod's pool. Rates are in GB/s, per pod and direction."""
 
     host_tokens: int
-    """Tokens whose KV host memory holds."""
+    """Tokens whose KV the host memory holds."""
     host_gb_s: float
     shared_gb_s: float = 0.0
-    """0: no shared tier. Else the fleet has a folder (`FleetSpec.shared_tokens`)."""
+    """0: no shared tier. Otherwise the fleet has a folder (`FleetSpec.shared_tokens`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimers:
-    """A timeline as `engine.tiers.emulated.Timers`."""
+    """Presents a timeline as `engine.tiers.emulated.Timers`."""
 
     timeline: Timeline
 
     def time(self) -> float:
-        """Seconds that only grow."""
+        """Return seconds that never go back."""
         return self.timeline.now_s
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> object:
-        """Call at that time."""
+        """Call `callback` at the time `when`."""
         action: Action = lambda: (callback(), None)[1]  # noqa: E731
         self.timeline.at(when, action)
         return None
@@ -56,7 +56,7 @@ def pod_tiers(
     step_tokens: int,
     on_end: Callable[[], None],
 ) -> Tiers:
-    """The tiers of a pod. Raises ValueError where it is to have a shared tier, and the fleet has no folder."""
+    """Return the tiers of a pod. Raises ValueError if it needs a shared tier and the fleet has no folder."""
     timers = VirtualTimers(timeline)
     block_bytes = profile.kv_token_bytes * pool.block_size
     stores: list[Store] = [

@@ -1,6 +1,6 @@
-"""Prompts as token ids: what a piece of text is to a tokenizer, without the text.
+"""Prompts as token ids: what a tokenizer would make of a text, without the text.
 
-A token is 4 bytes of canonical text, so prefix keys are made as for prompts of token ids and each covers exactly
+A token is 4 bytes of canonical text. So prefix keys are made as for prompts of token ids, and each covers exactly
 `stride / 4` tokens.
 """
 
@@ -25,7 +25,7 @@ _CACHED_SPANS = 2**18
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class MadePrompt:
     """One request's prompt."""
 
     tokens: array[int]
@@ -36,7 +36,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Token ids of prompts: equal pieces, equal ids. Long pieces are kept, the most recently used ones."""
+    """Makes token ids of prompts: equal pieces have equal ids. Long pieces are cached, the most recently used ones."""
 
     def __init__(self, seed: int, stride_bytes: int) -> None:
         self._seed = seed
@@ -44,8 +44,8 @@ class PromptMaker:
         self._pieces: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
         self._cached_tokens = 0
 
-    def prompt(self, session: Session, turn: int, answers: Mapping[int, Sequence[int]]) -> Prompt:
-        """The prompt of a turn; `answers`: token ids by turn, of those it goes on from."""
+    def prompt(self, session: Session, turn: int, answers: Mapping[int, Sequence[int]]) -> MadePrompt:
+        """Return the prompt of a turn; `answers`: token ids by turn, for the turns it follows."""
         parts: list[bytes] = []
         user_start: int | None = None
         for step in conversation(session, turn):
@@ -58,7 +58,7 @@ class PromptMaker:
         data = b"".join(parts)
         tokens = array("i")
         tokens.frombytes(data)
-        return Prompt(tokens, prefix_keys(data, self._seed, self._stride_bytes), user_start or 0)
+        return MadePrompt(tokens, prefix_keys(data, self._seed, self._stride_bytes), user_start or 0)
 
     def _ids(self, piece: Piece) -> bytes:
         name = (piece.key if piece.text is None else piece.text, piece.style, piece.tokens)
@@ -67,7 +67,7 @@ class PromptMaker:
             self._pieces.move_to_end(name)
             return found
         first = xxh3_64_intdigest(f"{piece.style}/{name[0]}".encode())
-        # A shorter piece of the same key is a prefix of a longer one: ids count up from where the key says.
+        # A shorter piece with the same key is a prefix of a longer one: ids count up from a start given by the key.
         ids = ((first + np.arange(piece.tokens, dtype=np.uint64)) & _ID_BITS).astype("<i4").tobytes()
         self._keep(name, ids)
         return ids
@@ -81,14 +81,14 @@ class PromptMaker:
 
 
 class SharedSpans:
-    """Prefix keys as an engine takes them. Equal keys come at equal places, so that prompts share most of theirs."""
+    """Prefix keys with an engine's spans. Equal keys come at equal places, so prompts share most of their spans."""
 
     def __init__(self, stride_bytes: int) -> None:
         self._key_tokens = stride_bytes // TOKEN_BYTES
         self._spans: dict[PrefixKey, KeySpan] = {}
 
     def of(self, keys: Sequence[PrefixKey]) -> tuple[KeySpan, ...]:
-        """One span for each key, shortest prefix first."""
+        """Return one span for each key, shortest prefix first."""
         spans = self._spans
         if len(spans) > _CACHED_SPANS:
             spans.clear()

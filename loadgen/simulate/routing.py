@@ -1,4 +1,4 @@
-"""The seam between the simulated fleet and whatever routes its requests."""
+"""The interface between the simulated fleet and the router of its requests."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from engine.contract.keys import PrefixKey
 from loadgen.simulate.pod import Report
 
 HELD = ""
-"""Answer of a router that keeps the request; it sends it later by `Simulation.send`."""
+"""Returned by a router that keeps the request; the router sends it later with `Simulation.send`."""
 
 
 @dataclass(slots=True, eq=False)
 class Offered:
-    """A request as a router may see it. One that is retried keeps its number."""
+    """A request as a router may see it. A retried request keeps its number."""
 
     number: int
     session: int
     tokens: array[int]
-    """Token ids of the prompt, 4 bytes of text each."""
+    """Token ids of the prompt; each stands for 4 bytes of text."""
     keys: tuple[PrefixKey, ...]
     """warmroute's prefix keys."""
     output_tokens: int
-    """`max_tokens` of the request; the answer is as long."""
+    """`max_tokens` of the request; the answer has this length."""
     user_start: int = 0
     """Index of the first token of the first user message."""
 
@@ -41,34 +41,34 @@ class Scrape:
 
 
 class Router(Protocol):
-    """One gateway. It knows what it is told here and nothing else; every time is on the simulation's clock."""
+    """One gateway. It knows only what these methods tell it; every time is on the simulation's clock."""
 
     name: str
     scrape_s: float
-    """Period in which it reads the pods' metrics; 0: never."""
+    """Period in which the router reads the pods' metrics; 0: never."""
     takes_reports: bool
-    """Whether it subscribes to what pods publish."""
+    """Whether the router subscribes to pods' reports."""
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
-        """The pods that discovery shows from here on, in stable order."""
+        """Take the pods that discovery shows from now on, in stable order."""
         ...
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
-        """The pod for the request, which is sent there at once; None: no pod is left; `HELD`: later."""
+        """Return the pod to which the request is sent at once; None: no pod is left; `HELD`: later."""
         ...
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
-        """The answer's first token passed."""
+        """Note that the answer's first token passed."""
         ...
 
     def ended(self, request: Offered, pod: str, now_s: float, *, completed: bool) -> None:
-        """The answer ended, or the pod could not be reached."""
+        """Note that the answer ended, or that the pod could not be reached."""
         ...
 
     def reported(self, pod: str, report: Report, now_s: float) -> None:
-        """What a pod published has arrived."""
+        """Take a pod's report, which has just arrived."""
         ...
 
     def scraped(self, pod: str, scrape: Scrape, now_s: float) -> None:
-        """The pod's metrics, as they were when it answered."""
+        """Take the pod's metrics, as they were when the pod answered."""
         ...

@@ -1,4 +1,4 @@
-"""One run of one arm: what is played, and its records as columns, ready for `loadgen.measure`."""
+"""One run of one arm: its scenario, and its records as columns for `loadgen.measure`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from loadgen.workloads.base import Session, Workload
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that decides a run but the arm. Equal scenarios give equal records, in every process."""
+    """Everything that decides a run except the arm. Equal scenarios give equal records, in every process."""
 
     fleet: FleetSpec
     workload: Workload
     arrivals: ArrivalSpec
     sessions: int
-    """How many; at most as many as the workload has."""
+    """Number of sessions, at most as many as the workload has."""
     seed: int
-    """Of arrivals and of routers that draw lots."""
+    """Seed of arrivals and of routers that draw at random."""
     gateways: int = 1
-    """Requests are dealt to them in turn."""
+    """Number of gateways; requests are dealt to them in turn."""
 
     def pods(self) -> list[str]:
-        """Every pod that takes part at some time."""
+        """Return every pod that takes part at some time."""
         born = [fault.pod for fault in self.fleet.faults if fault.kind is FaultKind.JOIN]
         return sorted({pod.name for pod in self.fleet.pods} | set(born))
 
@@ -41,11 +41,11 @@ class SimulatedRun:
 
     records: Records
     planned: int
-    """Requests of all sessions; those that follow a failed one were never sent."""
+    """Requests of all sessions; requests that follow a failed one were never sent."""
     duration_s: float
-    """Until the last request ended."""
+    """Seconds until the last request ended."""
     routers: Mapping[str, object]
-    """The arm's gateways by name, as the run left them: for tests and studies."""
+    """The arm's gateways by name, in their state after the run: for tests and studies."""
 
 
 def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None] | None = None) -> SimulatedRun:
@@ -82,7 +82,7 @@ def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Collect what earlier runs left, and then not: a run makes no cycle but itself, and all pods' caches are large."""
+    """Collect garbage once, then not during the run: only the run itself is a cycle, and caches are large."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -94,7 +94,7 @@ def _no_collector() -> Iterator[None]:
 
 
 class _Counted:
-    """A workload that counts the turns of the sessions asked for."""
+    """A workload that counts the turns of the requested sessions."""
 
     def __init__(self, base: Workload) -> None:
         self._base = base

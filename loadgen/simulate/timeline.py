@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order."""
+"""Virtual time: future actions in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Action = Callable[[], None]
 
 
 class Timeline:
-    """Actions at times. Of two at the same time the one asked for first goes first, so a run is deterministic."""
+    """Actions at times. Of two actions at the same time, the one added first comes first, so a run is deterministic."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -17,7 +17,7 @@ class Timeline:
         self._count = 0
 
     def at(self, when_s: float, action: Action) -> None:
-        """Do `action` at `when_s`, or now where that is past."""
+        """Do `action` at `when_s`, or now if that time is past."""
         self._count += 1
         heapq.heappush(self._queue, (max(when_s, self.now_s), self._count, action))
 
@@ -26,11 +26,11 @@ class Timeline:
         self.at(self.now_s + delay_s, action)
 
     def clock(self) -> float:
-        """The time, as a function for those who ask for it."""
+        """Return the current time; pass this method as a clock."""
         return self.now_s
 
     def step(self) -> bool:
-        """Do what is next; False where nothing is left."""
+        """Do the next action; False if none is left."""
         if not self._queue:
             return False
         self.now_s, _, action = heapq.heappop(self._queue)

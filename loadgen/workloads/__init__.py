@@ -1,1 +1,1 @@
-"""What is asked: sessions of turns whose prompts are pieces of text, all decided by a seed."""
+"""What users ask: sessions of turns whose prompts are pieces of text, all determined by a seed."""

@@ -1,4 +1,4 @@
-"""Agents: a conversation that a tool's results make longer turn by turn, with the pause that the tool takes."""
+"""Agents: conversations that grow with each tool's result, with pauses while a tool runs."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import checked, facts, rng_of, whole_between
 
 SPREAD = 0.5
-"""Results and turns differ from their mean by this share of it at most."""
+"""Results and turns differ from their mean by at most this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agentic:
-    """Each session is one agent at one task. All share the instructions and the tools' descriptions, and nothing more:
+    """Each session is one agent with one task. Agents share the instructions and the tools' descriptions, nothing more:
     each reads other files."""
 
     name: str = "agentic"
     seed: int = 1
     shared_tokens: int = 3000
-    """Instructions and descriptions of tools, which every agent's prompts begin with."""
+    """Instructions and descriptions of tools; every agent's prompts begin with them."""
     task_tokens: int = 500
-    """What an agent is told to do."""
+    """Description of an agent's task."""
     agent_turns: int = 40
-    """Mean number of requests of an agent."""
+    """Mean number of requests per agent."""
     result_tokens: int = 3100
-    """Mean length of a tool's result: with the turns and answers, what a conversation grows to."""
+    """Mean length of a tool's result. With the turns and answers, it determines how long a conversation grows."""
     tool_s: float = 4.0
-    """Mean of the exponentially distributed time that a tool takes."""
+    """Mean of the exponentially distributed duration of a tool."""
     output_tokens: int = 300
-    """Of an answer, which calls a tool."""
+    """Length of an answer, which calls a tool."""
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     def session(self, number: int) -> Session:
-        """One agent's task, from its first request to its last answer."""
+        """Return one agent's task, from its first request to its last answer."""
         rng = rng_of(self.seed, "agent", checked(number, None))
         shared = ChatMessage("system", (Piece(f"a{self.seed}", self.shared_tokens),))
         task = ChatMessage("user", (Piece(f"a{self.seed}-{number}", self.task_tokens, "question"),))
@@ -51,10 +51,10 @@ class Agentic:
         return Session(number, "agents", tuple(turns))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
     def _around(self, mean: int, *names: str | int) -> int:
-        """A whole number around the mean, the same for the same names."""
+        """Return a whole number around the mean, the same for the same names."""
         spread = int(SPREAD * mean)
         return max(1, whole_between(mean - spread, mean + spread, self.seed, *names))

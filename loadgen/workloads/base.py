@@ -1,7 +1,8 @@
-"""The form every workload takes: sessions of turns, prompts as pieces.
+"""The form of every workload: sessions of turns, with prompts made of pieces.
 
-A piece is text by name: equal key and length, equal text. So a workload says what is shared without holding any text:
-the client renders pieces when it sends them (`render.py`), a simulator counts their tokens; both see the same sharing.
+A piece is text with a name: equal key and length mean equal text. So a workload says what is shared without holding
+any text. The client renders pieces when it sends them (`render.py`), and a simulator counts their tokens; both see the
+same sharing.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ Style = Literal["prose", "question", "code"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text decided by its key, style and length. A shorter piece of the same key and style is a prefix of a longer."""
+    """Text determined by key, style and length. A shorter piece of the same key and style begins a longer one."""
 
     key: str
     tokens: int
-    """Length wanted, in tokens of the model at hand; real text meets it within a few per cent."""
+    """Wanted length in tokens of the current model; the real text is within a few per cent."""
     style: Style = "prose"
     text: str | None = None
-    """Literal text that is sent as it stands, where a data set brings its own; `tokens` is then an estimate."""
+    """Literal text that is sent as it is, if a data set has its own; `tokens` is then an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message: its pieces are joined by blank lines."""
+    """One message; blank lines join its pieces."""
 
     role: Literal["system", "user", "assistant"]
     pieces: tuple[Piece, ...]
@@ -35,55 +36,55 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: what it goes on from, and what it adds."""
+    """One request of a session: the turn that it follows, and what it adds."""
 
     messages: tuple[ChatMessage, ...]
-    """Added after the conversation of turn `after` and the answer that turn got."""
+    """Messages added after the conversation of turn `after` and the answer to that turn."""
     output_tokens: int
-    """Tokens of answer asked for."""
+    """Requested length of the answer in tokens."""
     after: int = -1
-    """Index of an earlier turn of the session; -1: the conversation begins here. Two turns with the same `after`
-    branch: a regenerated answer, an edited question, an agent's fan-out."""
+    """Index of the earlier turn of the session that this turn follows; -1: the conversation begins here. Two turns with
+    the same `after` branch: a regenerated answer, an edited question, an agent's fan-out."""
     think_s: float = 0.0
     """Pause between the answer of turn `after` (for -1: the session's start) and this request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One user's conversation. A turn is sent once the turn it goes on from is answered and its pause is over."""
+    """One user's conversation. A turn is sent when the turn that it follows is answered and its pause is over."""
 
     number: int
     group: str
     """Name of what the session shares with others (tenant, document, template); empty: nothing."""
     turns: tuple[Turn, ...]
     start_s: float | None = None
-    """Start from the beginning of the run, for traces that bring their own times; None: the arrival process decides."""
+    """Seconds from the run's start, for traces with their own times; None: the arrival process decides."""
 
 
 class Workload(Protocol):
-    """A named source of sessions. Implementations are frozen values: they travel to worker processes by pickling."""
+    """A named source of sessions. Implementations are frozen values, because they are pickled for worker processes."""
 
     @property
     def name(self) -> str:
-        """As `--workload` calls it."""
+        """Return the name, as in `--workload`."""
         ...
 
     @property
     def length(self) -> int | None:
-        """Number of sessions; None: as many as are asked for."""
+        """Return the number of sessions; None: unlimited."""
         ...
 
     def session(self, number: int) -> Session:
-        """Session `number`, from 0: a function of workload and number alone. Raises IndexError beyond the end."""
+        """Return session `number`, from 0: a function of workload and number only. Raises IndexError beyond the end."""
         ...
 
     def about(self) -> Mapping[str, str]:
-        """What a report should say of it: parameter and value, in words."""
+        """Return what a report should say about the workload: parameters and values, in words."""
         ...
 
 
 def conversation(session: Session, turn: int) -> list[int]:
-    """The turns whose messages make the prompt of `turn`, oldest first, itself last."""
+    """Return the turns whose messages make the prompt of `turn`, oldest first, `turn` last."""
     chain = [turn]
     while (before := session.turns[chain[-1]].after) >= 0:
         chain.append(before)

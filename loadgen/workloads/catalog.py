@@ -1,4 +1,4 @@
-"""Workloads by name: their flags, and the one that is chosen. A flag it does not have is refused, not ignored."""
+"""Workloads by name: their flags, and the chosen one. A flag that the workload does not have is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.workloads.wrappers import Recycled, Sized, with_pressure
 __all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload", "distinct_rounds"]
 
 LARGEST = 100_000_000
-"""Of any number that shapes a workload: a prompt of so many tokens is 400 MB."""
+"""Limit of any number that shapes a workload: a prompt with this many tokens is 400 MB."""
 
 
 def _flag(name: str, text: str, **limits: Any) -> Any:
@@ -23,12 +23,12 @@ def _flag(name: str, text: str, **limits: Any) -> Any:
 
 
 class WorkloadSettings(Settings):
-    """What is sent. The same settings and seed give the same sessions in every process."""
+    """What the requests contain. The same settings and seed give the same sessions in every process."""
 
     workload: str = Field("tenants", description="; ".join(f"{name}: {about}" for name, about in NAMES.items()))
     seed: int = Field(1, description="decides prompts and schedule")
     reuse_prompts: int = Field(
-        0, ge=0, description="sessions of a fixed pool that is sent again and again; 0: every prompt is unique"
+        0, ge=0, description="sessions of a fixed pool that is sent repeatedly; 0: every prompt is unique"
     )
     cache_pressure: float | None = Field(
         None,
@@ -41,7 +41,7 @@ class WorkloadSettings(Settings):
     )
 
     tenants: int | None = _flag("tenants", "system prompts", ge=1, le=100_000)
-    zipf: float | None = _flag("zipf", "thing i has popularity i ** -zipf; 0: all alike", ge=0, le=5)
+    zipf: float | None = _flag("zipf", "item i has popularity i ** -zipf; 0: all alike", ge=0, le=5)
     system_tokens_min: int | None = _flag("system_tokens_min", "shortest system prompt, tokens", ge=1)
     system_tokens_max: int | None = _flag("system_tokens_max", "longest system prompt, tokens", ge=1)
     question_tokens_min: int | None = _flag("question_tokens_min", "shortest user turn, tokens", ge=1)
@@ -58,7 +58,7 @@ class WorkloadSettings(Settings):
     branch_after_s: float | None = _flag("branch_after_s", "seconds until a question is regenerated or edited", ge=0)
 
     shared_tokens: int | None = _flag("shared_tokens", "instructions that all agents share, tokens", ge=1)
-    task_tokens: int | None = _flag("task_tokens", "what an agent is told to do, tokens", ge=1)
+    task_tokens: int | None = _flag("task_tokens", "an agent's task, tokens", ge=1)
     agent_turns: int | None = _flag("agent_turns", "mean number of requests of an agent", ge=1, le=10_000)
     result_tokens: int | None = _flag("result_tokens", "mean result of a tool, tokens", ge=1)
     tool_s: float | None = _flag("tool_s", "mean seconds that a tool takes", ge=0)
@@ -89,7 +89,7 @@ class WorkloadSettings(Settings):
     gsp_question_len: int | None = _flag("gsp_question_len", "question, tokens", ge=1)
     gsp_output_len: int | None = _flag("gsp_output_len", "answer, tokens", ge=1)
     gsp_range_ratio: float | None = _flag(
-        "gsp_range_ratio", "lengths are uniform between this share of the given ones and all of them", ge=0, le=1
+        "gsp_range_ratio", "lengths are uniform between this share of the given length and all of it", ge=0, le=1
     )
     gsp_num_turns: int | None = _flag("gsp_num_turns", "turns of each prompt", ge=1)
     gsp_ordered: bool | None = _flag("gsp_ordered", "group after group, not shuffled")
@@ -106,7 +106,7 @@ class WorkloadSettings(Settings):
 
     dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
     dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
-    sharegpt_output_len: int | None = _flag("sharegpt_output_len", "answers, tokens; 0: as the recorded ones", ge=0)
+    sharegpt_output_len: int | None = _flag("sharegpt_output_len", "length of answers, tokens; 0: as recorded", ge=0)
     jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next one")
     speedup: float | None = _flag("speedup", "factor by which the trace's own times pass faster", gt=0)
 
@@ -125,7 +125,7 @@ class WorkloadSettings(Settings):
         return self
 
     def shape(self) -> dict[str, Any]:
-        """The workload's flags that were given, by name."""
+        """Return the workload's flags that were given, by name."""
         return {name: value for name in KINDS[self.workload].flags if (value := getattr(self, name)) is not None}
 
     def _check_foreign(self) -> None:
@@ -162,7 +162,7 @@ class WorkloadSettings(Settings):
 
 
 def build_workload(settings: WorkloadSettings) -> Workload:
-    """The workload that the settings describe. Raises DatasetError where a file cannot be used."""
+    """Return the workload that the settings describe. Raises DatasetError if a file cannot be used."""
     workload: Any = KINDS[settings.workload].build(settings.workload, settings.seed, settings.shape())
     if settings.cache_pressure is not None and settings.cluster_kv_tokens is not None:
         sized = with_pressure(workload, settings.cache_pressure, settings.cluster_kv_tokens)
@@ -176,7 +176,7 @@ def build_workload(settings: WorkloadSettings) -> Workload:
 
 
 def distinct_rounds(settings: WorkloadSettings, workload: Workload, sessions: int) -> int | None:
-    """Rounds of `sessions` (0: all) that a data set has before they repeat; None: each seed makes other sessions."""
+    """Return the rounds of `sessions` (0: all) that a data set has without repeats; None: no data set."""
     if not KINDS[settings.workload].reads_file:
         return None
     if workload.length is None:  # one pool of --reuse-prompts, whatever the seed

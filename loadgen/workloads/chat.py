@@ -1,4 +1,4 @@
-"""Conversations under shared system prompts: one prompt for all, one per tenant, or none; straight or branching."""
+"""Conversations under shared system prompts: one for all, one per tenant, or none; linear or branching."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Multi-tenant chat: each turn goes on from the live answer before it. Questions are unique by their keys."""
+    """Multi-tenant chat: each turn follows the real answer before it. Questions are unique by their keys."""
 
     name: str = "tenants"
     seed: int = 1
     tenants: int = 8
-    """System prompts, each shared by the sessions of one tenant."""
+    """Number of system prompts; each is shared by the sessions of one tenant."""
     zipf: float = 0.8
-    """Tenant i (from 1) has popularity i ** -zipf; 0: all alike."""
+    """Tenant i (from 1) has popularity i ** -zipf; 0: all tenants are equal."""
     system_tokens_min: int = 1500
     system_tokens_max: int = 2000
     question_tokens_min: int = 20
@@ -30,14 +30,14 @@ class Chat:
     think_s: float = 1.0
     """Mean of the exponentially distributed pause between an answer and the next question."""
     unique_share: float = 0.0
-    """Share of sessions that are one long question without a system prompt: nothing in them is shared."""
+    """Share of sessions that are one long question without a system prompt; they share nothing."""
     output_tokens: int = 32
     regenerate_share: float = 0.0
-    """Probability of a turn that its answer is asked for once more; the conversation goes on from the second answer."""
+    """Probability that a turn's answer is requested once more; the conversation continues from the second answer."""
     edit_share: float = 0.0
-    """Probability of a turn that its question is replaced by another; the conversation goes on from that one."""
+    """Probability that a turn's question is replaced by another; the conversation continues from the new one."""
     branch_after_s: float = 10.0
-    """From the time a question may be sent to its being regenerated or edited: reading the answer."""
+    """Seconds between the earliest send time of a question and its regeneration or edit: reading the answer."""
     _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "tenants"
@@ -47,16 +47,16 @@ class Chat:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     @property
     def unit_tokens(self) -> float:
-        """Shared tokens of a tenant."""
+        """Return the shared tokens of a tenant."""
         return (self.system_tokens_min + self.system_tokens_max) / 2
 
     def session(self, number: int) -> Session:
-        """A conversation of one tenant, or a single long question of nobody's."""
+        """Return a conversation of one tenant, or a single long question without a tenant."""
         rng = rng_of(self.seed, "session", checked(number, None))
         if rng.random() < self.unique_share:
             tokens = rng.randint(self.system_tokens_min, self.system_tokens_max)
@@ -68,7 +68,7 @@ class Chat:
         return Session(number, f"tenant {tenant + 1}", self._turns(rng, number, system))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
     def _turns(self, rng: random.Random, number: int, system: ChatMessage) -> tuple[Turn, ...]:

@@ -1,4 +1,4 @@
-"""Code completion: a repository's context shared by its editors, a file that grows, a cursor that moves."""
+"""Code completion: a repository's context that its editors share, a file that grows, a cursor that moves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from loadgen.workloads.draws import Zipf, checked, facts, rng_of
 
 @dataclass(frozen=True, slots=True)
 class CodeCompletion:
-    """A session is one file being typed: each request has the repository, the file up to the cursor, what follows it.
+    """A session is one file being typed: each request has the repository, the file up to the cursor and the text below
+    it.
 
-    Requests do not wait for answers, they come with the typing: each begins a prompt of its own.
+    Requests do not wait for answers; they follow the typing, and each begins a new conversation.
     """
 
     name: str = "code"
@@ -22,14 +23,14 @@ class CodeCompletion:
     repositories: int = 8
     zipf: float = 0.8
     repository_tokens: int = 3000
-    """Context of a repository: the same for all its sessions."""
+    """Context of a repository, the same for all its sessions."""
     file_tokens_min: int = 200
     file_tokens_max: int = 1200
-    """Of the file when the session begins."""
+    """Longest file at the beginning of a session."""
     typed_tokens: int = 40
-    """By which the file has grown from one request to the next."""
+    """Growth of the file from one request to the next."""
     after_cursor_tokens: int = 60
-    """Code below the cursor, which moves with it: no request has that of another."""
+    """Code below the cursor, which moves with it, so that no two requests have the same."""
     turns_min: int = 4
     turns_max: int = 12
     think_s: float = 1.0
@@ -44,16 +45,16 @@ class CodeCompletion:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     @property
     def unit_tokens(self) -> float:
-        """Shared tokens of a repository."""
+        """Return the shared tokens of a repository."""
         return self.repository_tokens
 
     def session(self, number: int) -> Session:
-        """One file being typed."""
+        """Return one file being typed."""
         rng = rng_of(self.seed, "session", checked(number, None))
         repository = self._popularity.draw(rng)
         context = ChatMessage("system", (Piece(f"r{self.seed}-{repository + 1}", self.repository_tokens, "code"),))
@@ -68,5 +69,5 @@ class CodeCompletion:
         return Session(number, f"repository {repository + 1}", tuple(turns))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)

@@ -1,4 +1,4 @@
-"""Data sets that bring their own text: ShareGPT conversations and JSON lines of prompts."""
+"""Data sets with their own text: ShareGPT conversations and JSON lines of prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadgen.workloads.draws import checked
 from loadgen.workloads.files import DatasetError, Entry, json_entries, jsonl_entries
 
 CHARACTERS_PER_TOKEN = 4.0
-"""Of English text, a rule of thumb: lengths of literal text are estimates, `usage` has the true ones."""
+"""Rule of thumb for English text: lengths of literal text are estimates, `usage` has the true ones."""
 _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "human": "user",
@@ -29,7 +29,7 @@ DEFAULT_OUTPUT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What one turn adds, literally."""
+    """The literal text that one turn adds."""
 
     messages: tuple[tuple[Literal["system", "user", "assistant"], str], ...]
     output_tokens: int
@@ -37,7 +37,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextDataset:
-    """Conversations in the order of the file; each turn goes on from the live answer before it."""
+    """Conversations in the order of the file; each turn follows the real answer before it."""
 
     name: str
     path: str
@@ -49,11 +49,11 @@ class TextDataset:
 
     @property
     def length(self) -> int | None:
-        """Conversations of the file."""
+        """Return the number of conversations in the file."""
         return len(self.conversations)
 
     def session(self, number: int) -> Session:
-        """One conversation. What is shared follows from the texts; no group is named."""
+        """Return one conversation. What is shared follows from the texts; there is no group name."""
         requests = self.conversations[checked(number, len(self.conversations))]
         turns = [
             Turn(tuple(_message(role, text) for role, text in request.messages), request.output_tokens, step - 1)
@@ -62,7 +62,7 @@ class TextDataset:
         return Session(number, "", tuple(turns))
 
     def about(self) -> Mapping[str, str]:
-        """File, size, repetitions."""
+        """Return file, size and repetitions."""
         openings = {conversation[0].messages for conversation in self.conversations}
         return {
             "data set": self.path,
@@ -76,10 +76,10 @@ class TextDataset:
 def load_sharegpt(
     dataset_path: Path, *, dataset_limit: int = 0, turns_max: int = 100, sharegpt_output_len: int = 0
 ) -> TextDataset:
-    """ShareGPT: `conversations` of {from, value}, as one JSON array or JSON lines. Raises DatasetError.
+    """Load ShareGPT: `conversations` of {from, value}, as one JSON array or JSON lines. Raises DatasetError.
 
-    A turn is what the user says before an answer; it asks for as many tokens as the recorded answer has, by its length
-    in characters, or for `sharegpt_output_len`. Conversations without an answered question are left out.
+    A turn is what the user says before an answer. It requests as many tokens as the recorded answer has, estimated from
+    its characters, or `sharegpt_output_len`. Conversations without an answered question are left out.
     """
     kept: list[tuple[TextRequest, ...]] = []
     left_out = 0
@@ -97,7 +97,7 @@ def load_sharegpt(
 def load_custom(
     dataset_path: Path, *, dataset_limit: int = 0, output_tokens: int = DEFAULT_OUTPUT_TOKENS
 ) -> TextDataset:
-    """JSON lines with `prompt` (text) or `messages` (chat), and maybe `output_tokens`. Raises DatasetError."""
+    """Load JSON lines with `prompt` (text) or `messages` (chat), and maybe `output_tokens`. Raises DatasetError."""
     entries = islice(jsonl_entries(dataset_path), dataset_limit or None)
     return TextDataset(
         "custom", str(dataset_path), _some([(_prompt(e, output_tokens),) for e in entries], dataset_path)
@@ -114,7 +114,7 @@ def _answered(entry: Entry, output_len: int) -> Iterator[TextRequest]:
         elif any(who == "user" for who, _ in waiting):
             yield TextRequest(tuple(waiting), output_len or _tokens(text))
             waiting = []
-        # An answer to nothing, as where a conversation was cut out of a longer one, cannot be asked for.
+        # An answer without a question, as in a conversation cut out of a longer one, cannot be requested.
 
 
 def _prompt(entry: Entry, output_tokens: int) -> TextRequest:

@@ -1,4 +1,4 @@
-"""Draws that depend on names alone: the same in every process, whatever was drawn before."""
+"""Random draws that depend only on names: the same in every process, whatever was drawn before."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 _ROUNDS = 4
-"""Of the Feistel network: enough for an order in which groups come mixed."""
+"""Rounds of the Feistel network: enough for an order in which groups are mixed."""
 
 
 def rng_of(seed: int, *names: str | int) -> random.Random:
-    """A generator of its own for what the names say, in every process the same."""
+    """Return a generator determined by the names, the same in every process."""
     return random.Random(_hashed(seed, names))
 
 
 def whole_between(low: int, high: int, seed: int, *names: str | int) -> int:
-    """A whole number in low .. high for what the names say: one draw, ten times cheaper than a generator."""
+    """Return a whole number in low .. high determined by the names: one draw, ten times cheaper than a generator."""
     return low + _hashed(seed, names) % (high - low + 1)
 
 
@@ -32,7 +32,7 @@ def _hashed(seed: int, names: tuple[str | int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Zipf:
-    """Popularity of `count` things: thing i (from 0) has probability proportional to (i + 1) ** -exponent."""
+    """Popularity of `count` items: item i (from 0) has probability proportional to (i + 1) ** -exponent."""
 
     count: int
     exponent: float
@@ -43,15 +43,15 @@ class Zipf:
         object.__setattr__(self, "_cumulative", array("d", accumulate(weights)))
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """Return one item."""
         return min(self.count - 1, bisect_right(self._cumulative, rng.random() * self._cumulative[-1]))
 
     def draw_distinct(self, rng: random.Random, count: int) -> list[int]:
-        """`count` different ones, in the order drawn; all of them where there are no more."""
+        """Return `count` different items in the order drawn; all items if there are no more."""
         if count >= self.count:
             return rng.sample(range(self.count), self.count)
         found: dict[int, None] = {}
-        # Popular things are drawn again and again once found, so the rest is filled up from the most popular left.
+        # Popular items are drawn again and again, so the rest is filled with the most popular items left.
         for _ in range(20 * count):
             found[self.draw(rng)] = None
             if len(found) == count:
@@ -61,9 +61,10 @@ class Zipf:
 
 
 def permuted(index: int, size: int, seed: int) -> int:
-    """Where `index` of range(size) goes in a permutation decided by the seed: a Feistel network, walked until in range.
+    """Return the place of `index` of range(size) in a permutation determined by the seed.
 
-    Black and Rogaway, "Ciphers with arbitrary finite domains" (2002). Needs no table of `size` entries.
+    It is a Feistel network, walked until the value is in range: Black and Rogaway, "Ciphers with arbitrary finite
+    domains" (2002). It needs no table of `size` entries.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -77,7 +78,7 @@ def permuted(index: int, size: int, seed: int) -> int:
 
 
 def facts(workload: Any, *left_out: str) -> Mapping[str, str]:
-    """What a dataclass's fields say, in words: `x_min` and `x_max` as one range."""
+    """Return a dataclass's fields in words: `x_min` and `x_max` as one range."""
     out: dict[str, str] = {}
     for item in fields(workload):
         if not item.init or item.name in ("name", *left_out) or item.name.endswith("_max"):
@@ -92,7 +93,7 @@ def facts(workload: Any, *left_out: str) -> Mapping[str, str]:
 
 
 def checked(number: int, length: int | None) -> int:
-    """The number of a session. Raises IndexError where there is none such."""
+    """Return the number of a session. Raises IndexError if there is no such session."""
     if number < 0 or (length is not None and number >= length):
         raise IndexError(f"session {number} of {'any number' if length is None else length}")
     return number

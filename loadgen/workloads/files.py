@@ -18,28 +18,28 @@ from engine.contract.settings import ConfigError
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 2**20
 _ENCODING = "utf-8-sig"
-"""With or without the mark that some programs begin a file with."""
+"""With or without the byte order mark that some programs write."""
 
 
 class DatasetError(ConfigError):
-    """A data set file that cannot be used; the text says which, where and why."""
+    """A data set file that cannot be used; the message says which, where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record of a file, and where it is."""
+    """One record of a file, and its place."""
 
     where: str
-    """As '/data/trace.jsonl:17' or '/data/chats.json, entry 17'."""
+    """The place, as '/data/trace.jsonl:17' or '/data/chats.json, entry 17'."""
     fields: Mapping[str, Any]
 
     def error(self, field: str, wanted: str) -> DatasetError:
-        """The error that says what is wrong with a field."""
+        """Return the error that says what is wrong with a field."""
         given = f"got {str(self.fields[field])[:80]!r}" if field in self.fields else "it is missing"
         return DatasetError(f"{self.where}: field {field!r} must be {wanted}; {given}")
 
     def whole(self, field: str, low: int = 0, high: int = 2**63 - 1) -> int:
-        """A whole number of at least `low` and at most `high`; also from text, as CSV has it. Raises DatasetError."""
+        """Return a whole number between `low` and `high`, also from text, as in CSV. Raises DatasetError."""
         value = self.fields.get(field)
         wanted = f"a whole number of at least {low}" + (f" and at most {high:,}" if high < 2**63 - 1 else "")
         try:
@@ -53,7 +53,7 @@ class Entry:
         return number
 
     def number(self, field: str) -> float:
-        """A finite number; also from text. Raises DatasetError."""
+        """Return a finite number, also from text. Raises DatasetError."""
         value = self.fields.get(field)
         try:
             number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
@@ -64,14 +64,14 @@ class Entry:
         return number
 
     def text(self, field: str) -> str:
-        """Text that is not empty. Raises DatasetError."""
+        """Return non-empty text. Raises DatasetError."""
         value = self.fields.get(field)
         if not isinstance(value, str) or not value:
             raise self.error(field, "text that is not empty")
         return value
 
     def time_s(self, field: str) -> float:
-        """Seconds since 1970 from an ISO 8601 time; UTC where it names no zone. Raises DatasetError."""
+        """Return seconds since 1970 from an ISO 8601 time; UTC if the time has no zone. Raises DatasetError."""
         try:
             time = datetime.fromisoformat(self.text(field))
         except ValueError:
@@ -80,7 +80,7 @@ class Entry:
 
 
 def jsonl_entries(path: Path) -> Iterator[Entry]:
-    """Objects of a JSON-lines file; empty lines are passed over. Raises DatasetError."""
+    """Yield the objects of a JSON-lines file; empty lines are skipped. Raises DatasetError."""
     with _opened(path) as file:
         for number, line in enumerate(_lines(path, file), 1):
             if not line.strip():
@@ -96,7 +96,7 @@ def jsonl_entries(path: Path) -> Iterator[Entry]:
 
 
 def csv_entries(path: Path, columns: tuple[str, ...]) -> Iterator[Entry]:
-    """Rows of a CSV file that has these columns and maybe others. Raises DatasetError."""
+    """Yield the rows of a CSV file that has these columns and maybe others. Raises DatasetError."""
     with _opened(path) as file:
         rows = csv.reader(_lines(path, file))
         try:
@@ -114,7 +114,7 @@ def csv_entries(path: Path, columns: tuple[str, ...]) -> Iterator[Entry]:
 
 
 def json_entries(path: Path) -> Iterator[Entry]:
-    """Objects of a file that is one JSON array, or JSON lines, without holding the file. Raises DatasetError."""
+    """Yield the objects of one JSON array, or of JSON lines, without holding the file. Raises DatasetError."""
     with _opened(path) as file:
         beginning = next((line.lstrip() for line in _lines(path, file) if line.strip()), "")
     if not beginning.startswith("["):
@@ -143,7 +143,7 @@ def _array_items(path: Path, file: IO[str]) -> Iterator[Any]:
             if not more:
                 raise DatasetError(f"{path}, entry {number + 1}: not JSON: {error.msg}") from None
             buffer += more
-            size *= 2  # an item larger than the buffer is decoded again only as often as the buffer doubles
+            size *= 2  # so a large item is decoded again only when the buffer doubles
             continue
         number += 1
         buffer, size = buffer[end:], _CHUNK_CHARACTERS

@@ -1,4 +1,4 @@
-"""The table of workloads: what each is, which flags it has, how it is built from them."""
+"""The table of workloads: what each is, which flags it has, and how it is built from them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Value = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WorkloadKind:
     """One entry of the catalog."""
 
     about: str
     """One line for `--help`."""
     make: Callable[..., Workload]
-    """A dataclass or a loader; its parameters are the workload's flags and their defaults."""
+    """A dataclass or a loader; its parameters are the workload's flags, with their defaults."""
     preset: Mapping[str, Value] = field(default_factory=dict)
     """Defaults that differ from those of `make`."""
     prefix: str = ""
-    """Before the name of each parameter in the flag, as 'gsp_'."""
+    """Prefix of the flag for each parameter, such as 'gsp_'."""
 
     flags: Mapping[str, Any] = field(init=False)
-    """Names of the flags, underscored, and their defaults; without `seed`, which all have."""
+    """Names of the flags, with underscores, and their defaults; without `seed`, which all workloads have."""
 
     def __post_init__(self) -> None:
         flags: dict[str, Any] = {}
@@ -48,16 +48,16 @@ class Kind:
 
     @property
     def is_scalable(self) -> bool:
-        """Whether its working set can be sized."""
+        """Return whether the working set can be sized."""
         return hasattr(self.make, "units")
 
     @property
     def reads_file(self) -> bool:
-        """Whether it needs `--dataset-path`."""
+        """Return whether the workload needs `--dataset-path`."""
         return "dataset_path" in self.flags
 
     def build(self, name: str, seed: int, given: Mapping[str, Value]) -> Workload:
-        """The workload, from flags that were given. Raises DatasetError."""
+        """Return the workload built from the given flags. Raises DatasetError."""
         known = inspect.signature(self.make).parameters
         values: dict[str, Any] = dict(self.preset)
         values |= {flag if flag in known else flag.removeprefix(self.prefix): value for flag, value in given.items()}
@@ -67,15 +67,15 @@ class Kind:
         return self.make(**values)
 
 
-CONTROLS: Mapping[str, Kind] = MappingProxyType(
+CONTROLS: Mapping[str, WorkloadKind] = MappingProxyType(
     {
-        "zero-sharing": Kind("control: nothing is shared, so routing by cache cannot help", Diverse),
-        "one-hot-prefix": Kind(
+        "zero-sharing": WorkloadKind("control: nothing is shared, so routing by cache cannot help", Diverse),
+        "one-hot-prefix": WorkloadKind(
             "control: one long prompt for all, so routing by prefix alone overloads a pod",
             Chat,
             {"tenants": 1, "system_tokens_min": 4000, "system_tokens_max": 4000, "turns_min": 1, "turns_max": 1},
         ),
-        "short-prompts": Kind(
+        "short-prompts": WorkloadKind(
             "control: prompts of a few dozen tokens, too short for a cache to matter",
             Chat,
             {
@@ -87,7 +87,7 @@ CONTROLS: Mapping[str, Kind] = MappingProxyType(
                 "turns_max": 1,
             },
         ),
-        "decode-heavy": Kind(
+        "decode-heavy": WorkloadKind(
             "control: short prompts and long answers, so that prefill hardly counts",
             Chat,
             {
@@ -98,25 +98,27 @@ CONTROLS: Mapping[str, Kind] = MappingProxyType(
                 "output_tokens": 1000,
             },
         ),
-        "large-cache": Kind(
+        "large-cache": WorkloadKind(
             "control: two small tenants, which every pod's cache soon holds, wherever requests go",
             Chat,
             {"tenants": 2, "system_tokens_min": 500, "system_tokens_max": 500, "turns_min": 1, "turns_max": 1},
         ),
     }
 )
-"""Negative controls: where routing by cache should gain nothing, or may lose."""
+"""Negative controls: workloads for which routing by cache should gain nothing, or may lose."""
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, WorkloadKind] = MappingProxyType(
     {
-        "shared-prompt": Kind(
+        "shared-prompt": WorkloadKind(
             "one system prompt for all, a unique question each",
             Chat,
             {"tenants": 1, "zipf": 0.0, "turns_min": 1, "turns_max": 1},
         ),
-        "tenants": Kind("chats of several tenants with a system prompt each, some more popular (the demo's)", Chat),
-        "multi-turn": Kind(
-            "long conversations that go on from live answers, under one short system prompt",
+        "tenants": WorkloadKind(
+            "chats of several tenants with a system prompt each, some more popular (the demo's)", Chat
+        ),
+        "multi-turn": WorkloadKind(
+            "long conversations that continue from real answers, under one short system prompt",
             Chat,
             {
                 "tenants": 1,
@@ -129,14 +131,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "output_tokens": 128,
             },
         ),
-        "branching": Kind(
+        "branching": WorkloadKind(
             "chats in which answers are regenerated and questions edited",
             Chat,
             {"turns_min": 3, "turns_max": 6, "regenerate_share": 0.2, "edit_share": 0.1},
         ),
-        "agentic": Kind("agents: 3k shared tokens, growing to 140k by results of tools that take seconds", Agentic),
-        "agentic-small": Kind(
-            "the same for laptops: growing to some 3k tokens",
+        "agentic": WorkloadKind(
+            "agents: 3k shared tokens, growing to 140k by results of tools that take seconds", Agentic
+        ),
+        "agentic-small": WorkloadKind(
+            "the same for laptops: growing to about 3k tokens",
             Agentic,
             {
                 "shared_tokens": 600,
@@ -147,30 +151,30 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "output_tokens": 24,
             },
         ),
-        "rag": Kind("questions over documents of Zipf popularity, in an order to choose", Rag),
-        "few-shot": Kind("a block of examples per template, a unique question each", FewShot),
-        "code": Kind("completions in a growing file after a repository's shared context", CodeCompletion),
-        "batch": Kind("jobs: the same instructions for every item", Batch),
-        "diverse": Kind("unique prompts of mixed lengths, nothing shared", Diverse),
-        "gsp": Kind("SGLang's generated-shared-prefix", GeneratedSharedPrefix, prefix="gsp_"),
-        "prefix-repetition": Kind("vLLM's prefix_repetition", PrefixRepetition, prefix="prefix_repetition_"),
-        "random": Kind("vLLM's random", RandomLengths, prefix="random_"),
-        "sharegpt": Kind("a ShareGPT file: conversations with live answers", load_sharegpt),
-        "custom": Kind("JSON lines with prompt or messages, and maybe output_tokens", load_custom),
-        "mooncake": Kind("a Mooncake trace: lengths, times, 512-token blocks", load_mooncake),
-        "bailian": Kind("a Qwen-Bailian trace: lengths, times, 16-token blocks", load_bailian),
-        "burstgpt": Kind("a BurstGPT CSV: lengths and times, nothing shared", load_burstgpt),
-        "azure": Kind("an Azure LLM inference CSV: lengths and times, nothing shared", load_azure),
+        "rag": WorkloadKind("questions over documents of Zipf popularity, in a chosen order", Rag),
+        "few-shot": WorkloadKind("a block of examples per template, a unique question each", FewShot),
+        "code": WorkloadKind("completions in a growing file after a repository's shared context", CodeCompletion),
+        "batch": WorkloadKind("jobs: the same instructions for every item", Batch),
+        "diverse": WorkloadKind("unique prompts of mixed lengths, nothing shared", Diverse),
+        "gsp": WorkloadKind("SGLang's generated-shared-prefix", GeneratedSharedPrefix, prefix="gsp_"),
+        "prefix-repetition": WorkloadKind("vLLM's prefix_repetition", PrefixRepetition, prefix="prefix_repetition_"),
+        "random": WorkloadKind("vLLM's random", RandomLengths, prefix="random_"),
+        "sharegpt": WorkloadKind("a ShareGPT file: conversations with real answers", load_sharegpt),
+        "custom": WorkloadKind("JSON lines with prompt or messages, and maybe output_tokens", load_custom),
+        "mooncake": WorkloadKind("a Mooncake trace: lengths, times, 512-token blocks", load_mooncake),
+        "bailian": WorkloadKind("a Qwen-Bailian trace: lengths, times, 16-token blocks", load_bailian),
+        "burstgpt": WorkloadKind("a BurstGPT CSV: lengths and times, nothing shared", load_burstgpt),
+        "azure": WorkloadKind("an Azure LLM inference CSV: lengths and times, nothing shared", load_azure),
         **CONTROLS,
     }
 )
 NAMES: Mapping[str, str] = MappingProxyType({name: kind.about for name, kind in KINDS.items()})
-"""Name and one line about it, as `--help` shows them."""
+"""Each name with one line about it, as in `--help`."""
 _ALIASES = MappingProxyType({"generated-shared-prefix": "gsp"})
 
 
 def canonical_name(name: str) -> str:
-    """The catalog's name for a workload as users of other tools write it. Raises ValueError naming the known ones."""
+    """Return the catalog's name for a name that another tool uses. Raises ValueError, which lists the known names."""
     dashed = name.replace("_", "-")
     dashed = _ALIASES.get(dashed, dashed)
     if dashed not in KINDS:
@@ -179,12 +183,12 @@ def canonical_name(name: str) -> str:
 
 
 def kinds_with(flag: str) -> list[str]:
-    """Names of the workloads that have this flag."""
+    """Return the names of the workloads that have this flag."""
     return [name for name, kind in KINDS.items() if flag in kind.flags]
 
 
 def flag_help(flag: str, text: str) -> str:
-    """A flag's text for `--help`, with what each workload that has it takes where the flag is not given."""
+    """Return a flag's text for `--help`, with the default of each workload that has the flag."""
     by_default: dict[Any, list[str]] = {}
     for name in kinds_with(flag):
         by_default.setdefault(KINDS[name].flags[flag], []).append(name)

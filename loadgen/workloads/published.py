@@ -1,4 +1,4 @@
-"""Synthetic data sets of other tools, with their flags, defaults and order: SGLang's and vLLM's."""
+"""Synthetic data sets of other tools, with their flags, defaults and order: those of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import checked, facts, permuted, whole_between
 
 _ROUND = 16
-"""Requests of each prefix in one shuffled round of prefix-repetition."""
+"""Requests per prefix in one shuffled round of prefix-repetition."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSharedPrefix:
-    """SGLang's generated-shared-prefix (`bench_serving --gsp-*`): groups of prompts under one system prompt each."""
+    """SGLang's generated-shared-prefix (`bench_serving --gsp-*`): groups of prompts, one system prompt per group."""
 
     name: str = "gsp"
     seed: int = 1
@@ -26,25 +26,25 @@ class GeneratedSharedPrefix:
     question_len: int = 128
     output_len: int = 256
     range_ratio: float = 1.0
-    """Lengths are uniform between this share of what is given and all of it; 1: fixed."""
+    """Lengths are uniform between this share of the given length and all of it; 1: fixed."""
     num_turns: int = 1
     ordered: bool = False
-    """Group after group; else in random order."""
+    """True: group after group; False: in random order."""
 
     units: ClassVar[str] = "num_groups"
 
     @property
     def length(self) -> int | None:
-        """Groups times prompts."""
+        """Return the number of groups times prompts."""
         return self.num_groups * self.prompts_per_group
 
     @property
     def unit_tokens(self) -> float:
-        """Mean shared tokens of a group."""
+        """Return the mean of the shared tokens of a group."""
         return self.system_prompt_len * (1 + self.range_ratio) / 2
 
     def session(self, number: int) -> Session:
-        """One prompt of a group, with its further turns."""
+        """Return one prompt of a group, with its further turns."""
         size = self.num_groups * self.prompts_per_group
         place = checked(number, size) if self.ordered else permuted(checked(number, size), size, self.seed)
         group = place // self.prompts_per_group
@@ -58,7 +58,7 @@ class GeneratedSharedPrefix:
         return Session(number, f"group {group + 1}", tuple(turns))
 
     def about(self) -> Mapping[str, str]:
-        """The settings, under SGLang's names."""
+        """Return the settings, under SGLang's names."""
         return {f"gsp {name}" if name != "seed" else name: value for name, value in facts(self).items()}
 
     def _piece(self, key: str, tokens: int) -> Piece:
@@ -70,10 +70,10 @@ class GeneratedSharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
-    """vLLM's prefix_repetition: some prefixes, each with as many unique suffixes, shuffled.
+    """vLLM's prefix_repetition: some prefixes, each with the same number of unique suffixes, shuffled.
 
-    vLLM shuffles the whole run. Here every 16 requests times prefixes are a round, shuffled in itself, with 16 of each
-    prefix: so session i does not depend on how many there are.
+    vLLM shuffles the whole run. Here a round has 16 requests of each prefix and is shuffled by itself, so session i
+    does not depend on the number of sessions.
     """
 
     name: str = "prefix-repetition"
@@ -87,16 +87,16 @@ class PrefixRepetition:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     @property
     def unit_tokens(self) -> float:
-        """Tokens of a prefix."""
+        """Return the tokens of a prefix."""
         return self.prefix_len
 
     def session(self, number: int) -> Session:
-        """A prefix and a suffix of its own."""
+        """Return a prefix with a unique suffix."""
         size = self.num_prefixes * _ROUND
         turn_of, place = divmod(checked(number, None), size)
         prefix = permuted(place, size, self.seed + (turn_of << 32)) % self.num_prefixes + 1
@@ -104,13 +104,13 @@ class PrefixRepetition:
         return Session(number, f"prefix {prefix}", (Turn((ChatMessage("user", pieces),), self.output_len),))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """vLLM's random: unique prompts of varying length, all after one shared prefix if there is one."""
+    """vLLM's random: unique prompts of varying length, after one shared prefix if there is one."""
 
     name: str = "random"
     seed: int = 1
@@ -123,18 +123,18 @@ class RandomLengths:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     def session(self, number: int) -> Session:
-        """One prompt."""
+        """Return one prompt."""
         own = Piece(f"u{self.seed}-{checked(number, None)}", self._drawn(self.input_len, "input", number))
         shared = (Piece(f"p{self.seed}", self.prefix_len),) if self.prefix_len else ()
         turn = Turn((ChatMessage("user", (*shared, own)),), self._drawn(self.output_len, "output", number))
         return Session(number, "prefix" if shared else "", (turn,))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
     def _drawn(self, tokens: int, *names: str | int) -> int:

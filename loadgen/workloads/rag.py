@@ -1,4 +1,4 @@
-"""Questions over retrieved documents. Documents are shared, their order decides whether a prefix cache can use that."""
+"""Questions over retrieved documents. Documents are shared; their order decides whether a prefix cache can use that."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Rag:
     document_tokens: int = 600
     documents_per_question: int = 4
     rag_order: RagOrder = "shuffled"
-    """fixed: the document found first always brings the same others in the same order; shuffled: each is drawn by
-    itself, in any order; sorted: the same draws, put in the order of the documents' numbers."""
+    """fixed: the document found first always brings the same others in the same order. shuffled: each document is drawn
+    independently, in any order. sorted: the same draws, in the order of the documents' numbers."""
     instruction_tokens: int = 100
     question_tokens_min: int = 20
     question_tokens_max: int = 60
@@ -40,16 +40,16 @@ class Rag:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     @property
     def unit_tokens(self) -> float:
-        """Tokens of a document."""
+        """Return the tokens of a document."""
         return self.document_tokens
 
     def session(self, number: int) -> Session:
-        """One question with its documents. Its group is the first of them: what a prefix can share."""
+        """Return one question with its documents. Its group is the first document, the only one a prefix can share."""
         rng = rng_of(self.seed, "session", checked(number, None))
         found = self._retrieved(rng)
         pieces = [Piece(f"d{self.seed}-{document + 1}", self.document_tokens) for document in found]
@@ -62,7 +62,7 @@ class Rag:
         return Session(number, f"document {found[0] + 1}", (Turn(messages, self.output_tokens),))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
     def _retrieved(self, rng: random.Random) -> list[int]:

@@ -9,20 +9,20 @@ from loadgen.workloads.base import ChatMessage, Piece, Session, conversation
 from loadgen.workloads.words import Phrasebook
 
 CACHED_CHARACTERS = 300
-"""Shorter texts are made anew each time: that takes some microseconds, and most questions never come twice."""
+"""Shorter texts are made anew each time: that takes a few microseconds, and most questions never repeat."""
 PROSE_CHARACTERS_PER_WORD = 6.4
-"""Of `Phrasebook.prose`, space included."""
+"""Characters per word of `Phrasebook.prose`, including the space."""
 CODE_TOKENS_PER_CHARACTER = 1.3
-"""Tokens per character of code / those of prose: names and brackets split into more. 1.25 with the engine's own BPE."""
+"""Tokens per character of code / of prose: names and brackets split into more. 1.25 with the engine's own BPE."""
 BRACKET_TOKENS, KEY_TOKENS_PER_CHARACTER = 2, 0.75
-"""The key that a text begins with: its letters, digits and separators merge into few longer tokens."""
+"""For the key at the beginning of a text: its letters, digits and separators merge into fewer, longer tokens."""
 
 
 class Renderer:
-    """Text of pieces, with the long ones kept: the most recently used, up to `cache_bytes` characters.
+    """Text of pieces. Long texts are cached: the most recently used ones, up to `cache_bytes` characters.
 
-    `tokens_per_word` is that of `Phrasebook.prose` for the model at hand. `salt` goes before the first character of
-    each prompt: prompts of two salts share no bytes and have the same structure.
+    `tokens_per_word` is that of `Phrasebook.prose` for the current model. `salt` comes before the first character of
+    each prompt: prompts with different salts share no prefix and have the same structure.
     """
 
     def __init__(self, tokens_per_word: float, salt: str = "", cache_bytes: int = 64 * 2**20) -> None:
@@ -39,7 +39,7 @@ class Renderer:
         return f"<Renderer {len(self._texts)} texts, {self._cached_bytes / 2**20:.1f} MiB>"
 
     def text(self, piece: Piece) -> str:
-        """The piece's text. One of very few tokens is no shorter than its key."""
+        """Return the piece's text. A piece of very few tokens is never shorter than its key."""
         if piece.text is not None:
             return piece.text
         name = (piece.key, piece.style, piece.tokens)
@@ -52,7 +52,7 @@ class Renderer:
         return text
 
     def messages(self, session: Session, turn: int, answers: Mapping[int, str]) -> list[dict[str, str]]:
-        """The request of a turn. `answers`: by turn, of those it goes on from. Raises KeyError where one is missing."""
+        """Return the request of a turn. `answers`: by turn, for the turns it follows. Raises KeyError without one."""
         out: list[dict[str, str]] = []
         for step in conversation(session, turn):
             out += [self._message(message) for message in session.turns[step].messages]

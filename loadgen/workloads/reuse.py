@@ -1,4 +1,4 @@
-"""What one prefix cache would reuse of a trace: the check that an importer reads its file rightly."""
+"""How much of a trace one prefix cache would reuse: a check that an importer reads its file correctly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class HitRate:
 def lru_hit_rate(
     prompts: Iterable[tuple[Sequence[int], int]], block_tokens: int, capacity_tokens: int | None
 ) -> HitRate:
-    """Of a single LRU cache that all prompts go through in turn. `capacity_tokens` None: it forgets nothing.
+    """Return the rate of a single LRU cache that all prompts use in turn. `capacity_tokens` None: it forgets nothing.
 
-    `prompts`: block ids and input tokens of each, as `Trace.prompts` has them. Only the leading blocks that are all
-    cached count. A block is one under its prefix, so ids need not be chained; a prompt's first block is used last,
-    so that what is evicted is never the beginning of what stays.
+    `prompts`: block ids and input tokens of each, as from `Trace.prompts`. Only the leading blocks that are all cached
+    count. A block is identified with its prefix, so ids need not be chained. A prompt's first block is used last, so
+    that eviction never removes the beginning of what stays.
     """
     capacity = None if capacity_tokens is None else capacity_tokens // block_tokens
     cached: OrderedDict[int, None] = OrderedDict()
@@ -48,6 +48,6 @@ def _chained(ids: Sequence[int]) -> list[int]:
     chain: list[int] = []
     before = 0
     for block in ids:
-        before = hash((before, block))  # of integers: the same in every process
+        before = hash((before, block))  # hashes of integers are the same in every process
         chain.append(before)
     return chain

@@ -12,7 +12,7 @@ from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
 
 @dataclass(frozen=True, slots=True)
 class FewShot:
-    """Instructions and a block of examples, shared by the requests of a template; then a unique question."""
+    """Instructions and a block of examples, shared by the requests of a template, then a unique question."""
 
     name: str = "few-shot"
     seed: int = 1
@@ -20,7 +20,7 @@ class FewShot:
     zipf: float = 0.8
     instruction_tokens: int = 100
     examples: int = 8
-    """Of each template."""
+    """Number of examples in each template."""
     example_tokens: int = 150
     question_tokens_min: int = 20
     question_tokens_max: int = 60
@@ -34,16 +34,16 @@ class FewShot:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     @property
     def unit_tokens(self) -> float:
-        """Shared tokens of a template."""
+        """Return the shared tokens of a template."""
         return self.instruction_tokens + self.examples * self.example_tokens
 
     def session(self, number: int) -> Session:
-        """One question under a template."""
+        """Return one question under a template."""
         rng = rng_of(self.seed, "session", checked(number, None))
         template = self._popularity.draw(rng)
         name = f"{self.seed}-{template + 1}"
@@ -57,18 +57,18 @@ class FewShot:
         return Session(number, f"template {template + 1}", (Turn(messages, self.output_tokens),))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs one after the other: the same instructions for every item of a job, and a unique item each."""
+    """Jobs one after the other: all items of a job have the same instructions, and each item is unique."""
 
     name: str = "batch"
     seed: int = 1
     batch_size: int = 100
-    """Items of a job; sessions 0 .. batch_size - 1 are the first job."""
+    """Items in a job; sessions 0 .. batch_size - 1 are the first job."""
     instruction_tokens: int = 600
     item_tokens_min: int = 100
     item_tokens_max: int = 400
@@ -76,11 +76,11 @@ class Batch:
 
     @property
     def length(self) -> int | None:
-        """Without end: as many jobs as are asked for."""
+        """Return None: there is no limit of jobs."""
         return None
 
     def session(self, number: int) -> Session:
-        """One item of a job."""
+        """Return one item of a job."""
         job = checked(number, None) // self.batch_size + 1
         tokens = whole_between(self.item_tokens_min, self.item_tokens_max, self.seed, "session", number)
         messages = (
@@ -90,13 +90,13 @@ class Batch:
         return Session(number, f"job {job}", (Turn(messages, self.output_tokens),))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Diverse:
-    """Prompts that share nothing: no cache can help, and no router should hurt."""
+    """Prompts that share nothing: no cache can help, and no router should make them slower."""
 
     name: str = "diverse"
     seed: int = 1
@@ -106,16 +106,16 @@ class Diverse:
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     def session(self, number: int) -> Session:
-        """One prompt of its own."""
+        """Return one unique prompt."""
         low, high = self.prompt_tokens_min, self.prompt_tokens_max
         tokens = whole_between(low, high, self.seed, "session", checked(number, None))
         piece = Piece(f"u{self.seed}-{number}", tokens)
         return Session(number, "", (Turn((ChatMessage("user", (piece,)),), self.output_tokens),))
 
     def about(self) -> Mapping[str, str]:
-        """The settings."""
+        """Return the settings."""
         return facts(self)

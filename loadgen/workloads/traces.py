@@ -1,6 +1,6 @@
 """Traces: when requests came, how long they were and which blocks of their prompts recur. They hold no text.
 
-A block becomes a piece under its id, so equal leading ids are equal leading text.
+A block becomes a piece with its id as the key, so equal leading ids mean equal leading text.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from loadgen.workloads.files import DatasetError, Entry, csv_entries, jsonl_entr
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 MAX_TOKENS = 2**24
-"""Of a prompt or an answer: above what any model takes, and what a prompt can be made of in memory."""
+"""Limit of a prompt or an answer: more than any model takes, and still small enough for memory."""
 MAX_SPAN_S = 1e9
-"""Of a trace, 32 years: with more, times are in another unit, and a clock that counts so far is no longer exact."""
+"""Limit of a trace's length, 32 years: a longer one has times in another unit, and a clock would lose precision."""
 LONG_BLOCK_TOKENS = 64
-"""Shorter blocks are questions, whose first words are shorter than the headings of prose: sizes come out closer."""
+"""Shorter blocks are rendered as questions, whose first words are shorter than headings: sizes are more exact."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One request a session, in order of time; columns by row of the file."""
+    """One request per session, in order of time; columns by row of the file."""
 
     name: str
     path: str
     seed: int
     block_tokens: int
-    """Tokens of a block; the last one of a prompt may have fewer. 0: the file says nothing of blocks."""
+    """Tokens in a block; the last block of a prompt may have fewer. 0: the file has no blocks."""
     speedup: float
     group_name: str
-    """What groups are called: 'chat', 'block'; empty: there are none."""
+    """The word for a group: 'chat', 'block'; empty: there are no groups."""
     starts_s: array[float]
-    """From the first request, jitter included, before speed-up."""
+    """Seconds from the first request, including jitter, before speed-up."""
     input_tokens: array[int]
     output_tokens: array[int]
     groups: array[int]
     block_ids: array[int]
-    """Of all requests, one after the other."""
+    """Ids of all requests' blocks, one request after the other."""
     ends: array[int]
-    """Where the blocks of each request end in `block_ids`."""
+    """Where each request's blocks end in `block_ids`."""
     notes: tuple[tuple[str, str], ...] = ()
     _order: array[int] = field(init=False, repr=False)
 
@@ -57,11 +57,11 @@ class Trace:
 
     @property
     def length(self) -> int | None:
-        """Requests of the file."""
+        """Return the number of requests in the file."""
         return len(self.starts_s)
 
     def session(self, number: int) -> Session:
-        """The number-th request in order of time. Tokens that no block covers are the request's own."""
+        """Return the number-th request in order of time. Tokens that no block covers are unique to the request."""
         row = self._order[checked(number, len(self.starts_s))]
         tokens = self.input_tokens[row]
         ids = self.blocks(number)
@@ -77,17 +77,17 @@ class Trace:
         return Session(number, group, (turn,), self.starts_s[row] / self.speedup)
 
     def blocks(self, number: int) -> Sequence[int]:
-        """Ids of the prompt's blocks, first to last."""
+        """Return the ids of the prompt's blocks, first to last."""
         row = self._order[number]
         return self.block_ids[self.ends[row - 1] if row else 0 : self.ends[row]]
 
     def prompts(self) -> Iterator[tuple[Sequence[int], int]]:
-        """Block ids and input tokens of each request, in order of time."""
+        """Yield block ids and input tokens of each request, in order of time."""
         for number, row in enumerate(self._order):
             yield self.blocks(number), self.input_tokens[row]
 
     def about(self) -> Mapping[str, str]:
-        """File, size, rate, mean lengths."""
+        """Return file, size, rate and mean lengths."""
         count = len(self.starts_s)
         span_s = (self.starts_s[self._order[-1]] - self.starts_s[self._order[0]]) / self.speedup
         return {
@@ -109,10 +109,11 @@ class Trace:
 def load_mooncake(
     dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
 ) -> Trace:
-    """Mooncake JSON lines: timestamp (ms), input_length, output_length, hash_ids (512 tokens each, the last partial).
+    """Load Mooncake JSON lines: timestamp (ms), input_length, output_length, hash_ids (512 tokens each, the last
+    partial).
 
-    A request's group is its second block: in one of the public traces all requests begin with the same first block.
-    Raises DatasetError.
+    A request's group is its second block, because in one of the public traces all requests begin with the same first
+    block. Raises DatasetError.
     """
     rows = _Rows()
     for entry in rows.limited(jsonl_entries(dataset_path), dataset_limit):
@@ -125,10 +126,11 @@ def load_mooncake(
 def load_bailian(
     dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
 ) -> Trace:
-    """Qwen-Bailian JSON lines: chat_id, parent_chat_id (-1: none), timestamp (s), lengths, hash_ids (16 tokens each).
+    """Load Qwen-Bailian JSON lines: chat_id, parent_chat_id (-1: none), timestamp (s), lengths, hash_ids (16 tokens
+    each).
 
     https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon. Each request is sent at its own time with the
-    conversation its blocks stand for; its group is the chat its parents lead to. Raises DatasetError.
+    conversation that its blocks stand for. Its group is the chat at the root of its parents. Raises DatasetError.
     """
     rows = _Rows()
     roots: dict[int, int] = {}
@@ -144,7 +146,7 @@ def load_bailian(
 def load_burstgpt(
     dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
 ) -> Trace:
-    """BurstGPT CSV: Timestamp (s), Request tokens, Response tokens; failed requests (no response) are left out.
+    """Load BurstGPT CSV: Timestamp (s), Request tokens, Response tokens; failed requests (no response) are left out.
 
     https://github.com/HPMLL/BurstGPT. Raises DatasetError.
     """
@@ -161,7 +163,7 @@ def load_burstgpt(
 def load_azure(
     dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
 ) -> Trace:
-    """Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024).
+    """Load Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024).
 
     https://github.com/Azure/AzurePublicDataset. Raises DatasetError.
     """
@@ -181,14 +183,14 @@ class _Rows:
         self.failed = 0
 
     def limited(self, entries: Iterable[Entry], limit: int) -> Iterator[Entry]:
-        """Entries until there are `limit` rows; 0: all."""
+        """Yield entries until there are `limit` rows; 0: all entries."""
         for entry in entries:
             if limit and len(self.ends) >= limit:
                 return
             yield entry
 
     def add(self, time_s: float, entry: Entry, input_field: str, output_field: str, ids: Sequence[int]) -> None:
-        """One request."""
+        """Add one request."""
         self.times_s.append(time_s)
         self.inputs.append(entry.whole(input_field, 1, MAX_TOKENS))
         self.outputs.append(max(1, entry.whole(output_field, 0, MAX_TOKENS)))
@@ -198,7 +200,7 @@ class _Rows:
     def trace(
         self, name: str, path: Path, seed: int, block_tokens: int, group_name: str, speedup: float, jitter: bool
     ) -> Trace:
-        """The trace of what was added. Raises DatasetError where that is nothing."""
+        """Return the trace of the added requests. Raises DatasetError if there are none."""
         if not self.ends:
             raise DatasetError(f"{path} holds no request")
         first_s, last_s = min(self.times_s), max(self.times_s)
@@ -214,26 +216,26 @@ class _Rows:
         if self.failed:
             notes.append(("left out", f"{self.failed:,} requests without a response"))
         return Trace(
-            name,
-            str(path),
-            seed,
-            block_tokens,
-            speedup,
-            group_name,
-            starts_s,
-            self.inputs,
-            self.outputs,
-            self.groups,
-            self.block_ids,
-            self.ends,
-            tuple(notes),
+            name=name,
+            path=str(path),
+            seed=seed,
+            block_tokens=block_tokens,
+            speedup=speedup,
+            group_name=group_name,
+            starts_s=starts_s,
+            input_tokens=self.inputs,
+            output_tokens=self.outputs,
+            groups=self.groups,
+            block_ids=self.block_ids,
+            ends=self.ends,
+            notes=tuple(notes),
         )
 
 
 def spread(times_s: array[float], seed: int) -> array[float]:
-    """Times in which those that are equal are drawn uniformly until the next one, in the order they came.
+    """Spread equal times: draw each uniformly between its time and the next one, in the order of arrival.
 
-    The last ones are spread over the gap before them, or over a second where there is no other time.
+    The last ones are spread over the gap before them, or over a second if there is no other time.
     """
     counts: dict[float, int] = {}
     for time_s in times_s:

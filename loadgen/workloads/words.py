@@ -1,8 +1,8 @@
 # ruff: noqa: SIM905 -- words in running lines are easier to read and to change than a list of literals
 """Text by name: English-like prose, questions and code of a wanted length, from small word lists.
 
-A text is a function of its key and style; a shorter one is the beginning of a longer one. Each begins with its key in
-brackets, so that two texts with different keys part within a few bytes and can never be equal.
+A text is a function of its key and style; a shorter one is the beginning of a longer one. Each text begins with its key
+in brackets, so texts with different keys differ within a few bytes and can never be equal.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ purchasing maintenance onboarding refunds""".split()
 
 _CLAUSE_BITS, _LINK_BITS = 11, 4
 _SENTENCES = 6
-"""Per paragraph; its 160 random bits come from one digest."""
+"""Sentences per paragraph; one digest gives the 160 random bits of a paragraph."""
 
 
 class Phrasebook:
-    """Makes text from clauses that are put together once, 2,048 of them: about 0.1 us per word afterwards."""
+    """Makes text from 2,048 clauses, which are composed once: about 0.1 us per word afterwards."""
 
     def __init__(self) -> None:
         rng = random.Random("clauses")
         self._clauses = [_clause(rng) for _ in range(2**_CLAUSE_BITS)]
 
     def prose(self, key: str, words: int) -> str:
-        """`words` words after the key: handbook-like paragraphs under numbered headings."""
+        """Return `words` words after the key: handbook-like paragraphs under numbered headings."""
         return "\n\n".join([f"[{key}]", *_cut(self._paragraphs(key), words)])
 
     def question(self, key: str, words: int) -> str:
-        """`words` words after the key: a user's question and what there is to know about it."""
+        """Return `words` words after the key: a user's question and its background."""
         bits = _bits(key, 0, 8)
         asked = f"{_pick(_ASKS, bits)} the {_pick(_ADJECTIVES, bits >> 8)} {_pick(_OBJECTS, bits >> 16)}?"
         return " ".join([f"[{key}]", *_cut(_chain(asked, self._paragraphs(key, headings=False)), words)])
 
     def code(self, key: str, characters: int) -> str:
-        """`characters` characters after the key: functions of a made-up module, the last one cut off."""
+        """Return `characters` characters after the key: functions of a made-up module, the last one cut off."""
         out: list[str] = []
         left = characters
         for unit in self._functions(key):
@@ -110,7 +110,7 @@ def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _cut(units: Iterator[str], words: int) -> Iterator[str]:
-    """Units, whose words are parted by single spaces, until there are `words` words; the last one cut."""
+    """Yield units until there are `words` words, separated by single spaces; the last unit is cut."""
     while words > 0:
         unit = next(units)
         count = unit.count(" ") + 1

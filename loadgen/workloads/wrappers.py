@@ -1,4 +1,4 @@
-"""Workloads made of another one: a pool of prompts sent again and again, a working set sized by cache capacity, some
+"""Workloads made from another one: a pool of prompts sent repeatedly, a working set sized by cache capacity, some
 consecutive sessions.
 """
 
@@ -19,11 +19,11 @@ class Scalable(Workload, Protocol):
     """A workload whose shared tokens come in units of about equal size, such as tenants. A frozen dataclass."""
 
     units: ClassVar[str]
-    """Name of the field that says how many."""
+    """Name of the field with the number of units."""
 
     @property
     def unit_tokens(self) -> float:
-        """Mean shared tokens of a unit."""
+        """Return the mean of the shared tokens of a unit."""
         ...
 
 
@@ -32,54 +32,54 @@ S = TypeVar("S", bound=Scalable)
 
 @dataclass(frozen=True, slots=True)
 class Recycled:
-    """A fixed pool of sessions, sent round and round: later rounds find whole prompts in the cache, suffixes too."""
+    """A fixed pool of sessions, sent repeatedly: later rounds find whole prompts in the cache, including suffixes."""
 
     workload: Workload
     pool: int
-    """Sessions of the pool."""
+    """Number of sessions in the pool."""
 
     @property
     def name(self) -> str:
-        """That of the workload."""
+        """Return the name of the workload."""
         return self.workload.name
 
     @property
     def length(self) -> int | None:
-        """Without end."""
+        """Return None: there is no end."""
         return None
 
     def session(self, number: int) -> Session:
-        """The pool's session, under a number of its own."""
+        """Return the pool's session with its own number."""
         again = self.workload.session(checked(number, None) % self.pool)
         return replace(again, number=number, start_s=None)
 
     def about(self) -> Mapping[str, str]:
-        """What the workload says, and the pool."""
-        return {**self.workload.about(), "reused prompts": f"a pool of {self.pool:,} sessions, sent again and again"}
+        """Return the workload's facts, and the pool."""
+        return {**self.workload.about(), "reused prompts": f"a pool of {self.pool:,} sessions, sent repeatedly"}
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some consecutive sessions of a workload, numbered from 0; times that they bring begin at 0 too."""
+    """Some consecutive sessions of a workload, numbered from 0; their own times begin at 0 too."""
 
     workload: Workload
     first: int
     count: int
     speed: float = 1.0
-    """The workload's own times pass so many times as fast."""
+    """Factor by which the workload's own times pass faster."""
 
     @property
     def name(self) -> str:
-        """That of the workload."""
+        """Return the name of the workload."""
         return self.workload.name
 
     @property
     def length(self) -> int | None:
-        """Sessions of the window."""
+        """Return the number of sessions in the window."""
         return self.count
 
     def session(self, number: int) -> Session:
-        """Session `first + number` of the workload, its time from the window's start."""
+        """Return session `first + number` of the workload, with its time counted from the window's start."""
         whole = self.workload.session(self.first + checked(number, self.count))
         if whole.start_s is None:
             return replace(whole, number=number)
@@ -87,33 +87,33 @@ class Window:
         return replace(whole, number=number, start_s=(whole.start_s - begun_s) / self.speed)
 
     def about(self) -> Mapping[str, str]:
-        """What the workload says, and which part of it."""
+        """Return the workload's facts, and the part that is used."""
         return {**self.workload.about(), "window": f"{self.count} sessions from number {self.first}"}
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A workload whose working set was made to fit a share of the cluster's KV capacity."""
+    """A workload whose working set was sized to a share of the cluster's KV capacity."""
 
     workload: Scalable
     cluster_kv_tokens: int
 
     @property
     def name(self) -> str:
-        """That of the workload."""
+        """Return the name of the workload."""
         return self.workload.name
 
     @property
     def length(self) -> int | None:
-        """That of the workload."""
+        """Return the number of sessions of the workload."""
         return self.workload.length
 
     def session(self, number: int) -> Session:
-        """That of the workload."""
+        """Return the session of the workload."""
         return self.workload.session(number)
 
     def about(self) -> Mapping[str, str]:
-        """What the workload says, and the pressure reached: a whole number of units."""
+        """Return the workload's facts, and the pressure reached: a whole number of units."""
         tokens = working_set_tokens(self.workload)
         return {
             **self.workload.about(),
@@ -123,14 +123,15 @@ class Sized:
 
 
 def working_set_tokens(workload: Scalable) -> float:
-    """Shared tokens that recur: units times their mean size. Histories, which recur within a session, not counted."""
+    """Return the shared tokens that recur: units times their mean size. Histories recur too, but do not count."""
     return float(getattr(workload, workload.units) * workload.unit_tokens)
 
 
 def with_pressure(workload: S, pressure: float, cluster_kv_tokens: int) -> S:
-    """The workload with as many units, at least one, as make its working set `pressure * cluster_kv_tokens`.
+    """Return the workload with the number of units (at least one) that makes its working set
+    `pressure * cluster_kv_tokens`.
 
-    Raises ConfigError where that is more than a million.
+    Raises ConfigError if more than a million units are needed.
     """
     units = max(1, round(pressure * cluster_kv_tokens / workload.unit_tokens))
     if units > MAX_UNITS:

@@ -1,4 +1,4 @@
-"""What one pod's events say of its blocks: copies counted, in which tier, whether they count at all. Pure."""
+"""What one pod's events say about its blocks: number of copies, tiers, and whether a block counts at all. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _COUNT = (1 << _COPY_BITS) - 1
 
 @dataclass(slots=True)
 class BlockCounts:
-    """Of one pod, since the start."""
+    """Counts of one pod, since the start."""
 
     stored: int = 0
     removed: int = 0
     orphans: int = 0
-    """Blocks whose beginning is not known: they were stored before anybody listened."""
+    """Blocks whose beginning is not known, because they were stored before the stream was followed."""
     passed_over: int = 0
-    """Blocks that are no part of full attention: a prefix cannot be reused by them alone."""
+    """Blocks that are not of full attention: they alone are not enough to reuse a prefix."""
 
 
 class PodBlocks:
-    """The blocks of one life of a pod, or of one data-parallel rank, in the tree.
+    """The blocks in the tree that a pod, or one data-parallel rank, has stored since it started.
 
-    A block may lie there in several copies; a removal is of one of them. Most have one, on the GPU: only others have a
-    count of their own.
+    A pod may have several copies of a block; a removal removes one of them. Most blocks have one copy, on the GPU. Only
+    other blocks have an entry in `_copies`.
     """
 
     def __init__(self, tree: BlockTree, bit: int, counts: BlockCounts) -> None:
@@ -38,19 +38,19 @@ class PodBlocks:
         self._counts = counts
         self._copies: dict[Node, int] = {}
         self._inferred: set[Node] = set()
-        """Held because a block behind them was stored; their own event was not heard."""
+        """Blocks held because a block behind them was stored; their own event was not received."""
         self._full: dict[int, bool] = {}
-        """Whether a group of layers has full attention."""
+        """Group of layers -> whether it has full attention and is followed."""
 
     def tier(self, node: Node) -> Tier:
-        """The fastest tier that has the block, which the pod holds."""
+        """Return the fastest tier that has the block, which the pod holds."""
         copies = self._copies.get(node)
         if copies is None or copies & _COUNT:
             return Tier.GPU
         return Tier.HOST if copies >> _COPY_BITS & _COUNT else Tier.DISK
 
     def store(self, event: Stored) -> Node | None:
-        """Enter an event. The last block of it, where it is known."""
+        """Enter an event. Return its last block, or None if that is not known."""
         if not self._is_counted(event.group, is_full=event.is_full_attention):
             self._counts.passed_over += len(event.hashes)
             return None
@@ -70,7 +70,7 @@ class PodBlocks:
         return nodes[-1]
 
     def remove(self, event: Removed) -> None:
-        """Enter an event. Blocks that are not known are none of those that count."""
+        """Enter an event. Unknown blocks are skipped, because they do not count."""
         if not self._full.get(event.group, True):
             return
         self._counts.removed += len(event.hashes)
@@ -80,13 +80,13 @@ class PodBlocks:
                 self._drop(node, event.tier)
 
     def _is_counted(self, group: int, *, is_full: bool) -> bool:
-        """Of several groups with full attention the first is followed: they hold the same tokens."""
+        """Follow only the first of several groups with full attention, because they hold the same tokens."""
         if group not in self._full:
             self._full[group] = is_full and not any(self._full.values())
         return self._full[group]
 
     def _moved(self, event: Stored) -> None:
-        """Blocks that a slower tier has now, by the names that they have on the GPU."""
+        """Enter blocks that a slower tier has now. The event gives their names on the GPU, without tokens."""
         for name in event.hashes:
             node = self.tree.by_name.get(name)
             if node is None:
@@ -95,7 +95,7 @@ class PodBlocks:
                 self._add(node, event.tier)
 
     def _infer(self, node: Node | None) -> None:
-        """What a stored block continues lies there too, though its event may have been missed."""
+        """Note that all blocks before a stored one are there too, though their events may have been missed."""
         while node is not None and not node.held & self.bit:
             self.tree.hold(node, self.bit)
             self._inferred.add(node)
@@ -118,7 +118,7 @@ class PodBlocks:
     def _drop(self, node: Node, tier: Tier) -> None:
         copies = self._copies.get(node, 1)
         if not copies >> _COPY_BITS * tier & _COUNT:
-            return  # a copy that was never heard of
+            return  # an unknown copy
         before = self.tier(node)
         copies -= _ONE[tier]
         if copies and copies != 1:

@@ -1,4 +1,4 @@
-"""From events and routed requests to the index: what each pod that publishes KV events holds of which prefix keys.
+"""From events and routed requests to the index: which prefix keys each pod that publishes KV events holds.
 
 Nothing here waits; times are seconds of the event loop's clock.
 """
@@ -21,16 +21,16 @@ from router.routing.types import PodId
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 32_768
-"""Requests of which blocks may still come, over all pods. The oldest is given up first."""
+"""Requests whose blocks may still come, over all pods. The oldest is given up first."""
 SETTLE_S = 1.0
-"""Events of a request are here so long after its answer, if there are any."""
+"""Seconds after a request's answer by which its events have come, if there are any."""
 SILENT_AFTER = 32
-"""Blocks stored without a session, and none with one, after which an engine counts as too old to tell them."""
+"""An engine counts as too old if it stored so many blocks and named a session for none of them."""
 _PIECE_KEYS = 2_048
 
 
 class Index(Protocol):
-    """What is fed: `router.registry.index.PrefixIndex`."""
+    """What this feeds: `router.registry.index.PrefixIndex`."""
 
     def apply(
         self,
@@ -49,11 +49,11 @@ class Index(Protocol):
 
 @dataclass(slots=True)
 class FeedCounts:
-    """Of one pod, since its stream was first followed."""
+    """Counts of one pod, since its stream was first followed."""
 
     batches: int = 0
     refused: int = 0
-    """Batches that were none."""
+    """Batches that could not be read."""
     cleared: int = 0
     """Times that the engine emptied its cache."""
     wire: WireCounts = field(default_factory=WireCounts)
@@ -61,7 +61,7 @@ class FeedCounts:
 
 
 class _Followed:
-    """One life of a pod that publishes events, or of one of its ranks."""
+    """A pod that publishes events, or one of its ranks, since its last start."""
 
     __slots__ = ("blocks", "counts", "has_complained", "has_sessions", "is_flowing", "model", "pod_id", "space")
 
@@ -74,7 +74,7 @@ class _Followed:
         """None before its first block."""
         self.is_flowing = False
         self.has_sessions = False
-        """Whether it ever told for which request it stores a block."""
+        """Whether the engine ever named a session for a block."""
         self.has_complained = False
 
     @property
@@ -84,7 +84,7 @@ class _Followed:
 
 
 class _Space:
-    """The blocks and keys of one model in one size of block."""
+    """The blocks and keys of one model with one block size."""
 
     def __init__(self, index: Index, stride: int) -> None:
         self._index = index
@@ -96,7 +96,7 @@ class _Space:
         self._noted: dict[int, dict[PrefixKey, None]] = {}
 
     def enter(self, pod: _Followed) -> PodBlocks:
-        """A pod that holds nothing yet."""
+        """Add a pod that holds nothing yet."""
         if self._free:
             bit = self._free.pop()
         else:
@@ -108,17 +108,17 @@ class _Space:
         return PodBlocks(self.tree, bit, pod.counts.blocks)
 
     def leave(self, bit: int) -> None:
-        """The pod is gone, or holds nothing of what it held."""
+        """Remove a pod: it is gone, or has lost all that it held."""
         del self._followed[bit], self._noted[bit]
         self.tree.retire(bit)
 
     def sweep(self) -> None:
-        """A piece of what is left to do."""
+        """Do a piece of the pending clean-up."""
         freed = self.tree.sweep()
         self._free += _bits(freed)
 
     def held(self, bit: int) -> list[PrefixKey]:
-        """Every key that a pod holds, parents first."""
+        """Return every key that a pod holds, parents first."""
         nodes = [node for node in self.tree.by_name.values() if node.rooted & bit and node.keys]
         nodes.sort(key=lambda node: node.depth)
         return [key for node in nodes for key in node.keys or ()]
@@ -163,7 +163,7 @@ class EventFeed:
     """Joins the streams of all pods with the requests that were sent to them."""
 
     def __init__(self, index: Index, *, stride: int, belief_ttl_s: float, clock: Callable[[], float]) -> None:
-        """`belief_ttl_s`: how long a key is believed in that a pod was sent and of which no event tells."""
+        """`belief_ttl_s`: how long a key of a sent request is believed in if no event reports it."""
         self._index = index
         self._stride = stride
         self._belief_ttl_s = belief_ttl_s
@@ -176,23 +176,23 @@ class EventFeed:
     # -- what requests say --------------------------------------------------------------------------------------
 
     def follows(self, pod_id: PodId) -> bool:
-        """Whether a stream of the pod is listened to, so that its requests want a session."""
+        """Return whether a stream of the pod is followed, so that its requests need a session."""
         return pod_id in self._pods
 
     def reports(self, pod_id: PodId) -> bool:
-        """Whether the pod's events say what it holds: they flow, and tell for which request a block was stored."""
+        """Return whether the pod's events say what it holds: they flow, and name the session of stored blocks."""
         pod = self._pods.get(pod_id)
         return pod is not None and pod.is_flowing and pod.has_sessions
 
     def accounts_for(self, pod_id: PodId) -> bool:
-        """Whether events alone may change what the index has of the pod: they say what it holds, or some of it was
-        entered by events that are not told again."""
+        """Return whether only events may change what the index has of the pod: they say what it holds, or they entered
+        some of it and are not sent again."""
         pod = self._pods.get(pod_id)
         return pod is not None and (pod.blocks is not None or self.reports(pod_id))
 
     @property
     def is_any_reporting(self) -> bool:
-        """Whether that is so of any pod."""
+        """Whether `reports` is true for any pod."""
         return any(pod.is_flowing and pod.has_sessions for pod in self._pods.values())
 
     def on_routed(
@@ -204,11 +204,11 @@ class EventFeed:
         at_s: float,
         prompt_bytes: int | None = None,
     ) -> None:
-        """A request was sent to a pod under that session. `prompt_tokens`: as estimated. Without `prompt_bytes`, the
-        bytes behind the last whole stride are taken to be half of one."""
+        """Note that a request was sent to a pod with that session. `prompt_tokens` is an estimate. Without
+        `prompt_bytes`, half a stride is assumed after the last whole one."""
         if pod_id not in self._pods or not keys:
             return
-        if (pod_id, session_id) in self._sessions:  # it was sent from here, and is told to every gateway
+        if (pod_id, session_id) in self._sessions:  # this gateway sent it, and now hears of it again
             return
         size = (len(keys) + 0.5) * self._stride if prompt_bytes is None else float(prompt_bytes)
         self._sessions[pod_id, session_id] = Request(keys, size, float(prompt_tokens))
@@ -216,7 +216,7 @@ class EventFeed:
             self._sessions.popitem(last=False)
 
     def on_answered(self, pod_id: PodId, session_id: str, prompt_tokens: int | None) -> None:
-        """The request was answered. `prompt_tokens`: what the engine counted; None where it does not say."""
+        """Note that the request was answered. `prompt_tokens`: the engine's count; None if the engine does not say."""
         request = self._sessions.get((pod_id, session_id))
         pod = self._pods.get(pod_id)
         if request is None or pod is None:
@@ -234,27 +234,27 @@ class EventFeed:
     # -- what streams say ---------------------------------------------------------------------------------------
 
     def follow(self, pod_id: PodId, model: str) -> None:
-        """A stream of the pod is listened to from now on."""
+        """Follow the pod's stream from now on."""
         self._pods[pod_id] = _Followed(pod_id, model)
 
     def leave(self, pod_id: PodId) -> None:
-        """The pod's life has ended."""
+        """Note that the pod has gone or restarted."""
         pod = self._pods.pop(pod_id, None)
         if pod is not None:
             self._clear(pod)
 
     def flows(self, pod_id: PodId, *, is_flowing: bool) -> None:
-        """Whether the stream is heard, and complete."""
+        """Set whether the stream is heard, and complete."""
         if pod := self._pods.get(pod_id):
             pod.is_flowing = is_flowing
 
     def forget(self, pod_id: PodId) -> None:
-        """The next batch does not follow the last one: nothing is known of what the pod holds."""
+        """Forget what the pod holds, because the next batch does not follow the last one."""
         if pod := self._pods.get(pod_id):
             self._clear(pod)
 
     def stale(self, pod_id: PodId) -> None:
-        """The stream is gone while the pod is there: what it was known to hold is believed from now on."""
+        """Turn what the pod was known to hold into beliefs, because its stream is gone while the pod is still there."""
         pod = self._pods.get(pod_id)
         if pod is None:
             return
@@ -266,7 +266,7 @@ class EventFeed:
             self._index.speculate(pod_id, keys[at : at + _PIECE_KEYS], now_s, self._belief_ttl_s)
 
     def batch(self, pod_id: PodId, payload: bytes) -> None:
-        """Enter one batch of a pod's events, in its place. What cannot be read is counted."""
+        """Enter the next batch of a pod's events. A batch that cannot be read is counted."""
         pod = self._pods.get(pod_id)
         if pod is None:
             return
@@ -277,7 +277,7 @@ class EventFeed:
             pod.counts.refused += 1
             if not pod.has_complained:
                 pod.has_complained = True
-                log.warning("KV events of %s: %s; such batches are passed over and counted", pod_id, error)
+                log.warning("KV events of %s: %s; such batches are skipped and counted", pod_id, error)
             return
         self._apply(pod, batch)
 
@@ -302,7 +302,7 @@ class EventFeed:
             pod.space.flush()
 
     def _store(self, pod: _Followed, event: Stored) -> Request | None:
-        """Enter it. The request whose prompt has more blocks by it."""
+        """Enter the event. Return the request whose prompt got more blocks by it."""
         if pod.blocks is None or (event.tokens and pod.space is not self._space(pod.model, event.block_tokens)):
             if not event.tokens:
                 return None
@@ -341,7 +341,7 @@ class EventFeed:
     # -- beside it ----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """A piece of what is to be done now and then, a millisecond of it. Call some 20 times a second."""
+        """Do a piece of the recurring work, about a millisecond. Call some 20 times a second."""
         for space in self._spaces.values():
             space.sweep()
         now_s = self._clock()
@@ -354,12 +354,12 @@ class EventFeed:
                 self._index.speculate(pod_id, request.keys, now_s, self._belief_ttl_s)
 
     def counts(self, pod_id: PodId) -> FeedCounts | None:
-        """Of a pod's stream; None if it is not followed."""
+        """Return the counts of a pod's stream; None if it is not followed."""
         pod = self._pods.get(pod_id)
         return None if pod is None else pod.counts
 
     def is_silent(self, pod_id: PodId) -> bool:
-        """Whether the engine is too old to tell for which request it stores a block."""
+        """Return whether the engine is too old to say for which request it stores a block."""
         pod = self._pods.get(pod_id)
         return pod is not None and pod.is_silent
 

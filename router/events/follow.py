@@ -1,4 +1,4 @@
-"""The streams of all pods: one for each life of a pod whose ports are known, or one door for engines that connect."""
+"""The streams of all pods: one for each pod whose ports are known, or one socket to which engines connect."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _MAX_SOCKETS = 65_536
 _TICK_S = 0.05
 _TOPIC_ADDRESS = re.compile(r"@([^@\s]+)@")
 _MAX_STRANGERS = 256
-"""Publishers that are no engine of the fleet, as far as they are remembered to be complained of once."""
+"""Unknown publishers that are remembered, so that each is logged once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a pod's events come from. Equal sources of one life: the same stream."""
+    """Where a pod's events come from. If two sources are equal, the stream is the same."""
 
     model: str
     host: str
     http_port: int
     port: int | None
-    """At which the engine publishes; None: it connects to the gateway."""
+    """Port at which the engine publishes; None: it connects to the gateway."""
     replay_port: int | None
     life: str = ""
-    """Of the pod: another one is another stream."""
+    """Identifies one start of the pod: after a restart the stream is another one."""
 
 
 class Streams:
-    """Follows the streams of the pods that it is given. `run` does, until cancelled."""
+    """Follows the streams of the given pods while `run` runs."""
 
     def __init__(self, feed: EventFeed, *, topic: str = "", bind: str | None = None) -> None:
         """`bind`: ZMQ address at which engines connect. Needs a running loop."""
@@ -51,31 +51,30 @@ class Streams:
         self._bind = bind
         self._is_running = False
         self._context: zmq.Context[Any] | None = None
-        """Made with the first stream: it has a thread."""
+        """Made with the first stream, because it starts a thread."""
         self._door: zmq.Socket[Any] | None = None
         self._wanted: Mapping[PodId, Source] = {}
         self._streams: dict[PodId, tuple[Source, Stream, asyncio.Task[None]]] = {}
         self._by_address: dict[str, Stream | None] = {}
-        """For engines that connect, by `IP` and `IP:PORT`; None: several engines have it."""
+        """Streams of engines that connect, by `IP` and `IP:PORT`; None: several engines share the address."""
         self._strangers: set[str] = set()
         self._gone: Counter[str] = Counter()
         self._rng = random.Random()
         self._loop = asyncio.get_running_loop()
 
     def set_sources(self, sources: Mapping[PodId, Source]) -> None:
-        """From now on follow these pods and no others."""
+        """Follow these pods from now on, and no others."""
         self._wanted = dict(sources)
         if self._is_running:
             self._update()
 
     def leave(self, pod_id: PodId) -> None:
-        """The pod's life has ended. If it is still among the sources, that is another one, followed from the next
-        `set_sources` on."""
+        """Note that the pod has gone or restarted. If it restarted, the next `set_sources` follows it again."""
         if pod_id in self._streams:
             self._end(pod_id)
 
     async def run(self) -> None:
-        """Follow the streams of the pods. Raises ZMQError where `bind` cannot be had."""
+        """Follow the streams of the pods until cancelled. Raises ZMQError if `bind` is not available."""
         self._is_running = True
         try:
             if self._bind is not None:
@@ -100,7 +99,7 @@ class Streams:
                 self._context = None
 
     def status(self, pod_id: PodId) -> dict[str, Any] | None:
-        """Of a pod's stream, for operators; None if it is not followed."""
+        """Return the state and counts of a pod's stream, for operators; None if it is not followed."""
         followed = self._streams.get(pod_id)
         counts = self._feed.counts(pod_id)
         if followed is None or counts is None:
@@ -116,7 +115,7 @@ class Streams:
         }
 
     def state(self, pod_id: PodId) -> str:
-        """Of a pod's stream, in a word: `following` where the index goes by it, else why it does not."""
+        """Return the state of a pod's stream: `following` if the index uses it, else why it does not."""
         followed = self._streams.get(pod_id)
         if followed is None:
             return "none"
@@ -127,7 +126,7 @@ class Streams:
         return "no_sessions" if self._feed.is_silent(pod_id) else "waiting"
 
     def states(self) -> dict[PodId, str]:
-        """The state of every pod that is followed."""
+        """Return the state of every pod that is followed."""
         return {pod_id: self.state(pod_id) for pod_id in self._streams}
 
     def _update(self) -> None:
@@ -169,7 +168,7 @@ class Streams:
         self._streams[pod_id] = (source, stream, task)
 
     def totals(self) -> Counter[str]:
-        """What happened since the start, of all streams, those that have ended included."""
+        """Return what happened since the start in all streams, those that have ended included."""
         total = Counter(self._gone)
         for pod_id in self._streams:
             total.update(self._counts(pod_id))
@@ -225,7 +224,7 @@ class Streams:
         self._loop.call_soon(self._read_door)
 
     def _publisher(self, frames: list[Any]) -> Stream | None:
-        """Whose batch it is: by the address in its topic, or by the address that it comes from."""
+        """Return the stream that the batch belongs to, by the address in its topic or by the sender's address."""
         topic = frames[0].bytes[:256].decode("utf-8", "replace") if len(frames) > 2 else ""
         named = _TOPIC_ADDRESS.search(topic)
         try:
@@ -242,7 +241,7 @@ class Streams:
         if len(self._strangers) < _MAX_STRANGERS and who not in self._strangers:
             self._strangers.add(who)
             log.warning(
-                "KV events from %s: it is not known whose they are. An engine is known by its IP address where no "
+                "KV events from %s: their engine is not known. An engine is identified by its IP address if no "
                 "other engine has it, or by a topic such as kv@HOST:PORT@MODEL",
                 who,
             )
@@ -250,6 +249,6 @@ class Streams:
 
 
 def _look(pod_id: PodId, task: asyncio.Task[None]) -> None:
-    """A stream that cannot be followed ends alone."""
+    """Log the error of a stream that cannot be followed; the others go on."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("KV events of %s: they are not followed any more", pod_id, exc_info=error)
+        log.error("KV events of %s are not followed any more", pod_id, exc_info=error)

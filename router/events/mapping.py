@@ -1,17 +1,17 @@
-"""Which block is the last whole one that a prefix key covers, without a tokenizer. Pure.
+"""Finds the last whole block that each prefix key covers, without a tokenizer. Pure.
 
-What is known of a request: its keys, one for each stride of bytes; how many bytes and tokens it has; and its blocks,
-each of so many tokens. Key i covers (i + 1) * stride bytes; its place among the tokens is interpolated between points
-where both are known:
+A request has keys, one for each stride of bytes. It has a number of bytes and of tokens, and blocks of so many tokens.
+Key i covers (i + 1) * stride bytes. Its place among the tokens is interpolated between points at which both numbers are
+known:
 
     the beginning        0 bytes are 0 tokens
-    the end              of this request, and of every other one that is a prefix of it
-    a crossing           two requests that share k keys and no more part in stride k; their blocks part in block m: the
-                         byte where they part lies in both
+    the end              of this request, and of every other request that is a prefix of it
+    a crossing           of two requests that share k keys and no more: their bytes diverge in stride k, their blocks in
+                         some block m, and the byte at which they diverge lies in both
 
-A crossing also bounds: what keys 0 to k-1 cover is common, so at most m blocks; key k covers the parting byte, so at
-least m. Both hold for good, however the text between is spread. The first holds too where one request is a prefix of
-the other: the token at its end may be another one there.
+A crossing also gives bounds. Keys 0 to k-1 cover common text, so they cover at most m blocks. Key k covers the
+diverging byte, so it covers at least m blocks. Both bounds hold for good, however the tokens in between are spread.
+The first bound also holds if one request is a prefix of the other, because the token at its end may differ there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_BOUND = 2**31
 
 
 class Request:
-    """A request at a pod, as far as its blocks are looked for. Never compared, only known by identity."""
+    """A request at a pod whose blocks are looked for. Compared by identity only."""
 
     __slots__ = (
         "block_tokens",
@@ -43,22 +43,22 @@ class Request:
     )
 
     def __init__(self, keys: Sequence[PrefixKey], size_bytes: float, tokens: float) -> None:
-        """`tokens`: of the prompt, estimated."""
+        """`tokens`: estimated tokens of the prompt."""
         self.keys = keys
         self.size_bytes = size_bytes
         self.tokens = tokens
         self.is_told = False
         """Whether the engine said how many tokens the prompt has."""
         self.tip: Node | None = None
-        """The last block known of it; blocks of generated tokens follow those of the prompt."""
+        """The last known block; blocks of generated tokens follow those of the prompt."""
         self.block_tokens = 1
         self.prefilled = 0
-        """Depth of the last block that was stored together with others, or was the first of it to be stored: generated
-        tokens' blocks are stored one by one, so the prompt ends in the block behind it."""
+        """Depth of the last block that was stored together with others, or that was the request's first. Blocks of
+        generated tokens are stored one by one, so the prompt ends in the block after it."""
         self.fork: tuple[Request, int] | None = None
         """Another request, and how many keys it shares with this one, until it is known how many blocks they share."""
         self.parted: tuple[int, int] | None = None
-        """A number of keys and of blocks that it shares with another one, which has further ones of both."""
+        """How many keys and blocks it shares with another request, if both have more of each."""
         self.is_compared = False
         """Whether another request to compare with has been looked for."""
 
@@ -69,27 +69,27 @@ class Request:
 
 
 class _Entry:
-    """One key: its block, bounds of its depth, and where else bytes and tokens are known near its end."""
+    """One key: its block, bounds of its depth, and points near its end at which both bytes and tokens are known."""
 
     __slots__ = ("end", "highest", "lowest", "node", "parts_in", "request")
 
     def __init__(self, node: Node, request: Request) -> None:
         self.node = node
         self.request = request
-        """The last one that has the key."""
+        """The last request that has the key."""
         self.lowest = 0
         self.highest = _NO_BOUND
         self.end: tuple[float, float] | None = None
-        """Bytes and tokens of a request that ends behind it, before another key."""
+        """Bytes and tokens of a request that ends after this key and before the next."""
         self.parts_in: int | None = None
-        """Block in which requests part that share this key and no more."""
+        """Block in which requests diverge that share this key and no more."""
 
 
 class KeyMap:
     """The blocks of prefix keys of one model."""
 
     def __init__(self, stride: int, on_moved: Callable[[int, PrefixKey], None]) -> None:
-        """`on_moved(pods, key)`: the key has another block now; for these pods that changes whether they hold it."""
+        """`on_moved(pods, key)`: the key has another block now, so these pods may begin or cease to hold it."""
         self._stride = stride
         self._on_moved = on_moved
         self._entries: dict[PrefixKey, _Entry] = {}
@@ -98,20 +98,20 @@ class KeyMap:
         return len(self._entries)
 
     def node(self, key: PrefixKey) -> Node | None:
-        """The block that a key is held with; None where it is not known."""
+        """Return the block with which a key is held; None if that is not known."""
         entry = self._entries.get(key)
         return None if entry is None else entry.node
 
     def unknown(self, keys: Sequence[PrefixKey]) -> bool:
-        """Whether the last of the keys has no block: then some are believed in by other means."""
+        """Return whether the last of the keys has no block: then some keys are beliefs."""
         return bool(keys) and keys[-1] not in self._entries
 
     def forget(self, key: PrefixKey) -> None:
-        """The block of the key is forgotten."""
+        """Forget a key, because its block is forgotten."""
         self._entries.pop(key, None)
 
     def place(self, request: Request) -> None:
-        """Find the blocks of the request's keys, as its tip, its tokens or its end became known."""
+        """Find the blocks of the request's keys. Call this when its tip, its tokens or its end becomes known."""
         if request.tip is None or not request.keys:
             return
         other = self._cross(request)
@@ -120,7 +120,7 @@ class KeyMap:
             self._place(other)
 
     def _cross(self, request: Request) -> Request | None:
-        """Compare with the last request that shares the most keys; that one, where it parts from this one."""
+        """Compare with the last request that shares the most keys. Return that request if it diverges from this one."""
         assert request.tip is not None
         entries, keys = self._entries, request.keys
         if not request.is_compared:
@@ -141,7 +141,7 @@ class KeyMap:
         other, known = request.fork
         assert other.tip is not None
         depth = common_depth(request.tip, other.tip)
-        # Only blocks that both have tell where they part: one of them may have been stored in part so far.
+        # Only blocks that both have show where they diverge: one of them may be stored only in part so far.
         if depth < 0 or other.block_tokens != request.block_tokens:
             request.fork = None
             return None
@@ -173,7 +173,7 @@ class KeyMap:
                 entry = entries[key] = _Entry(node, request)
                 _attach(node, key)
                 self._on_moved(node.rooted, key)
-            elif request.is_told or not entry.request.is_told:  # an estimate teaches nothing about what is known
+            elif request.is_told or not entry.request.is_told:  # an estimate must not replace what is known
                 entry.request = request
                 if entry.node is not node:
                     self._move(key, entry, node)
@@ -192,7 +192,8 @@ class KeyMap:
         self._on_moved(old.rooted | node.rooted, key)
 
     def _depths(self, request: Request) -> list[int]:
-        """How many blocks each key covers: at least one, at most the prompt's, never fewer than the key before."""
+        """Return how many blocks each key covers: at least one, at most the prompt's, never fewer than the key
+        before."""
         entries, keys, size = self._entries, request.keys, request.block_tokens
         most = max(1, request.prompt_blocks)
         known = [entries.get(key) for key in keys]
@@ -219,9 +220,9 @@ class KeyMap:
         return depths
 
     def _points(self, request: Request, known: Sequence[_Entry | None]) -> list[tuple[float, float]]:
-        """Bytes and tokens of this request's prefixes, as far as known; both increase.
+        """Return the known points (bytes, tokens) of this request's prefixes; both numbers increase.
 
-        A crossing is a box that the line through the points has to meet. One that it misses bends it.
+        A crossing is a box that the line through the points has to meet. If the line misses the box, it is bent.
         """
         end = (request.size_bytes, request.tokens)
         points = [(0.0, 0.0)]
@@ -235,8 +236,8 @@ class KeyMap:
         return points
 
     def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
-        """Have the line go through the middle of the box of a stride from `size` on and a block from `tokens` on, if it
-        misses that."""
+        """Move the line into a box of one stride from `size` and one block from `tokens`, if it misses the box. It then
+        goes through the middle."""
         at = bisect_left(points, (size, -1.0))
         if not 0 < at < len(points) or points[at][0] <= size + self._stride:
             return
@@ -252,12 +253,12 @@ def _is_between(before: tuple[float, float], point: tuple[float, float], after: 
 
 
 def _at(size: float, before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Tokens at `size` bytes on the line between two points."""
+    """Return the tokens at `size` bytes on the line between two points."""
     return before[1] + (after[1] - before[1]) * (size - before[0]) / max(1e-9, after[0] - before[0])
 
 
 def _interpolated(points: Sequence[tuple[float, float]], count: int, stride: int) -> list[float]:
-    """Tokens in each of `count` strides and all before it."""
+    """Return the tokens up to the end of each of `count` strides."""
     places = []
     pieces = pairwise(points)
     before, after = next(pieces)

@@ -1,8 +1,8 @@
-"""In which order a stream's batches count, and what a missing one means: gaps, replays, restarts. Pure.
+"""The order in which a stream's batches count, and what a missing batch means: a gap, a replay or a restart. Pure.
 
 An engine numbers its batches from 0 and keeps the last ones (vLLM: 10,000) to send again. A replay always begins with
-the last batch that was applied: if it comes back as it was, the engine is the one that was heard before, else it is
-another life, of which nothing is known. So one question finds a lost tail, a gap and a restart alike.
+the last batch that was applied. If the same batch comes back, the engine is the same. Else it has restarted, and
+nothing is known of it. So one question finds a lost tail, a gap and a restart alike.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from xxhash import xxh3_64_intdigest
 
 MAX_HELD = 20_000
 MAX_HELD_BYTES = 64 * 2**20
-"""Batches kept while a replay runs. Of more, none is kept, and the replay is asked for once more."""
+"""Batches kept while a replay runs. If there are more, none is kept, and the replay is requested again."""
 
 
 @dataclass(slots=True)
 class OrderCounts:
-    """Since the start."""
+    """Counts since the start."""
 
     gaps: int = 0
     """Times that a batch was missing."""
     restarts: int = 0
     """Times that the stream began anew."""
     lost: int = 0
-    """Times that what was missing could not be had, and all that the engine holds was forgotten."""
+    """Times that missing batches could not be replayed, so that all that the engine holds was forgotten."""
 
 
 class Order:
-    """Puts the batches of one publisher in order. Calls `apply` with each payload, in sequence; `forget` before the
-    first one that does not follow; `ask` to have batches from a number on replayed (only with `has_replay`).
+    """Puts the batches of one publisher in order. Calls `apply` with each payload, in sequence. Calls `forget` before
+    the first batch that does not follow, and `ask` to replay batches from a number on (only with `has_replay`).
     """
 
     def __init__(
@@ -49,25 +49,35 @@ class Order:
         self._ask = ask
         self.counts = OrderCounts()
         self.next: int | None = None
-        """Number of the batch that follows; None before the first."""
+        """Number of the next batch; None before the first."""
         self.is_synced = False
-        """Whether what was published before has been asked for, as far as it can be."""
+        """Whether earlier batches have been requested, as far as possible."""
         self.is_replaying = False
         self._last = 0
         """Digest of batch `next - 1`."""
         self._awaits_last = False
-        """The replay's first answer is to be batch `next - 1`."""
+        """Whether the replay should begin with batch `next - 1`."""
         self._is_void = False
-        """What else the replay brings does not count."""
+        """Whether the rest of the replay is ignored."""
         self._stuck_at: int | None = None
         """The number that a replay has just failed to bring."""
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
         self._has_dropped = False
 
+    def connected(self) -> None:
+        """Note a new connection, which ends a replay that runs. Call this before the first batch that comes through it.
+
+        The engine may be another one, and a batch with the next number does not show that it is the same: the other one
+        may have published as much. So no batch counts before a replay has been asked for and answered.
+        """
+        self._held.clear()
+        self._held_bytes = 0
+        self.is_synced = self.is_replaying = self._has_dropped = False
+        self.check()
+
     def check(self) -> None:
-        """Ask whether anything is missing, and whether the engine is still the same. After (re)connecting, and now and
-        then."""
+        """Ask whether anything is missing, and whether the engine is still the same. Call this regularly."""
         if not self._has_replay:
             self.is_synced = True
         elif not self.is_replaying:
@@ -77,7 +87,7 @@ class Order:
             self._ask(self.next - 1 if self.next else 0)
 
     def live(self, seq: int, payload: bytes) -> None:
-        """A batch as it was published."""
+        """Take a batch as it was published."""
         if self.is_replaying or (self._has_replay and not self.is_synced):
             self._hold(seq, payload)
         elif self.next is None or seq == self.next:
@@ -93,11 +103,11 @@ class Order:
         elif not self._has_replay:
             self.counts.restarts += 1
             self._lose(seq, payload, is_restart=True)
-        elif seq == 0:  # a restart; any other one was replayed before it came
+        elif seq == 0:  # a restart; other old batches were replayed already
             self.check()
 
     def replayed(self, seq: int, payload: bytes) -> None:
-        """A batch that was asked for."""
+        """Take a batch that was requested."""
         if not self.is_replaying or self._is_void:
             return
         if self._awaits_last:
@@ -115,11 +125,11 @@ class Order:
             self._lose(seq, payload)
 
     def replay_ended(self) -> None:
-        """All that was asked for has come."""
+        """Note that all requested batches have come."""
         if not self.is_replaying:
             return
         self.is_replaying = False
-        if self._awaits_last:  # it has published less than was heard of it: another life
+        if self._awaits_last:  # it has published less than was heard before: it restarted
             self._awaits_last = False
             self._begin_anew()
         if self._is_void or self._has_dropped:
@@ -132,16 +142,20 @@ class Order:
         self._release()
 
     def replay_failed(self) -> None:
-        """No answer: what is missing is lost."""
+        """Note that no answer came: what is missing is lost. After a new connection, the engine may be another one."""
         if not self.is_replaying:
             return
+        if self._awaits_last and not self.is_synced:
+            self.counts.lost += 1
+            self._forget()
+            self.next = None
         self.is_replaying = self._awaits_last = self._has_dropped = False
         self.is_synced = True
         self._stuck_at = self.next
         self._release()
 
     def restart(self) -> None:
-        """Forget everything, as of a publisher that was never heard."""
+        """Forget everything, as if the publisher was never heard."""
         self.next = None
         self.is_synced = self.is_replaying = self._awaits_last = self._has_dropped = False
         self._held.clear()

@@ -1,13 +1,13 @@
-"""One engine's stream of KV events over ZMQ: subscribed to, checked now and then, replayed where something is missing.
+"""One engine's stream of KV events over ZMQ: subscribed to, checked regularly, replayed if batches are missing.
 
 The engine publishes at one port (PUB) and replays at another (ROUTER):
 
-    published   topic | sequence, 8 bytes big-endian | payload
-    asked for   "" | first sequence
-    replayed    "" | [topic |] sequence | payload, and at the end the sequence -1
+        published   topic | sequence, 8 bytes big-endian | payload
+        request     "" | first sequence
+        replayed    "" | [topic |] sequence | payload, and at the end the sequence -1
 
-libzmq connects anew by itself, with a growing, random delay. Nothing is read in a thread: sockets are watched by the
-event loop, and a stream that has much to say is read in pieces.
+libzmq reconnects by itself, with a growing, random delay. No thread reads: the event loop watches the sockets, and a
+busy stream is read in pieces.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from router.events.wire import MAX_BYTES
 log = logging.getLogger(__name__)
 
 CHECK_S = 5.0
-"""Between two checks of a stream, plus or minus 20 % at random: a lost last batch is found so late."""
+"""Seconds between two checks of a stream, plus or minus 20 % at random. A lost last batch is found by the check."""
 REPLAY_S = 5.0
-"""An engine that replays nothing for so long is not going to."""
+"""If an engine sends nothing of a replay for so long, the replay has failed."""
 STALE_S = 10.0
-"""A stream that is away for so long says nothing of what the engine holds any more."""
+"""If a stream is down for so long, what it said about the engine is out of date."""
 SLOWEST_CHECK_S = 60.0
 RECONNECT_MS, SLOWEST_RECONNECT_MS = 100, 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 QUEUED = 20_000
-"""Batches that libzmq keeps of one stream; of more, some are lost, and replayed."""
+"""Batches that libzmq queues for one stream; more are lost, and replayed."""
 PIECE = 64
 PIECE_S = 0.004
-"""Batches that are read, and seconds that are spent, before others get their turn."""
+"""Batches that are read, and seconds that are spent, before other streams get their turn."""
 _END = b"\xff" * 8
 
 
 def tcp(host: str, port: int) -> str:
-    """The ZMQ address of a port. `host` may be an IPv6 address."""
+    """Return the ZMQ address of a port. `host` may be an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
@@ -65,8 +65,8 @@ class Stream:
         flows: Callable[[bool], None],
         rng: random.Random | None = None,
     ) -> None:
-        """`address`: where the engine publishes; None: it connects to the gateway, which hands batches to `live`.
-        `apply`, `forget`: see Order. `stale`: it is gone for long. `flows`: whether it is heard and complete."""
+        """`address`: where the engine publishes; None: it connects to the gateway, which passes batches to `live`.
+        `apply`, `forget`: see Order. `stale`: called when it is down for long. `flows`: called with `is_flowing`."""
         self.address = address
         self.replay_address = replay_address
         self._context = context
@@ -93,16 +93,16 @@ class Stream:
 
     @property
     def is_flowing(self) -> bool:
-        """Whether it is heard, and all that was published before was asked for."""
+        """Whether the stream is heard, and all that was published before was requested."""
         return self._is_connected and self._order.is_synced
 
     @property
     def failed_replays(self) -> int:
-        """Times in a row that the engine did not answer when it was asked what is missing."""
+        """Times in a row that the engine did not answer a request for missing batches."""
         return self._failed_replays
 
     async def run(self) -> None:
-        """Follow the stream."""
+        """Follow the stream until cancelled."""
         self._away_since_s = self._loop.time()
         try:
             if self.address is not None:
@@ -110,16 +110,17 @@ class Stream:
             else:
                 self._order.check()
             while True:
-                with contextlib.suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(self._patience_s()):
                         await self._wake.wait()
-                self._wake.clear()
-                self._look()
+                    self._wake.clear()  # a replay has begun or ended, so the time to wait is another one
+                except TimeoutError:
+                    self._look()
         finally:
             self._close()
 
     def live(self, seq: bytes, payload: bytes) -> None:
-        """A batch was published."""
+        """Take a batch that was published."""
         if len(seq) == 8 and len(payload) <= MAX_BYTES:
             self._is_connected = True
             self._away_since_s = None
@@ -183,13 +184,15 @@ class Stream:
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
                 self._away_since_s = None
-                self._order.check()
+                self._close_dealer()  # what was asked for through the connection before may never be answered
+                self._order.connected()
             else:
                 self._is_connected = False
                 self._away_since_s = self._loop.time()
             self._tell()
 
     def _read_sub(self) -> None:
+        self._read_monitor()  # a new connection counts before the batches that come through it
         until_s = self._loop.time() + PIECE_S
         for _ in range(PIECE):
             if self._sub is None:
@@ -205,7 +208,7 @@ class Stream:
         self._loop.call_soon(self._read_sub)
 
     def _ask(self, first: int) -> None:
-        """Have batches from `first` on replayed."""
+        """Ask for a replay of the batches from `first` on."""
         assert self.replay_address is not None
         self._answered_at_s = self._loop.time()
         self._wake.set()
@@ -215,7 +218,7 @@ class Stream:
             dealer.setsockopt(zmq.SNDHWM, 16)
             self._loop.add_reader(dealer.fileno(), self._read_dealer)
             dealer.connect(self.replay_address)
-        with contextlib.suppress(zmq.Again):  # not sent, not answered: the deadline sees to it
+        with contextlib.suppress(zmq.Again):  # not sent means not answered: the deadline handles it
             self._dealer.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
         self._loop.call_soon(self._read_dealer)
 
@@ -243,9 +246,9 @@ class Stream:
         self._loop.call_soon(self._read_dealer)
 
     def _fail_replay(self) -> None:
-        """What it still answers belongs to a question that is over: the socket goes with it."""
+        """Close the socket with the request, because a late answer would belong to the old request."""
         if self._failed_replays == 0:
-            log.warning("KV events: %s does not answer when it is asked what was missed", self.replay_address)
+            log.warning("KV events: %s does not answer requests for missed events", self.replay_address)
         self._failed_replays += 1
         self._close_dealer()
         self._order.replay_failed()
@@ -258,7 +261,7 @@ class Stream:
 
 
 def options(socket: zmq.Socket[bytes]) -> None:
-    """What every socket has: bounds, signs of life, and a delay between connections."""
+    """Set what every socket has: bounds, heartbeats, and a delay between connections."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.RCVHWM, QUEUED)

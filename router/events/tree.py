@@ -1,7 +1,8 @@
-"""Every block that engines told of, by what it holds: a tree whose paths are prefixes in whole blocks. Pure.
+"""All blocks that engines reported, in a tree whose paths are prefixes in whole blocks. Pure.
 
 A node is a block of certain tokens after certain others, whichever pod holds it and however that pod names it. Pods are
-bits: `held` has the pods where the block lies, `rooted` those where it can be reused, as all before it lie there too.
+bits: `held` has the pods that have the block. `rooted` has those that can reuse it, because they have all before it
+too.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from xxhash import xxh3_64_intdigest
 from engine.contract.keys import PrefixKey
 
 MAX_GHOSTS = 262_144
-"""Blocks that are remembered though no pod holds them, so that keys find their place when they come back."""
+"""Blocks that are remembered though no pod holds them, so that keys find their place when the blocks come back."""
 _PRUNED_AT_ONCE = 64
 _SWEPT_AT_ONCE = 2_000
 _MAX_NAMES = 16
-"""Of one block. Engines with unlike seeds have one each."""
+"""Names of one block. Engines with different seeds have one name each."""
 _EVERY_POD = -1
 _PRUNED = -1
-"""As the digest of a node that is in the tree no more."""
+"""Digest of a node that is no longer in the tree."""
 
 
 class Node:
-    """One block. `depth`: blocks of the path that ends with it; 0: the beginning of all prompts."""
+    """One block. `depth`: number of blocks in the path that ends with it; 0: the beginning of all prompts."""
 
     __slots__ = ("children", "depth", "digest", "held", "keys", "names", "parent", "rooted")
 
@@ -36,14 +37,15 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[int, Node] | None = None
         self.keys: list[PrefixKey] | None = None
-        """Prefix keys that are held where this block is rooted, as it is the last whole one that they cover."""
+        """Prefix keys that are held wherever this block is rooted, because it is the last whole block that they
+        cover."""
         self.names: tuple[int, ...] = ()
-        """What engines call it: one hash, or several if their hashes are seeded."""
+        """The block's names: one hash, or several if the engines' hashes are seeded."""
         self.held = self.rooted = _EVERY_POD if parent is None else 0
 
 
 class BlockTree:
-    """The blocks of one model in one size of block."""
+    """The blocks of one model with one block size."""
 
     def __init__(
         self, on_keys: Callable[[int, Iterable[PrefixKey]], None], on_pruned: Callable[[PrefixKey], None]
@@ -53,19 +55,19 @@ class BlockTree:
         self._on_keys = on_keys
         self._on_pruned = on_pruned
         self.roots: dict[str, Node] = {}
-        """By space: adapter and salt."""
+        """Space (adapter and salt) -> root."""
         self.by_name: dict[int, Node] = {}
         self._ghosts: dict[Node, None] = {}
         self._strays: dict[Node, None] = {}
-        """Nodes that lost a name to another one."""
+        """Nodes that lost a name to another node."""
         self._sweeper: Iterator[int] | None = None
         self._retired = 0
-        """Bits of pods that are gone, still set in some nodes."""
+        """Bits of retired pods that are still set in some nodes."""
         self.live = 0
         """Bits of pods that are there."""
 
     def path(self, parent: int | None, space: str, digests: Sequence[int], names: Sequence[int]) -> list[Node] | None:
-        """The nodes of consecutive blocks, made where they are new; None if nothing is known of their parent."""
+        """Return the nodes of consecutive blocks, and make new ones as needed; None if their parent is not known."""
         if parent is None:
             node = self.roots.get(space)
             if node is None:
@@ -105,7 +107,7 @@ class BlockTree:
                 self._strays[node] = None
 
     def hold(self, node: Node, pod: int) -> None:
-        """The pod holds the block from now on."""
+        """Note that the pod holds the block from now on."""
         node.held |= pod
         self._ghosts.pop(node, None)
         assert node.parent is not None
@@ -113,7 +115,7 @@ class BlockTree:
             self._spread(node, pod, is_rooted=True)
 
     def release(self, node: Node, pod: int) -> None:
-        """The pod holds the block no more."""
+        """Note that the pod no longer holds the block."""
         if node.rooted & pod:
             self._spread(node, pod, is_rooted=False)
         node.held &= ~pod
@@ -121,12 +123,12 @@ class BlockTree:
             self._ghosts[node] = None
 
     def retell(self, node: Node, pod: int) -> None:
-        """The pod holds the block in another tier now."""
+        """Note that the pod holds the block in another tier now."""
         if node.rooted & pod and node.keys:
             self._on_keys(pod, node.keys)
 
     def _spread(self, start: Node, pod: int, *, is_rooted: bool) -> None:
-        """Root, or uproot, a block and all that the pod holds behind it."""
+        """Root, or uproot, a block and all that the pod holds after it."""
         todo = [start]
         while todo:
             node = todo.pop()
@@ -141,13 +143,13 @@ class BlockTree:
                 ]
 
     def retire(self, pod: int) -> None:
-        """The pod is gone; its bit is free for another once `sweep` has returned it."""
+        """Remove a pod. Its bit is free for another pod once `sweep` has returned it."""
         self.live &= ~pod
         self._retired |= pod
 
     def sweep(self) -> int:
-        """Do a piece of what is left to do: prune what no pod has held for long, and clear the bits of retired pods.
-        Bits that are free from now on."""
+        """Do a piece of the pending work: prune what no pod has held for long, and clear the bits of retired pods.
+        Return the bits that are free from now on."""
         for _ in range(_PRUNED_AT_ONCE):
             if len(self._ghosts) <= MAX_GHOSTS:
                 break
@@ -177,7 +179,7 @@ class BlockTree:
     def _prune(self, node: Node) -> None:
         del self._ghosts[node]
         if node.children:
-            return  # it is a ghost again when the last of them goes
+            return  # it becomes a ghost again when its last child goes
         self._strays.pop(node, None)
         for name in node.names:
             if self.by_name.get(name) is node:
@@ -195,7 +197,7 @@ class BlockTree:
 
 
 def kept(tip: Node) -> Node:
-    """The node, or the last one before it that is still in the tree."""
+    """Return the node, or the last node before it that is still in the tree."""
     while tip.digest == _PRUNED:
         assert tip.parent is not None
         tip = tip.parent
@@ -203,7 +205,7 @@ def kept(tip: Node) -> Node:
 
 
 def chain(tip: Node) -> list[Node]:
-    """The path to a node: that of depth d at d - 1."""
+    """Return the path to a node: the node of depth d is at d - 1."""
     nodes = []
     node: Node | None = tip
     while node is not None and node.parent is not None:
@@ -214,7 +216,7 @@ def chain(tip: Node) -> list[Node]:
 
 
 def common_depth(one: Node, other: Node) -> int:
-    """Blocks that two paths share; -1 if they do not even begin in the same space."""
+    """Return how many blocks two paths share; -1 if they do not even begin in the same space."""
     while one.depth > other.depth:
         assert one.parent is not None
         one = one.parent
@@ -229,7 +231,7 @@ def common_depth(one: Node, other: Node) -> int:
 
 
 def digests(tokens: Sequence[Any], blocks: int, extra: Sequence[Any] | None) -> list[int]:
-    """What tells each of so many blocks from others after the same ones. Tokens may be pairs of ids (EAGLE)."""
+    """Return a digest for each block that tells it from others after the same blocks. Tokens may be pairs (EAGLE)."""
     per_block = len(tokens) // blocks
     try:
         data = array("q", tokens).tobytes()

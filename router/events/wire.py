@@ -1,12 +1,12 @@
-"""KV events as vLLM and SGLang send them, in all forms that were seen, as one form. Pure.
+"""Turns KV events as vLLM and SGLang send them, in all known forms, into one form. Pure.
 
     batch   [ts, events, data_parallel_rank]  or  {"ts", "events", "data_parallel_rank"}
     event   {"type": tag, field: value, ...}  or  [tag, value, ...], fields in the order of `_STORED` or `_REMOVED`;
             a map at the end of the array has further fields (SGLang)
-    hash    an integer of 64 bits, signed or not, or bytes, of which the last eight are that integer
+        hash    an integer of 64 bits, signed or not, or bytes whose last eight are that integer
 
-Sources: vllm/distributed/kv_events.py (0.32), sglang/srt/disaggregation/kv_events.py. What is not known, events and
-fields alike, is counted and passed over, so that an engine of a later release is followed as far as it is understood.
+Sources: vllm/distributed/kv_events.py (0.32), sglang/srt/disaggregation/kv_events.py. Unknown events and unknown fields
+are counted and skipped, so that an engine of a later release is followed as far as it is understood.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BYTES = 64 * 2**20
 """Of one batch. A prompt of a million tokens makes about 6 MiB."""
 MAX_BLOCK_TOKENS = 65_536
 MAX_NAME_CHARS = 1024
-"""Of a session, an adapter or a salt."""
+"""Length of a session, an adapter or a salt."""
 _MASK = 2**64 - 1
 _HASH_BYTES = 8
 
@@ -68,25 +68,25 @@ _LOCAL = frozenset((None, "LOCAL", "local"))
 
 
 class BadBatch(ValueError):
-    """Bytes that are no batch of events, or one of an absurd size."""
+    """The bytes are no batch of events, or one of an absurd size."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """Blocks that lie in a cache from now on, each the continuation of the one before."""
+    """Blocks that are in a cache from now on, each the continuation of the one before."""
 
     hashes: list[int]
     parent: int | None
     """Hash of the block before the first one; None: the first one begins a prompt."""
     tokens: Sequence[Any]
-    """Of all blocks; empty where the event is about blocks that were stored elsewhere before."""
+    """Tokens of all blocks; empty if the event is about blocks that were stored elsewhere before."""
     block_tokens: int
     tier: Tier
     session: str | None
     space: str
     """Adapter and salt: equal tokens in two spaces are different blocks."""
     extra: Sequence[Any] | None
-    """What else tells each block from others of equal tokens."""
+    """What else tells each block from others with equal tokens."""
     group: int
     is_full_attention: bool
 
@@ -110,16 +110,16 @@ Event = Stored | Removed | Cleared
 
 @dataclass(slots=True)
 class WireCounts:
-    """What was passed over, since the start."""
+    """What was skipped, since the start."""
 
     unknown_events: int = 0
-    """Events of a type that is not known here."""
+    """Events of an unknown type."""
     unknown_fields: int = 0
-    """Events with a field, or of a medium, that is not known here."""
+    """Events with an unknown field or medium."""
     bad_events: int = 0
     """Events whose fields contradict each other, or have the wrong type."""
     elsewhere: int = 0
-    """Events of blocks that this engine alone cannot use: of a remote cache, or of one that somebody else owns."""
+    """Events of blocks that this engine alone cannot use: in a remote cache, or owned by somebody else."""
 
 
 @dataclass(slots=True)
@@ -132,14 +132,14 @@ class Batch:
 
 
 def decode(payload: bytes) -> Batch:
-    """The events in `payload`. Raises BadBatch where it is no batch at all."""
+    """Return the events in `payload`. Raises BadBatch if it is no batch at all."""
     if len(payload) > MAX_BYTES:
         raise BadBatch(f"a batch of {len(payload)} bytes, more than {MAX_BYTES}")
     try:
-        # Sizes are bounded by the payload's own: a header that promises more is refused before memory is taken.
+        # Sizes are bounded by the payload's own size: a header that promises more is refused before memory is taken.
         said = msgpack.unpackb(payload, strict_map_key=False, use_list=True)
     except (ValueError, TypeError, RecursionError, OverflowError, MemoryError, msgpack.UnpackException) as error:
-        raise BadBatch(f"no msgpack: {type(error).__name__}: {str(error)[:200]}") from None
+        raise BadBatch(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
     rank: Any = None
     if isinstance(said, Mapping):
         events, rank = said.get("events"), said.get("data_parallel_rank", said.get("attn_dp_rank"))
@@ -229,7 +229,7 @@ def _stored(fields: Mapping[str, Any], hashes: list[int], tier: Tier, group: int
 
 
 def _hash(said: Any) -> int:
-    """Raises TypeError or ValueError for what is no hash."""
+    """Return the hash as 64 bits. Raises TypeError or ValueError for what is no hash."""
     if isinstance(said, int) and not isinstance(said, bool):
         return said & _MASK
     if isinstance(said, bytes) and said:

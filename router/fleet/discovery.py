@@ -1,4 +1,4 @@
-"""Where engines are. A discovery yields the FULL set after every change, so that a lost event leaves no ghost."""
+"""Where engines are. A discovery yields the FULL set after every change, so a lost event leaves no stale engine."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """One life of one engine and where it is. Equal `url` and `life`: the same engine, with its cache."""
+    """One engine between two restarts, and where it is. Equal `url` and `life`: the same engine, with its cache."""
 
     url: str
     """Base URL, without a trailing slash; unique within a set."""
     life: str = ""
-    """Changes when another engine takes over the URL, as a pod does that is given the IP of a deleted one."""
+    """Changes when another engine takes over the URL, for example a pod that gets the IP of a deleted one."""
     is_ready: bool = True
-    """False: no new requests, though the engine is still there, as a pod that terminates or is not Ready."""
+    """False: no new requests, though the engine is still there, for example in a pod that terminates."""
     model: str | None = None
-    """The one model requests are sent for; None: every model the engine lists."""
+    """The only model that requests are sent for; None: every model that the engine lists."""
     weight: float = 1.0
-    """How much of the traffic it can take beside others: 2 takes twice as much. See `Policy`."""
+    """Its share of the traffic relative to others: 2 takes twice as much. See `Policy`."""
     kv_events_port: int | None = None
-    """TCP port at which it publishes KV events, as far as discovery knows."""
+    """TCP port at which it publishes KV events; None: discovery does not know."""
     kv_replay_port: int | None = None
     """TCP port at which it replays them."""
     ranks: int | None = None
     """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
     name: str | None = field(default=None, compare=False)
-    """What it is called where it was found, such as the name of its Kubernetes pod. No other engine has that id."""
+    """Its name in the place where it was found, such as its Kubernetes pod. No other engine has that pod id."""
     key: str = field(default="", compare=False)
-    """Which of the gateway's keys for engines it is shown; empty: the one for all."""
+    """Name of the gateway's key that this engine gets; empty: the common key."""
     born: str = field(default="", compare=False)
-    """When it came to be: of two engines at one URL the one for which this sorts later is there."""
+    """When it was created: of two engines at one URL, the one for which this sorts later counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +41,28 @@ class DiscoveryStatus:
     """How current the set is."""
 
     synced_at_s: float | None
-    """Event-loop time at which the set was last known to be the whole truth; None before the first time."""
+    """Event-loop time at which the set was last known to be complete; None before the first time."""
     problem: str | None = None
-    """The last trouble, while it lasts."""
+    """The last failure, until it is over."""
     errors: int = 0
-    """Failures to look, since the start."""
+    """Failed attempts to look, since the start."""
     relists: Mapping[str, int] = field(default_factory=dict)
-    """Complete looks, by what led to them: `start`, `periodic`, or a kind of trouble."""
+    """Complete looks, by reason: `start`, `periodic`, or a kind of trouble."""
+    is_pool_valid: bool | None = None
+    """Whether the InferencePool exists and can be followed; None: none is followed."""
 
 
 class Discovery(Protocol):
     """A source of engine addresses. It survives its own failures: while it cannot look, it yields nothing."""
 
     def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
-        """Every address, first when the first complete list is known, then after each change.
+        """Yield every address, first when the first complete list is known, then after each change.
 
-        An iterator that ends says that the set will not change again.
+        If the iterator ends, the set will not change again.
         """
 
     def status(self) -> DiscoveryStatus:
-        """How current the set is."""
+        """Return how current the set is."""
 
 
 class StaticDiscovery:
@@ -70,11 +72,11 @@ class StaticDiscovery:
         self._addresses = frozenset(EngineAddress(url) for url in urls)
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
-        """The list, once."""
+        """Yield the list, once."""
         yield self._addresses
 
     def status(self) -> DiscoveryStatus:
-        """Always current."""
+        """Return that the set is always current."""
         return DiscoveryStatus(asyncio.get_running_loop().time())
 
 

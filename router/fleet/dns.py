@@ -1,4 +1,4 @@
-"""Engines behind a DNS name, as a headless Service has one: every address of the name is an engine."""
+"""Engines behind a DNS name, such as that of a headless Service: every address of the name is an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORTEST_S, LONGEST_RETRY_S = 1.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class DnsAnswer:
-    """IP addresses, none where the name has none, and the seconds the answer is good for."""
+    """The name's IP addresses, perhaps none, and the seconds for which the answer is valid."""
 
     ips: frozenset[str]
     ttl_s: float
@@ -36,7 +36,7 @@ class Resolver(Protocol):
     """A DNS client."""
 
     async def resolve(self, name: str) -> DnsAnswer:
-        """The addresses of `name`, within a deadline. Raises LookupFailed."""
+        """Return the addresses of `name`, within a deadline. Raises LookupFailed."""
 
 
 class SystemResolver:
@@ -46,7 +46,7 @@ class SystemResolver:
         self._nameserver = nameserver
 
     async def resolve(self, name: str) -> DnsAnswer:
-        """IPv4 addresses, or IPv6 ones where there are none: a dual-stack pod counts once. Raises LookupFailed."""
+        """Return IPv4 addresses, or IPv6 if there are none: a dual-stack pod counts once. Raises LookupFailed."""
         try:
             resolver = await self._resolver()
             ttl_s = 0.0
@@ -71,10 +71,10 @@ class SystemResolver:
 
 
 class DnsDiscovery:
-    """Every address of `name`, at `port`. It is asked again when the answer's TTL is over, `max_ttl_s` at the latest.
+    """Every address of `name`, at `port`. It asks again when the answer's TTL is over, after `max_ttl_s` at the latest.
 
-    An address that goes from one engine to another between two looks is not noticed here: only engines that report an
-    epoch are told apart then.
+    If an address goes to another engine between two looks, this class does not notice. Then only engines that report
+    an epoch can be told apart.
     """
 
     def __init__(
@@ -90,21 +90,21 @@ class DnsDiscovery:
         self._errors = 0
 
     def status(self) -> DiscoveryStatus:
-        """Synced: at the last answer."""
+        """Return the status; it was synced at the last answer."""
         return DiscoveryStatus(self._synced_at_s, self._problem, self._errors)
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
-        """The addresses, after each change. While the name cannot be resolved, the last ones hold."""
+        """Yield the addresses, after each change. While the name cannot be resolved, the last ones stay."""
         known: frozenset[str] | None = None
         failures = 0
         while True:
             try:
                 answer = await self._resolver.resolve(self._name)
-            except Exception as error:  # outermost loop: what nobody foresaw must not end discovery
+            except Exception as error:  # outermost loop: an unexpected error must not end discovery
                 if not isinstance(error, LookupFailed):
                     log.exception("discovery")
                 if not failures:
-                    log.error("discovery: %s is not resolved (%s); the engines known so far stay", self._name, error)
+                    log.error("discovery: %s cannot be resolved (%s); the engines known so far stay", self._name, error)
                 pause_s = min(LONGEST_RETRY_S, SHORTEST_S * 2 ** min(failures, 10))
                 failures += 1
                 self._errors += 1

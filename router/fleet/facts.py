@@ -1,6 +1,6 @@
-"""What is known of an engine beyond who it is: which program it runs, how much its cache holds, what it can be asked.
+"""What is known of an engine beyond its identity: which program it runs, the size of its cache, what it can answer.
 
-Nothing here is needed to serve: an engine of which nothing is known is sent requests as well.
+None of this is needed to serve: an engine without known facts gets requests as well.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import orjson
 
 EngineKind = Literal["warmroute", "vllm", "sglang", "unknown"]
 MAX_ADAPTERS = 1024
-"""Adapters of one engine, as many as it may list models."""
+"""Adapters of one engine: as many as the models that it may list."""
 MAX_CAPACITY_TOKENS = 10**9
-"""Of one rank's cache. The largest fleets' nodes hold some ten million; more is a mistake."""
+"""Most tokens of one rank's cache that are believed. The largest nodes hold some ten million."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts of one target: an engine, or one data-parallel rank of it. None, or empty, where not known."""
+    """Facts of one target: an engine, or one data-parallel rank of it. None, or empty: not known."""
 
     engine: EngineKind = "unknown"
     version: str | None = None
     kv_capacity_tokens: int | None = None
-    """Tokens whose KV this target's cache holds on the GPU, running requests' included."""
+    """Tokens whose KV this target's cache holds on the GPU, including running requests."""
     block_tokens: int | None = None
-    """Tokens of a KV block; only whole ones are reused."""
+    """Tokens of a KV block; only whole blocks are reused."""
     ranks: int | None = None
     """Data-parallel ranks behind the engine's URL, this one included."""
     rank: int | None = None
-    """Which of them this target is; None: the engine chooses among them, or has one."""
-    kv_event_ports: tuple[int, ...] = ()
-    """TCP ports of the engine's KV events, by rank."""
-    kv_replay_ports: tuple[int, ...] = ()
-    """TCP ports at which past events are asked for, by rank."""
+    """Which of the ranks this target is; None: the engine chooses the rank, or has only one."""
+    kv_event_ports: tuple[int | None, ...] = ()
+    """TCP ports of the engine's KV events, by rank; None: not told for that rank."""
+    kv_replay_ports: tuple[int | None, ...] = ()
+    """TCP ports that replay past events, by rank."""
     adapters: frozenset[str] = frozenset()
-    """LoRA adapters that it lists as models of their own."""
+    """LoRA adapters that it lists as separate models."""
 
 
 def engine_kind(cards: Iterable[bytes], *, has_epoch: bool) -> EngineKind:
-    """Which program it is, by the models' cards in `/v1/models` and by whether it tells its lives apart.
+    """Return which program it is, from the models' cards in `/v1/models` and from whether it reports an epoch.
 
-    Our engine in front of nothing else is the one that has an epoch; `owned_by` names the others.
+    Only our engine, with no proxy in front, has an epoch; `owned_by` names the others.
     """
     if has_epoch:
         return "warmroute"
@@ -59,7 +59,7 @@ def engine_kind(cards: Iterable[bytes], *, has_epoch: bool) -> EngineKind:
 
 
 def parent_of(card: bytes) -> str | None:
-    """The base model of an adapter's card, as vLLM and SGLang write it; None for a model of its own."""
+    """Return the base model in an adapter's card, as vLLM and SGLang write it; None if the model has no base."""
     fields = _fields(card)
     parent = fields.get("parent")
     return parent if isinstance(parent, str) and parent and parent != fields.get("id") else None

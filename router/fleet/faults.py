@@ -1,14 +1,14 @@
-"""What requests say of a pod: one that only fails them is ejected for a while, then tried with one request at a time.
+"""Ejects a pod that fails requests for a while, then tries it with one request at a time.
 
-An engine that is broken answers 500 at once and its probe well. It looks idle and fast for it, and would draw every
+A broken engine answers 500 at once while its probe goes well. So it looks idle and fast, and would attract every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
     IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
 
-A pod may say itself that it takes nothing more, as a vLLM does that drains: it is out at its first word, and is tried
-as one that was ejected. But that is no failure, and the pod is not used for want of others.
+A pod may say itself that it takes nothing more, as a draining vLLM does. It is out as soon as it says so, and is tried
+like an ejected pod. But that is no failure, and the pod is not used even if no other pod is left.
 
-    TRIED: IN, when the request gets the whole of its answer; OUT for longer, when it fails; else ON_TRIAL once more
+    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; else ON_TRIAL once more
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from enum import Enum, auto
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
-"""Ejections soon after one another double up to this. A trial costs one request a second attempt: it may come soon."""
+"""Ejections soon after one another double up to this. A trial costs one request a second attempt, so it may come
+soon."""
 FIRST_LEAVE_S = 15.0
-"""For so long a pod is out that says that it leaves; then twice as long, up to LONGEST_EJECTION_S. What drains does not
-come back in this life: a trial is for what was misunderstood."""
+"""Seconds for which a pod that says that it leaves is out; then twice as long, up to LONGEST_EJECTION_S. A draining pod
+does not come back before it restarts, so the trial is only for a misunderstanding."""
 AT_WORK_S = 5.0
-"""Seconds after an answer began in which a pod that refuses others is taken to be full, not broken; and after one began
-or ended in which a pod that lets a probe wait is taken to be busy, not dead."""
+"""If a pod refuses requests within these seconds after an answer began, it counts as full, not as broken. If it lets a
+probe wait within these seconds after an answer began or ended, it counts as busy, not as dead."""
 BREAKS_LAST_S = 600.0
-"""Seconds for which it is remembered that a pod broke a stream: a proxy that cuts them may do so minutes apart."""
+"""Seconds for which a broken stream counts: a proxy that cuts streams may do so minutes apart."""
 MOST_COUNTED = 1000
-"""Failures in a row; more say no more."""
+"""Failures in a row that are counted; more make no difference."""
 
 
 class Standing(Enum):
-    """Whether a pod gets requests, as far as its answers to others say."""
+    """Whether a pod gets requests, judged by its answers to earlier ones."""
 
     IN = auto()
     OUT = auto()
     ON_TRIAL = auto()
-    """Its time out is over: the next request shows what it is worth."""
+    """Its time out is over: the next request is a trial."""
     TRIED = auto()
-    """That request is under way, and no other is sent there."""
+    """The request of the trial is under way, and no other is sent there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A request that a pod failed. `body` tells requests apart; `is_made_good`: another pod has answered this one."""
+    """A request that a pod failed. `body` tells requests apart; `is_made_good`: another pod has answered the
+    request."""
 
     body: int
     sent_s: float
@@ -54,10 +56,10 @@ class Fault:
 
 @dataclass(slots=True)
 class Streak:
-    """Failures of one kind in a row. `count` is of different requests, one after the other.
+    """Failures of one kind in a row. `count` counts different requests, one after the other.
 
-    What was on its way when a failure came to light belongs to the same event: an engine fails all of a step together,
-    and a network all connections. The same body again, failed by nobody else, says as much of the body as of the pod.
+    Requests under way when a failure is found belong to the same event: an engine fails all requests of a step, and a
+    network fails all connections. If the same body fails again and no other does, the body may be at fault.
     """
 
     count: int = 0
@@ -65,7 +67,7 @@ class Streak:
     _known_s: float = float("-inf")
 
     def add(self, fault: Fault) -> None:
-        """One more failure."""
+        """Count one more failure."""
         if fault.sent_s < self._known_s or (fault.body in self._bodies and not fault.is_made_good):
             return
         if self.count == MOST_COUNTED:
@@ -75,14 +77,14 @@ class Streak:
         self.count += 1
 
     def end(self) -> None:
-        """A request went well."""
+        """Note that a request went well."""
         if self.count:
             self.count = 0
             self._bodies.clear()
 
 
 class Faults:
-    """The record of one life of one pod."""
+    """The record of one pod since its last start."""
 
     __slots__ = (
         "_began_s",
@@ -103,7 +105,7 @@ class Faults:
         self._is_suspect = False
         self._is_leaving = False
         self._errors = Streak()
-        """Without a first byte of an answer."""
+        """Requests that failed before the first byte of an answer."""
         self._broken = Streak()
         """Streams that broke after it."""
         self._began_s = self._ended_s = float("-inf")
@@ -111,18 +113,18 @@ class Faults:
         self._broke_s = float("-inf")
         """When a stream last broke."""
         self._out_s = self._until_s = float("-inf")
-        """When it was last ejected, and when that is over at the earliest, or was over."""
+        """When the pod was last ejected, and the earliest time at which that ends or ended."""
         self._length_s = 0.0
-        """Seconds of the last ejection."""
+        """Length of the last ejection, in seconds."""
 
     @property
     def standing(self) -> Standing:
-        """Its methods alone change it."""
+        """The pod's standing; only the methods of this class change it."""
         return self._standing
 
     @property
     def began_s(self) -> float:
-        """When it last began an answer well."""
+        """When the pod last began an answer well."""
         return self._began_s
 
     @property
@@ -132,46 +134,46 @@ class Faults:
 
     @property
     def is_ejected(self) -> bool:
-        """Whether it is to get no requests, but for that of a trial, as it fails them."""
+        """Whether the pod gets no requests, except for a trial, because it fails them."""
         return self._standing is not Standing.IN and not self._is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is to get no requests, but for that of a trial, as it has said that it takes none."""
+        """Whether the pod gets no requests, except for a trial, because it has said that it takes none."""
         return self._standing is not Standing.IN and self._is_leaving
 
     @property
     def is_out(self) -> bool:
-        """Whether it is to get none at the moment."""
+        """Whether the pod gets no requests at the moment."""
         return self._standing in (Standing.OUT, Standing.TRIED)
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it is no place for a second attempt: it has failed a request since it last answered one."""
+        """Whether the pod is unfit for a second attempt: it has failed a request since it last answered one."""
         return self._is_suspect or self._standing is not Standing.IN
 
     def has_broken(self, now_s: float) -> bool:
-        """Whether it broke a stream in the last minutes."""
+        """Return whether the pod broke a stream in the last minutes."""
         return now_s - self._broke_s < BREAKS_LAST_S
 
     def is_at_work(self, now_s: float) -> bool:
-        """Whether it began an answer lately."""
+        """Return whether the pod began an answer lately."""
         return now_s - self._began_s < AT_WORK_S
 
     def was_heard(self, now_s: float) -> bool:
-        """Whether it began an answer lately, or ended one well."""
+        """Return whether the pod began an answer lately, or ended one well."""
         return now_s - max(self._began_s, self._ended_s) < AT_WORK_S
 
     def began(self, now_s: float) -> None:
-        """A request got the first byte of its answer."""
+        """Note that a request got the first byte of its answer."""
         self._began_s = now_s
         self._is_suspect = False
         self._errors.end()
 
     def ended(self, *, sent_s: float, now_s: float) -> bool:
-        """A request got all of its answer. True: the pod has passed its trial by that.
+        """Note that a request got its whole answer. True: the pod has passed its trial.
 
-        It says nothing of the errors that requests get meanwhile: what has begun may go on where nothing begins.
+        This does not end a row of errors: running requests may go on while the pod begins no new ones.
         """
         self._ended_s = now_s
         self._broken.end()
@@ -181,37 +183,37 @@ class Faults:
         return True
 
     def doubt(self) -> None:
-        """A request failed here. Whether by this pod's fault, its second attempt elsewhere shows."""
+        """Note that a request failed here. The second attempt elsewhere shows whether the pod is at fault."""
         self._is_suspect = True
 
     def failed(self, fault: Fault, *, is_begun: bool) -> None:
-        """A request failed by this pod's fault. `is_begun`: after the first byte of its answer."""
+        """Note that a request failed by this pod's fault. `is_begun`: after the first byte of its answer."""
         if is_begun:
             self._broke_s = fault.failed_s
         if fault.failed_s >= (self._ended_s if is_begun else self._began_s):
             (self._broken if is_begun else self._errors).add(fault)
 
     def may_be_ejected(self, fault: Fault, eject_after: int) -> bool:
-        """Whether its failures, of which `fault` is the last, are enough: the one of a trial is."""
+        """Return whether the failures up to `fault` are enough to eject the pod. In a trial one failure is enough."""
         if self._standing is Standing.IN:
             return self.count >= eject_after
         return fault.sent_s >= self._until_s
 
     def eject(self, now_s: float) -> float:
-        """Out, for so many seconds: twice as long as before where that was no longer ago than it had lasted."""
+        """Eject the pod, and return for how many seconds: twice as long as before if the last ejection is recent."""
         is_soon = self.is_ejected or now_s - self._until_s <= self._length_s
         self._length_s = min(2 * self._length_s, LONGEST_EJECTION_S) if is_soon else 0.0
         self._length_s = self._length_s or FIRST_EJECTION_S
         self._is_leaving = False
         self._out_s, self._until_s = now_s, now_s + self._length_s
-        if self._standing is not Standing.TRIED:  # where it is, the request of the trial has yet to end
+        if self._standing is not Standing.TRIED:  # if it is TRIED, the trial's request has yet to end
             self._standing = Standing.OUT
         return self._length_s
 
     def leave(self, now_s: float) -> bool:
-        """It says that it takes nothing more. True: that is news."""
+        """Note that the pod says that it takes nothing more. True: this is new."""
         if self.is_leaving and self._standing is Standing.OUT:
-            return False  # others that were on their way hear the same
+            return False  # other requests under way get the same answer
         is_again = self.is_leaving
         self._length_s = min(2 * self._length_s, LONGEST_EJECTION_S) if is_again else FIRST_LEAVE_S
         self._is_leaving = True
@@ -221,20 +223,20 @@ class Faults:
         return True
 
     def try_again(self, now_s: float) -> bool:
-        """The pod answers its probe. True: it may be tried with a request."""
+        """Note that the pod answers its probe. True: it may be tried with a request."""
         if self._standing is not Standing.OUT or now_s < self._until_s:
             return False
         self._standing = Standing.ON_TRIAL
         return True
 
     def begin_trial(self) -> bool:
-        """A request is sent there. True: it is the one of a trial, and there is no other before `end_trial`."""
+        """Note that a request is sent there. True: it is a trial's, and no other is sent before `end_trial`."""
         if self._standing is not Standing.ON_TRIAL:
             return False
         self._standing = Standing.TRIED
         return True
 
     def end_trial(self) -> None:
-        """That request is over. Where it has shown nothing, there is another trial."""
+        """Note that the trial's request is over. If it has shown nothing, there is another trial."""
         if self._standing is Standing.TRIED:
             self._standing = Standing.OUT

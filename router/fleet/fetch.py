@@ -1,4 +1,4 @@
-"""Get what an engine tells beside its API, as its metrics: bounded in time and bytes."""
+"""Get what an engine tells outside its API, such as metrics; bounded in time and bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from yarl import URL
 from router.fleet.lack import Lacks, lack_of
 
 Fetch = Callable[[str, str, float, int], Awaitable[bytes]]
-"""Of the engine at a base URL the body of a 200 at a URL, within so many seconds and bytes. Raises Unread."""
+"""Takes an engine's base URL, a URL, seconds and bytes. Returns the body of a 200 within those. Raises Unread."""
 OUTCOMES = ("read", "late", "failed", "protected", "none", "odd")
 
 
 class Unread(Exception):
-    """There is no such body. `outcome`: one of OUTCOMES.
+    """The body could not be read. `outcome`: one of OUTCOMES.
 
-    `late`: not within the time; `failed`: another error, which may pass; `protected`: it wants a key; `none`: there is
+    `late`: not in time; `failed`: another error, which may pass; `protected`: the page needs a key; `none`: there is
     no such page; `odd`: it is too large.
     """
 
@@ -28,7 +28,7 @@ class Unread(Exception):
 
 
 class HttpFetch:
-    """Over HTTP. `credentials` gives the headers that the engine at a base URL wants to see at the moment."""
+    """Fetches over HTTP. `credentials` gives the headers that the engine at a base URL needs now."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HttpFetch:
             ):
                 status = response.status
                 if status in (401, 403):
-                    why = "refuses the key of" if credentials else "wants a key, which is given with"
+                    why = "refuses the key of" if credentials else "needs a key, which is given with"
                     raise Unread("protected", f"{path} answered {status}: it {why} --engine-api-key-file")
                 if status != 200:
                     is_gone = 300 <= status < 500 or status == 501

@@ -8,7 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
@@ -17,7 +17,7 @@ from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
 from router.fleet.member import Member, Ranks
 from router.fleet.pod import Clock, Lease, Pod
-from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery
+from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery, restricted
 from router.fleet.roster import Roster
 from router.routing.speeds import Speeds
 from router.routing.types import PodId
@@ -26,26 +26,26 @@ log = logging.getLogger(__name__)
 
 JITTER = 0.2
 LONGEST_UNPROBED_S = 60.0
-"""A pod is probed this often whatever else shows its life: only a probe tells which models it serves."""
+"""Every pod is probed this often, whatever else shows that it runs: only a probe tells which models it serves."""
 MAX_SEEN_MODELS = 1024
-"""Each is a time series, and a name that is answered 503 rather than 404; the oldest that are neither served nor
-expected are forgotten."""
+"""Each model is a time series, and requests for it are answered 503, not 404. The oldest models that are neither served
+nor expected are forgotten."""
 MOST_EJECTED = 0.5
-"""Share of a model's pods that may be out for failing requests. Where more seem broken it is likelier the requests, or
-something that all pods need, and the load of the pods that are left has a bound. Clients lose nothing by it: a pod that
-stays and is in doubt costs a request that begins there a second attempt."""
+"""Share of a model's pods that may be out for failing requests. If more seem broken, the requests are likelier to be at
+fault, or something that all pods need; and the load of the other pods stays bounded. Clients lose nothing: a request
+that begins on a doubtful pod gets a second attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetChange:
-    """What listeners hear: every identified pod with its model, ejected ones included, and the lives that ended."""
+    """What listeners get: every identified pod with its model, ejected ones included, and the pods that ended."""
 
     pods: Mapping[PodId, str]
     ended: frozenset[PodId] = frozenset()
 
 
 class Fleet:
-    """The pods behind the gateway. Looking at it never waits; `run` keeps it current until cancelled."""
+    """The pods behind the gateway. Reading it never waits; `run` keeps it current until cancelled."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Fleet:
         rng: random.Random | None = None,
     ) -> None:
         """`expected`: models that exist even while no engine serves them. `ranks`: data-parallel ranks of every engine
-        of which discovery tells none; None: as they are found."""
+        for which discovery tells none; None: as they are found."""
         self._ranks = ranks
         self._discovery = discovery
         self._probe = probe
@@ -68,9 +68,9 @@ class Fleet:
         self._rng = rng or random.Random()
         self._members: dict[str, Member] = {}
         self._owners: dict[PodId, Member] = {}
-        """By the id of its pod, every member that has one."""
+        """Pod id -> its member."""
         self._named: dict[str, Member] = {}
-        """By the name that discovery has for it."""
+        """Discovery's name -> its member."""
         self._roster = Roster()
         self.speeds = Speeds()
         self._clock: Clock | None = None
@@ -82,31 +82,31 @@ class Fleet:
         self._unprobed: set[Member] = set()
         self._numbers = itertools.count()
         self.ejections = 0
-        """Times that a pod was ejected for failing requests."""
+        """Times that a pod was ejected because it failed requests."""
         self._expected = frozenset(expected)
         self._seen_models = dict.fromkeys(sorted(self._expected))
-        """The names alone, in the order in which they became known."""
+        """Names of models, in the order in which they became known."""
 
     # -- what a request needs ---------------------------------------------------------------------------------
 
     def pods(self, model: str) -> tuple[Pod, ...]:
-        """Pods that take requests for `model`, in order of pod id."""
+        """Return the pods that take requests for `model`, in order of pod id."""
         return self._roster.pods(model)
 
     def pod(self, pod_id: PodId) -> Pod | None:
-        """The identified pod of that id, ejected or not."""
+        """Return the identified pod with that id, ejected or not."""
         return self._roster.get(pod_id)
 
     def models(self) -> Mapping[str, ServedModel]:
-        """Every known model by name; one whose pods are all down is still known."""
+        """Return every known model by name; a model whose pods are all down is still known."""
         return self._roster.cards()
 
     def is_known(self, model: str) -> bool:
-        """Whether the model is expected, or was ever served: it may have been scaled to zero."""
+        """Return whether the model is expected, or was ever served: it may have been scaled to zero."""
         return model in self._seen_models
 
     def engines_by_model(self) -> Mapping[str, int]:
-        """How many pods take requests for each model that is known; 0 for one that none does."""
+        """Return how many pods take requests for each known model, 0 included."""
         return {model: len(self.pods(model)) for model in self._seen_models}
 
     @property
@@ -115,33 +115,33 @@ class Fleet:
         return len(self._members)
 
     def members(self) -> tuple[Member, ...]:
-        """Every URL of discovery, in order."""
+        """Return the members for all URLs of discovery, in order."""
         return tuple(self._members[url] for url in sorted(self._members))
 
     def key_of(self, url: str) -> str:
-        """Which key the engine at that URL is shown, as `EngineAddress.key`."""
+        """Return which key the engine at that URL gets, as `EngineAddress.key`."""
         member = self._members.get(url)
         return "" if member is None else member.address.key
 
     def admitted(self) -> tuple[Pod, ...]:
-        """Every pod that takes requests, in order of URL."""
+        """Return every pod that takes requests, in order of URL."""
         return tuple(member.pod for member in self.members() if member.pod and member.takes_requests)
 
     def answering(self) -> tuple[Pod, ...]:
-        """Every pod that answers, in order of URL; those that are ejected for failing requests too."""
+        """Return every pod that answers, in order of URL, including those ejected for failing requests."""
         return tuple(member.pod for member in self.members() if member.pod and member.answers)
 
     def ranks_of(self, pod: Pod) -> tuple[Pod, ...]:
-        """Every pod of the same engine: `pod` itself, or all of its data-parallel ranks."""
+        """Return every pod of the same engine: `pod` itself, or all of its data-parallel ranks."""
         member = self._members.get(pod.url)
         return member.pods if member is not None and pod in member.pods else (pod,)
 
     def doubtful(self, model: str) -> frozenset[PodId]:
-        """Pods for `model` that have failed a request since they last answered one."""
+        """Return the pods for `model` that have failed a request since they last answered one."""
         return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_doubtful)
 
     def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
-        """A context manager that counts one request on `pod` while it lasts. `streams`: its first byte is a token."""
+        """Return a context manager that counts one request on `pod`. `streams`: the first byte is a token."""
         is_trial = pod.faults.begin_trial()
         if is_trial:
             self._refresh(pod)
@@ -163,67 +163,71 @@ class Fleet:
         self._listeners.append(listener)
 
     def listen_for_sleep(self, listener: Callable[[Pod], None]) -> None:
-        """Call `listener` when a pod has gone to sleep: what it was sent hangs, and nothing more is sent there."""
+        """Call `listener` when a pod has gone to sleep: its requests hang, and it gets no more."""
         self._sleep_listeners.append(listener)
 
     def report(self, pod_id: PodId, load: LoadReport) -> None:
-        """A load report of a pod, from the registry. Of an unknown pod it is ignored."""
+        """Take a pod's load report from the registry. It is ignored for an unknown pod."""
         pod = self._roster.get(pod_id)
         if pod is not None:
             pod.report(load, now_s=self._now_s())
 
     def heard(self, pod_id: PodId, epoch: int) -> None:
-        """A pod has just published: as good a sign of life as an answer to a probe, if it is the life that is known."""
+        """Note that a pod has just published. If it has not restarted, this is as good as an answer to a probe."""
         pod = self._roster.get(pod_id)
         if pod is not None and pod.epoch == epoch:
             pod.heard_at_s = self._now_s()
 
     def learnt(self, pod: Pod, facts: EngineFacts) -> None:
-        """More is known of the engine: `pod.facts`, which listeners hear of as of a change of the fleet."""
+        """Note that `pod.facts` has changed; listeners get that as a change of the fleet."""
         if facts != pod.facts:
             pod.facts = facts
             if self._roster.get(pod.pod_id) is pod:
                 self._tell()
 
     def has_ranks(self, pod: Pod, ranks: Ranks) -> None:
-        """The engine of `pod` was found to have these data-parallel ranks, unless it was told which it has."""
+        """Note the data-parallel ranks found on the engine of `pod`. They count unless its ranks were told."""
         member = self._members.get(pod.url)
         if member is not None and pod in member.pods:
             member.found_ranks = ranks
             self._use_ranks(member, member.wanted_ranks(self._ranks))
 
+    def has_given_ranks(self, member: Member) -> bool:
+        """Return whether discovery or a setting tells the engine's data-parallel ranks, so that none are looked for."""
+        return self._ranks is not None or member.address.ranks is not None
+
     def failed(self, pod: Pod, reason: str) -> None:
-        """A request could not reach `pod`: counts as a failed probe, and has it probed at once."""
+        """Note that a request could not reach `pod`. It counts as a failed probe, and the engine is probed at once."""
         if pod.rank is not None:
-            pod.faults.doubt()  # nor do its other ranks answer
+            pod.faults.doubt()  # its other ranks do not answer either
         member = self._members.get(pod.url)
         if member is not None and pod in member.pods:
             self._failure(member, ProbeFailed(reason))
             member.ask()
 
     def leaves(self, pod: Pod, why: str) -> None:
-        """`pod` said that it takes no more requests: it gets none, what it has goes on, and no failure is counted."""
+        """Note that `pod` said that it leaves: it gets no requests, those it has go on, and no failure is counted."""
         if self._roster.get(pod.pod_id) is pod and pod.faults.leave(asyncio.get_running_loop().time()):
-            log.info("fleet: pod %s at %s leaves, as it says: %s", pod.pod_id, pod.url, why)
+            log.info("fleet: pod %s at %s says that it leaves: %s", pod.pod_id, pod.url, why)
             self._refresh(pod)
 
     def look_at(self, pod: Pod) -> None:
-        """Something suggests that `pod` has changed: have it probed at once."""
+        """Probe the engine of `pod` at once, because something suggests that it has changed."""
         member = self._owners.get(pod.identity.pod_id)
         if member is not None and pod in member.pods:
             member.ask()
 
     def served(self, pod: Pod, *, sent_s: float) -> None:
-        """A request, sent at `sent_s` of the loop's clock, got all of its answer."""
+        """Note that a request sent at `sent_s` of the loop's clock got its whole answer."""
         if pod.faults.ended(sent_s=sent_s, now_s=self._now_s()):
             log.info("fleet: pod %s at %s takes requests again", pod.pod_id, pod.url)
             self._refresh(pod)
 
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
-        """A request failed by the pod's fault, after its first byte (`is_begun`) or before: enough of them eject it."""
+        """Count a request that failed by the pod's fault, after its first byte (`is_begun`) or before; may eject it."""
         faults = pod.faults
         if faults.is_leaving and faults.is_out:
-            return  # it goes anyway
+            return  # it leaves anyway
         faults.failed(fault, is_begun=is_begun)
         if self._roster.get(pod.pod_id) is not pod or not faults.may_be_ejected(fault, self._eject_after):
             return
@@ -238,10 +242,10 @@ class Fleet:
         self._refresh(pod)
 
     def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
-        """Whether enough pods are left for each of its models when it is ejected.
+        """Return whether enough pods are left for each of its models if it is ejected.
 
-        Nobody gives a second opinion of a stream that breaks (`is_begun`), so other streams do: pods that broke some
-        lately count as lost already. Something on the way may cut every stream at some age.
+        A broken stream (`is_begun`) gets no second attempt, so other streams decide: pods that broke some lately count
+        as lost already. Something in between may cut every stream at some age.
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
@@ -253,7 +257,7 @@ class Fleet:
         return True
 
     async def wait_probed(self) -> None:
-        """Until every engine of the first complete set has answered, or failed to, once."""
+        """Wait until every engine of the first complete set has answered, or failed to, once."""
         await self._probed.wait()
 
     @property
@@ -278,7 +282,7 @@ class Fleet:
             if address is not None and address.life == member.address.life:
                 became_ready = address.is_ready and not member.address.is_ready
                 if became_ready or address.model != member.address.model:
-                    member.ask()  # what its last probe said is not true any more
+                    member.ask()  # its last probe is out of date
                 member.address = address
                 for pod in member.pods:
                     pod.weight = address.weight
@@ -307,7 +311,7 @@ class Fleet:
                 self._success(member, await self._identify(member))
             except ProbeFailed as error:
                 self._failure(member, error)
-            except Exception as error:  # outermost loop: one odd answer must not end the probing
+            except Exception as error:  # outermost loop: one bad answer must not end the probing
                 log.exception("probe of %s", member.url)
                 self._failure(member, ProbeFailed(repr(error)))
             self._unprobed.discard(member)
@@ -316,7 +320,7 @@ class Fleet:
             await self._pause(member)
 
     async def _pause(self, member: Member) -> None:
-        """Until the next probe is due: an interval after the pod's last sign of life, or when it is asked for."""
+        """Wait until the next probe is due: an interval after the pod was last heard, or when a probe is requested."""
         pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
         loop = asyncio.get_running_loop()
         due_s = member.probed_at_s + pause_s
@@ -332,22 +336,22 @@ class Fleet:
             due_s = min(self._life_s(member) + pause_s, member.probed_at_s + self._longest_pause_s(pause_s))
 
     def _longest_pause_s(self, pause_s: float) -> float:
-        """So long a pod that shows its life goes without a probe: together as many are probed as of a small fleet."""
+        """Return how long a pod that was heard may go without a probe. It bounds the probes of a large fleet."""
         return max(pause_s, min(LONGEST_UNPROBED_S, pause_s * len(self._members) / SMALL_FLEET))
 
     @staticmethod
     def _life_s(member: Member) -> float:
-        """When the pod last showed that it takes requests, other than by a probe; -inf where a probe has to tell."""
+        """Return when the pod last showed, other than by a probe, that it takes requests; -inf if a probe must tell."""
         pod = member.pod
         if pod is None or not member.takes_requests or member.last_error is not None or pod.faults.is_doubtful:
             return -math.inf
         return max(pod.heard_at_s, pod.faults.began_s)
 
     async def _identify(self, member: Member) -> PodIdentity:
-        """Who answers there: by its own word, or by discovery's where it wants a key for it. Raises ProbeFailed."""
+        """Return who answers: as it says itself, or as discovery says if it needs a key. Raises ProbeFailed."""
         model = member.address.model
         try:
-            return _restricted(await self._probe.identify(member.url), model)
+            return restricted(await self._probe.identify(member.url), model)
         except ProbeFailed as error:
             if not error.protected or model is None:
                 raise
@@ -363,7 +367,7 @@ class Fleet:
         named = self._named.get(identity.pod_id, member)
         if named is not member:
             self._failure(
-                member, ProbeFailed(f"it says that it is {identity.pod_id}, which discovery has at {named.url}")
+                member, ProbeFailed(f"it says that it is {identity.pod_id}, but discovery has that pod at {named.url}")
             )
             return
         owner = self._owners.get(identity.pod_id)
@@ -395,7 +399,7 @@ class Fleet:
         self._tell(frozenset(ended))
 
     def _disown(self, member: Member) -> None:
-        """Its pod is gone."""
+        """Forget the pod of a member."""
         pods = member.end_life()
         if pods:
             del self._owners[pods[0].identity.pod_id]
@@ -407,7 +411,7 @@ class Fleet:
             self._roster.put(pod, answers=member.answers)
 
     def _use_ranks(self, member: Member, ranks: Ranks) -> None:
-        """The engine's requests go to these ranks of it from now on; those under way end where they are."""
+        """Send the engine's requests to these ranks from now on; requests under way end where they are."""
         ended = member.use_ranks(ranks)
         if ended is not None:
             for pod in ended:
@@ -419,9 +423,9 @@ class Fleet:
 
     @staticmethod
     def _goes_on(member: Member, pod: Pod, identity: PodIdentity) -> bool:
-        """Whether the answer comes from the life that is known, with its cache.
+        """Return whether the engine that answers has not restarted and still has its cache.
 
-        An engine without epochs that was away may have restarted, so its cache counts as lost.
+        An engine without epochs that was down may have restarted, so its cache counts as lost.
         """
         return pod.is_same_life(identity) and (member.admitted or pod.epoch is not None)
 
@@ -433,7 +437,7 @@ class Fleet:
             return
         now_s = asyncio.get_running_loop().time()
         if error.silent and member.pod is not None and member.pod.faults.was_heard(now_s):
-            member.failures = 0  # the answer to a request is as good a sign of life as that to a probe
+            member.failures = 0  # an answer to a request is as good as one to a probe
             return
         member.failures += 1
         has_left = member.pod is not None and member.pod.faults.is_leaving and not error.silent
@@ -450,13 +454,13 @@ class Fleet:
                         listener(member.pod)
 
     def _refresh(self, pod: Pod) -> None:
-        """Whether the pod, all of its ranks, is to be chosen may have changed, but not who it is."""
+        """Update whether the pod, with all ranks, may be chosen; its identity stays."""
         member = self._owners.get(pod.identity.pod_id)
         if member is not None and pod in member.pods:
             self._put(member)
 
     def _tell(self, ended: frozenset[PodId] = frozenset()) -> None:
-        """Which pods there are, or what they serve, has changed."""
+        """Note that the pods, or what they serve, have changed."""
         cards = self._roster.cards()
         for name in cards:
             self._seen_models.setdefault(name)
@@ -470,7 +474,7 @@ class Fleet:
             asyncio.get_running_loop().call_soon(self._tell_listeners)
 
     def _tell_listeners(self) -> None:
-        """Of all changes of one turn of the loop at once: at the start thousands of pods come together."""
+        """Tell all changes of one turn of the loop at once: at the start thousands of pods come together."""
         change = FleetChange(self._roster.models(), frozenset(self._ended))
         self._is_telling = False
         self._ended.clear()
@@ -478,22 +482,11 @@ class Fleet:
             listener(change)
 
     def _now_s(self) -> float:
-        """Of the loop's clock."""
+        """Return the time of the loop's clock."""
         return self._clock_of_loop()()
 
     def _clock_of_loop(self) -> Clock:
-        """To ask for the loop is a system call on Python 3.11, and requests and reports are many."""
+        """Return the loop's clock. It is kept because asking for the loop is a system call on Python 3.11."""
         if self._clock is None:
             self._clock = asyncio.get_running_loop().time
         return self._clock
-
-
-def _restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
-    """`identity` with the one model that discovery names, where it names one. Raises ProbeFailed."""
-    if model is None:
-        return identity
-    chosen = tuple(served for served in identity.models if served.name == model)
-    if not chosen:
-        listed = ", ".join(served.name for served in identity.models)
-        raise ProbeFailed(f"discovery says that it serves {model}, GET /v1/models lists {listed}")
-    return replace(identity, models=chosen)

@@ -1,31 +1,33 @@
-"""The two requests that discovery makes of the API server, LIST and WATCH of pods, each with a deadline of our own."""
+"""The two requests to the API server, LIST and WATCH, each with a deadline of our own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic
 
 import aiohttp
 from pydantic import ValidationError
 
-from router.fleet.kubernetes_pods import WATCH_EVENT, Bookmark, Pod, PodChange, PodList, Status, WatchError
+from router.fleet.kubernetes_objects import Bookmark, Change, Object, ObjectKind, Status, WatchError
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 30.0
-"""All pages of a LIST together."""
+"""For all pages of a LIST together."""
 WATCH_GRACE_S = 10.0
-"""A watch whose end, asked for with timeoutSeconds, is so late has a silent server, or none."""
-PAGE_PODS = 500
+"""If a watch ends this much later than timeoutSeconds asked for, the server is silent or gone."""
+PAGE_OBJECTS = 500
 MAX_EVENT_BYTES = 8 * 2**20
-"""Several times what the API server stores of an object."""
+"""Several times the size that the API server allows for an object."""
 SHOWN_BYTES = 200
 
 
 class Trouble(StrEnum):
-    """Why pods cannot be followed at the moment."""
+    """Why objects cannot be followed at the moment."""
 
     LOGIN = "login"
     UNREACHABLE = "unreachable"
@@ -33,16 +35,18 @@ class Trouble(StrEnum):
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     EXPIRED = "expired"
-    """410: the version to go on from is no longer known."""
+    """410: the version to continue from is no longer known."""
+    ABSENT = "absent"
+    """The API server does not know the kind: its definition is not installed."""
     REFUSED = "refused"
     """Any other status."""
     MALFORMED = "malformed"
     SHORT = "short"
-    """Watches end as soon as they began."""
+    """Watches end soon after they begin."""
 
 
 class ApiError(Exception):
-    """The API server did not answer, or not as it should."""
+    """The API server did not answer, or answered with an error or nonsense."""
 
     def __init__(self, trouble: Trouble, message: str) -> None:
         super().__init__(message)
@@ -51,47 +55,51 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """An API server, and how to be let in."""
+    """An API server, and the credentials for it."""
 
     url: str
     namespace: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
-    """Name its certificate is for, where that is not the URL's host."""
+    """The name in its certificate, if that is not the URL's host."""
 
 
-class PodApi:
-    """Pods with the labels `selector` in the cluster's namespace. A method raises nothing but ApiError."""
+class ObjectApi(Generic[Object]):
+    """Objects of one kind in the cluster's namespace. Its methods raise only ApiError."""
 
-    def __init__(self, session: aiohttp.ClientSession, cluster: Cluster, selector: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, cluster: Cluster, kind: ObjectKind[Object], selected: Mapping[str, str]
+    ) -> None:
+        """`selected`: which objects, as the query `labelSelector` or `fieldSelector` says."""
         self._session = session
         self._cluster = cluster
-        self._selector = selector
-        self._url = f"{cluster.url.rstrip('/')}/api/v1/namespaces/{cluster.namespace}/pods"
+        self._kind = kind
+        self._selected = dict(selected)
+        self._url = f"{cluster.url.rstrip('/')}{kind.path}/namespaces/{cluster.namespace}/{kind.plural}"
 
-    async def list(self) -> tuple[list[Pod], str]:
-        """Every pod, and the version to watch from. Neither is taken from a cache of the server's."""
-        pods: list[Pod] = []
+    async def list(self) -> tuple[list[Object], str]:
+        """Return every object, and the version to watch from. The server must not answer from its cache."""
+        objects: list[Object] = []
         page: dict[str, str] = {}
         deadline = asyncio.get_running_loop().time() + LIST_TIMEOUT_S
         while True:
-            response = await self._get({"limit": str(PAGE_PODS), **page}, deadline)
-            async with response:
+            response = await self._get({"limit": str(PAGE_OBJECTS), **page}, deadline)
+            async with _left(response):
                 body = b"".join([chunk async for chunk in _chunks(response, deadline)])
             try:
-                answer = PodList.model_validate_json(body)
+                answer = self._kind.listing.model_validate_json(body)
             except ValidationError:
-                raise _malformed("LIST", body) from None
-            pods += answer.items
+                raise self._malformed("LIST", body) from None
+            objects += answer.items
             if not answer.metadata.more:
-                return pods, answer.metadata.resource_version
+                return objects, answer.metadata.resource_version
             page = {"continue": answer.metadata.more}
 
-    async def watch(self, version: str, duration_s: int) -> AsyncGenerator[PodChange | Bookmark, None]:
-        """What happened since `version`, for `duration_s` seconds. Ends when the server ends it.
+    async def watch(self, version: str, duration_s: int) -> AsyncGenerator[Change[Object] | Bookmark, None]:
+        """Yield what happened since `version`, for `duration_s` seconds. Ends when the server ends it.
 
-        An event that is cut off is left out: it comes again with a watch from the last whole one's version.
+        An event that is cut off is skipped: a watch from the last whole event's version brings it again.
         """
         query = {
             "watch": "true",
@@ -101,21 +109,21 @@ class PodApi:
         }
         deadline = asyncio.get_running_loop().time() + duration_s + WATCH_GRACE_S
         response = await self._get(query, deadline)
-        async with response:
+        async with _left(response):
             rest = b""
             async for chunk in _chunks(response, deadline):
                 *lines, rest = (rest + chunk).split(b"\n")
                 if len(rest) > MAX_EVENT_BYTES:
-                    raise _malformed("WATCH", rest)
+                    raise self._malformed("WATCH", rest)
                 for line in lines:
-                    yield _event(line)
+                    yield self._event(line)
 
     async def _get(self, query: Mapping[str, str], deadline: float) -> aiohttp.ClientResponse:
         try:
             async with asyncio.timeout_at(deadline):
                 response = await self._session.get(
                     self._url,
-                    params={"labelSelector": self._selector, **query},
+                    params={**self._selected, **query},
                     headers=self._cluster.headers,
                     ssl=self._cluster.tls or True,
                     server_hostname=self._cluster.server_name,
@@ -127,7 +135,7 @@ class PodApi:
             raise ApiError(Trouble.UNREACHABLE, f"{self._cluster.url}: {_text(error)}") from None
         if response.status == 200:
             return response
-        async with response:
+        async with _left(response):
             body = b"".join([chunk async for chunk in _chunks(response, deadline)])
         raise self._refusal(response.status, body)
 
@@ -139,17 +147,52 @@ class PodApi:
         if status == 401:
             return ApiError(Trouble.UNAUTHORIZED, f"the API server does not accept the credentials (401): {said}")
         if status == 403:
+            kind = self._kind
             return ApiError(
                 Trouble.FORBIDDEN,
                 f"the API server forbids it (403): {said}. Needed in namespace {self._cluster.namespace}: a Role with "
-                'apiGroups [""], resources ["pods"], verbs ["list", "watch"], bound to the gateway\'s service account',
+                f'apiGroups ["{kind.group}"], resources ["{kind.plural}"], verbs ["list", "watch"], bound to the '
+                "gateway's service account",
             )
+        if status == 404 and self._kind.remedy:
+            kind = self._kind
+            about = f"{kind.plural} of {kind.group}/{kind.version}"
+            return ApiError(Trouble.ABSENT, f"the API server knows no {about} (404): {kind.remedy}")
         trouble = Trouble.EXPIRED if status == 410 else Trouble.REFUSED
         return ApiError(trouble, f"the API server answered {status}: {said}")
 
+    def _event(self, line: bytes) -> Change[Object] | Bookmark:
+        try:
+            event = self._kind.event.validate_json(line)
+        except ValidationError:
+            raise self._malformed("WATCH", line) from None
+        if isinstance(event, WatchError):
+            trouble = Trouble.EXPIRED if event.object.code == 410 else Trouble.REFUSED
+            raise ApiError(trouble, f"the watch was ended ({event.object.code}): {event.object.message}")
+        return event
+
+    def _malformed(self, request: str, body: bytes) -> ApiError:
+        about = f"{request} of {self._kind.plural} was answered with something else"
+        return ApiError(Trouble.MALFORMED, f"{about}: {_shown(body)}")
+
+
+@contextlib.asynccontextmanager
+async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
+    """Leave the answer at the end of the block. If data still comes, the connection is cut off at once.
+
+    Closing is not enough: over TLS that waits for an answer of the server, which may be gone, and outlives our loop.
+    """
+    async with response:
+        try:
+            yield
+        finally:
+            connection = response.connection
+            if connection is not None and connection.transport is not None:
+                connection.transport.abort()
+
 
 async def _chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIterator[bytes]:
-    """The body as it comes. The deadline guards each read and not the reader's caller, who would be cancelled by it."""
+    """Yield the body as it comes. The deadline guards each read, not the caller, which it would cancel."""
     while True:
         try:
             async with asyncio.timeout_at(deadline):
@@ -163,21 +206,6 @@ async def _chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIte
         yield chunk
 
 
-def _event(line: bytes) -> PodChange | Bookmark:
-    try:
-        event = WATCH_EVENT.validate_json(line)
-    except ValidationError:
-        raise _malformed("WATCH", line) from None
-    if isinstance(event, WatchError):
-        trouble = Trouble.EXPIRED if event.object.code == 410 else Trouble.REFUSED
-        raise ApiError(trouble, f"the watch was ended ({event.object.code}): {event.object.message}")
-    return event
-
-
-def _malformed(request: str, body: bytes) -> ApiError:
-    return ApiError(Trouble.MALFORMED, f"{request} of pods was answered with something else: {_shown(body)}")
-
-
 def _shown(body: bytes) -> str:
     return repr(body[:SHOWN_BYTES].decode(errors="replace"))
 
@@ -186,5 +214,5 @@ def _text(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(
         error, aiohttp.ClientConnectorCertificateError
     ):
-        error = error.os_error  # aiohttp's own words have the address of a TLS context in them
+        error = error.os_error  # aiohttp's own text has the address of a TLS context in it
     return f"{type(error).__name__}: {error}"

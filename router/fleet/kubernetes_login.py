@@ -1,4 +1,4 @@
-"""How to reach the API server: the pod's service account, or a kubeconfig, as the `kubernetes` client reads them."""
+"""Credentials for the API server: the pod's service account, or a kubeconfig, as the `kubernetes` client reads them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,25 +15,34 @@ from typing import TYPE_CHECKING
 import aiohttp
 import yaml
 
-from router.fleet.kubernetes_api import CONNECT_TIMEOUT_S, ApiError, Cluster, PodApi, Trouble
+from router.fleet.kubernetes_api import CONNECT_TIMEOUT_S, ApiError, Cluster, ObjectApi, Trouble
+from router.fleet.kubernetes_objects import Object, ObjectKind
+from router.fleet.kubernetes_pods import PODS, Pod
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 LOGIN_TIMEOUT_S = 30.0
-"""A kubeconfig may name a program that fetches a token."""
+"""Seconds; a kubeconfig may name a program that fetches a token."""
 
 Login = Callable[[], Awaitable[Cluster]]
 
 
+def connect(login: Login, selector: str) -> AbstractAsyncContextManager[ObjectApi[Pod]]:
+    """Return the API of the pods with the labels `selector`."""
+    return connect_to(login, PODS, {"labelSelector": selector})
+
+
 @contextlib.asynccontextmanager
-async def connect(login: Login, selector: str) -> AsyncIterator[PodApi]:
-    """The pods' API, with credentials read now: tokens and CAs are rotated under a running process."""
+async def connect_to(
+    login: Login, kind: ObjectKind[Object], selected: Mapping[str, str]
+) -> AsyncIterator[ObjectApi[Object]]:
+    """Yield the API of a kind, with credentials read now: tokens and CAs are rotated under a running process."""
     cluster = await login()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
-        yield PodApi(session, cluster, selector)
+        yield ObjectApi(session, cluster, kind, selected)
 
 
 async def login(
@@ -42,9 +52,9 @@ async def login(
     environ: Mapping[str, str],
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Cluster:
-    """Credentials from the file `kubeconfig`; None: those of the pod. Its own namespace where none is given.
+    """Return the credentials in the file `kubeconfig`, or the pod's own if None. `namespace` None: the one they name.
 
-    Raises ApiError. Read in a thread: files, and perhaps a program that is run.
+    Raises ApiError. Reads in a thread, because this reads files and may run a program.
     """
     try:
         async with asyncio.timeout(LOGIN_TIMEOUT_S):
@@ -52,14 +62,14 @@ async def login(
                 return await _in_thread(partial(_from_service_account, namespace, environ, service_account))
             return await _in_thread(partial(_from_kubeconfig, kubeconfig, namespace))
     except TimeoutError:
-        raise ApiError(Trouble.LOGIN, f"credentials were not to be had within {LOGIN_TIMEOUT_S:g} s") from None
+        raise ApiError(Trouble.LOGIN, f"credentials were not available within {LOGIN_TIMEOUT_S:g} s") from None
 
 
 async def _in_thread(read: Callable[[], Cluster]) -> Cluster:
-    """`read()`, in a thread of its own that nobody waits for at the end.
+    """Return `read()`, run in a separate thread that nobody waits for at the end.
 
-    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending, and in
-    time all of the threads that resolve names.
+    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending. In time
+    it would also take all threads that resolve names.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Cluster] = loop.create_future()
@@ -85,7 +95,7 @@ async def _in_thread(read: Callable[[], Cluster]) -> Cluster:
     return await outcome
 
 
-# The client takes 0.2 s and 38 MB to import, so only those who use it do.
+# The client takes 0.2 s and 38 MB to import, so it is imported only when needed.
 
 
 def _from_service_account(namespace: str | None, environ: Mapping[str, str], directory: Path) -> Cluster:

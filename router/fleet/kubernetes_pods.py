@@ -1,7 +1,7 @@
-"""Pods as the API server describes them, and which of them are engines that may be sent requests. No I/O.
+"""Pods as the API server describes them, and which of them are engines that may get requests. No I/O.
 
-The `kubernetes` client's own models take 17 times as long to build (230 us a pod, made for all of the API); these read
-the dozen fields that matter, in 14 us, and refuse what is not a pod.
+The `kubernetes` client's own models cover all of the API and take 17 times as long to build (230 us a pod). These read
+the dozen fields that matter in 14 us, and refuse what is not a pod.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, TypeAdapter
 
 from router.fleet.discovery import EngineAddress
+from router.fleet.kubernetes_objects import Bookmark, Change, Listing, ObjectKind, ObjectMeta, WatchError
 from router.kube_targets import MAX_RANKS, KubeTarget
 
 PORT_ANNOTATION = "warmroute.io/port"
@@ -27,41 +28,34 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _RANKS = re.compile(r"[0-9]{1,3}")
 _WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 LOWEST_WEIGHT, HIGHEST_WEIGHT = 0.01, 100.0
-"""A pod has points on hash rings by its weight: far apart, they would cost memory and say nothing."""
+"""A pod has points on hash rings by its weight: extreme ratios would cost memory and have no use."""
 
 
-class Versioned(BaseModel):
-    """Any object's metadata, as far as a bookmark fills it in."""
-
-    resource_version: str = Field(alias="resourceVersion")
-
-
-class PodMeta(Versioned):
+class PodMeta(ObjectMeta):
     """A pod's metadata."""
 
-    name: str
     uid: str
     created: str = Field("", alias="creationTimestamp")
-    """RFC 3339 in UTC, so later sorts later."""
+    """RFC 3339 in UTC, so a later time sorts later."""
     deleted: str | None = Field(None, alias="deletionTimestamp")
     annotations: dict[str, str] | None = None
 
 
 class ContainerPort(BaseModel):
-    """A port a container declares."""
+    """A port that a container declares."""
 
     name: str | None = None
     number: int = Field(alias="containerPort")
 
 
 class Container(BaseModel):
-    """A container, as far as its ports."""
+    """A container; only its ports."""
 
     ports: list[ContainerPort] | None = None
 
 
 class PodSpec(BaseModel):
-    """What a pod shall be."""
+    """The desired state of a pod."""
 
     containers: list[Container] = Field(default_factory=list)
 
@@ -74,7 +68,7 @@ class Condition(BaseModel):
 
 
 class PodStatus(BaseModel):
-    """What a pod is."""
+    """The actual state of a pod."""
 
     phase: str | None = None
     ip: str | None = Field(None, alias="podIP")
@@ -89,86 +83,53 @@ class Pod(BaseModel):
     status: PodStatus
 
 
-class ListMeta(Versioned):
-    """`resource_version` is where a watch goes on; `more` asks for the next page."""
-
-    more: str | None = Field(None, alias="continue")
-
-
-class PodList(BaseModel):
-    """One page of a LIST."""
+class PodList(Listing[Pod]):
+    """One page of a LIST of pods."""
 
     kind: Literal["PodList"]
-    metadata: ListMeta
-    items: list[Pod]
 
 
-class Status(BaseModel):
-    """Why the API server did not do as asked."""
-
-    code: int = 0
-    message: str = ""
-
-
-class PodChange(BaseModel):
-    """A pod came, changed, or left (was deleted, or no longer has the labels)."""
-
-    type: Literal["ADDED", "MODIFIED", "DELETED"]
-    object: Pod
-
-
-class _BookmarkObject(BaseModel):
-    metadata: Versioned
-
-
-class Bookmark(BaseModel):
-    """Nothing happened up to this version."""
-
-    type: Literal["BOOKMARK"]
-    object: _BookmarkObject
-
-
-class WatchError(BaseModel):
-    """The watch is over; code 410 says that the version it began at is no longer known."""
-
-    type: Literal["ERROR"]
-    object: Status
-
-
-WATCH_EVENT: TypeAdapter[PodChange | Bookmark | WatchError] = TypeAdapter(
-    Annotated[PodChange | Bookmark | WatchError, Field(discriminator="type")]
+PodChange = Change[Pod]
+WATCH_EVENT: TypeAdapter[Change[Pod] | Bookmark | WatchError] = TypeAdapter(
+    Annotated[Change[Pod] | Bookmark | WatchError, Field(discriminator="type")]
 )
+PODS = ObjectKind("", "v1", "pods", PodList, WATCH_EVENT)
+
+
+Ports = int | str | tuple[int, ...]
+"""A number, a containerPort's name, or several numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """What a pod says, read once: all of the table is looked at after every event."""
+    """What a pod says, parsed once: the whole table is read after every event."""
 
     age: tuple[str, str]
-    """Of two pods the newer has the greater one."""
-    address: EngineAddress | None
+    """The newer of two pods has the greater age tuple."""
+    addresses: tuple[EngineAddress, ...]
     has_port: bool
     has_weight: bool
 
 
 class PodTable:
-    """The pods of the last LIST with every event since, by name. `port`: a number, or a containerPort's name.
+    """The pods of the last LIST, updated by every event since, by name. `port`: a number, or a containerPort's name. If
+    several numbers are given, each pod is an engine at each of them, and annotations for a port do not count.
 
-    `annotations` count for a pod that does not have them itself; `key`: which key its engines are shown.
+    `annotations` count for a pod that does not have its own; `key`: which key its engines get.
     """
 
-    def __init__(self, port: int | str, annotations: Mapping[str, str] | None = None, key: str = "") -> None:
+    def __init__(self, port: Ports, annotations: Mapping[str, str] | None = None, key: str = "") -> None:
         self._port = port
         self._annotations = dict(annotations or {})
         self._key = key
         self._pods: dict[str, _Listed] = {}
 
     def replace(self, pods: Iterable[Pod]) -> None:
-        """What a complete LIST said: whatever it does not name is gone."""
+        """Take a complete LIST: pods that are not in it are gone."""
         self._pods = {pod.metadata.name: self._read(pod) for pod in pods}
 
-    def apply(self, change: PodChange) -> None:
-        """What a watch said."""
+    def apply(self, change: Change[Pod]) -> None:
+        """Take an event of a watch."""
         name = change.object.metadata.name
         if change.type == "DELETED":
             self._pods.pop(name, None)
@@ -176,37 +137,66 @@ class PodTable:
             self._pods[name] = self._read(change.object)
 
     def addresses(self) -> frozenset[EngineAddress]:
-        """Where the engines are. Of two pods that claim one URL the newer has it: the other's end was not heard yet."""
+        """Return where the engines are. If two pods claim one URL, the newer has it: the end of the other is not known
+        yet."""
         by_url: dict[str, tuple[tuple[str, str], EngineAddress]] = {}
         for pod in self._pods.values():
-            if (address := pod.address) is not None:
+            for address in pod.addresses:
                 other = by_url.get(address.url)
                 if other is None or other[0] < pod.age:
                     by_url[address.url] = pod.age, address
         return frozenset(address for _, address in by_url.values())
 
     def without_port(self) -> frozenset[str]:
-        """Names of pods whose port cannot be told."""
+        """Return the names of pods whose port is not known."""
         return frozenset(name for name, pod in self._pods.items() if not pod.has_port)
 
     def without_weight(self) -> frozenset[str]:
-        """Names of pods whose weight cannot be told, and counts as 1."""
+        """Return the names of pods whose weight is invalid and counts as 1."""
         return frozenset(name for name, pod in self._pods.items() if not pod.has_weight)
 
     def _read(self, pod: Pod) -> _Listed:
         if self._annotations:
             pod.metadata.annotations = {**self._annotations, **_annotations(pod)}
-        address = address_of(pod, self._port)
+        if isinstance(self._port, tuple):
+            addresses, has_port = _at_each(pod, self._port), True
+        else:
+            address, has_port = address_of(pod, self._port), _port_of(pod, self._port) is not None
+            addresses = () if address is None else (address,)
         return _Listed(
             age=(pod.metadata.created, pod.metadata.uid),
-            address=replace(address, key=self._key) if address is not None and self._key else address,
-            has_port=_port_of(pod, self._port) is not None,
+            addresses=tuple(replace(one, key=self._key) for one in addresses) if self._key else addresses,
+            has_port=has_port,
             has_weight=_weight_of(pod) is not None,
         )
 
 
+def _at_each(pod: Pod, ports: tuple[int, ...]) -> tuple[EngineAddress, ...]:
+    """Return an engine at each port. Several ports are data-parallel ranks in order, each with its own server. vLLM
+    adds the rank to the ports of its KV events."""
+    pod.metadata.annotations = {k: v for k, v in _annotations(pod).items() if k != PORT_ANNOTATION}
+    found = [(place, address_of(pod, port)) for place, port in enumerate(ports)]
+    if len(found) == 1:
+        return tuple(address for _, address in found if address is not None)
+    return tuple(
+        replace(
+            address,
+            name=None,  # several engines would have the pod's name
+            ranks=1 if address.ranks is None else address.ranks,
+            kv_events_port=_moved(address.kv_events_port, place),
+            kv_replay_port=_moved(address.kv_replay_port, place),
+        )
+        for place, address in found
+        if address is not None
+    )
+
+
+def _moved(port: int | None, by: int) -> int | None:
+    return None if port is None or port + by > 65535 else port + by
+
+
 def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
-    """Where `pod` takes requests; None for one that has no IP, has ended, or whose port cannot be told.
+    """Return where `pod` takes requests; None if it has no IP, has ended, or its port is not known.
 
     Ready stays True for seconds after a pod was told to end, so the deletion timestamp counts as well.
     """
@@ -231,13 +221,13 @@ def address_of(pod: Pod, port: int | str) -> EngineAddress | None:
 
 
 def _annotated_port(pod: Pod, annotation: str) -> int | None:
-    """None where there is none, or no port: then it is as if it were not there."""
+    """Return the port in the annotation; None if it is missing or invalid."""
     given = _annotations(pod).get(annotation, "")
     return int(given) if _PORT.fullmatch(given) and 0 < int(given) < 65536 else None
 
 
 def annotations_of(target: KubeTarget) -> dict[str, str]:
-    """What the target says of its pods, as annotations of theirs would."""
+    """Return the target's settings in the form of pod annotations."""
     said = {
         MODEL_ANNOTATION: target.model,
         KV_EVENTS_ANNOTATION: target.kv_events_port,

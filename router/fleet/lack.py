@@ -1,4 +1,4 @@
-"""What this process or its machine lacks to make a connection: no fault of whoever is at the other end."""
+"""Resources that this process or machine lacks to make a connection: that is no fault of the other end."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from collections import Counter
 log = logging.getLogger(__name__)
 
 SHORT_S = 1.0
-"""For so long after the last lack, new clients are refused."""
+"""New clients are refused for this long after the last such error."""
 _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
 def lack_of(error: BaseException) -> str | None:
-    """The name of the error where it is a lack of descriptors, memory or ports."""
+    """Return the name of the error if it is a lack of descriptors, memory or ports; else None."""
     number = getattr(error, "errno", None)
     return errno.errorcode[number] if number in _LACKS else None
 
 
 class Lacks:
-    """Those that were met."""
+    """Counts the errors that `lack_of` names."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """By the name of the error."""
+        """Name of the error -> how often it occurred."""
         self._short_until_s = float("-inf")
 
     @property
     def is_short(self) -> bool:
-        """Whether there was one a moment ago."""
+        """Whether there was such an error a moment ago."""
         return time.monotonic() < self._short_until_s
 
     def note(self, name: str) -> None:
-        """One more."""
+        """Count one more error."""
         if not self.is_short:
-            log.error("a connection could not be made for want of this machine (%s); new clients are refused", name)
+            log.error("no more connections can be opened (%s); new clients are refused", name)
         self.counts[name] += 1
         self._short_until_s = time.monotonic() + SHORT_S

@@ -1,4 +1,4 @@
-"""One engine of discovery, and the pods that requests are sent to: one, or one for each data-parallel rank."""
+"""One engine of discovery, and its pods that requests are sent to: one, or one for each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.fleet.probe import PodIdentity
 from router.routing.speeds import Speeds
 
 Ranks = tuple[int, ...]
-"""Data-parallel ranks in order; fewer than two are not told apart."""
+"""Data-parallel ranks in order; fewer than two count as one target."""
 
 
 class Member:
@@ -37,28 +37,29 @@ class Member:
         self.address = address
         self.speeds = speeds
         self.pods: tuple[Pod, ...] = ()
-        """Empty until it is identified; one for each data-parallel rank, where there are several."""
+        """Empty until the engine is identified; one for each data-parallel rank if there are several."""
         self.found_ranks: Ranks = ()
-        """As its metrics have them. They outlast a life: the next one most likely has as many."""
+        """The ranks that its metrics show. They are kept over a restart, because the engine most likely has as many
+        again."""
         self.admitted = False
-        """The probe says that it answers. Requests need discovery's word too: `answers`."""
+        """Whether the probe says that it answers. Requests also need discovery's consent: `answers`."""
         self.failures = 0
         self.last_error: str | None = None
         self.probed_at_s = 0.0
-        """When the last probe had its answer, or got none."""
+        """When the last probe ended, with or without an answer."""
         self.asked = False
         """Whether a probe is wanted at once."""
         self.wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
-        """Have it probed at once."""
+        """Probe the engine at once."""
         self.asked = True
         self.wake.set()
 
     @property
     def pod(self) -> Pod | None:
-        """The pod; of several ranks the first, which has the identity and the record of faults of all."""
+        """The pod; of several ranks the first, which holds the identity and the record of faults of all."""
         return self.pods[0] if self.pods else None
 
     @property
@@ -68,7 +69,7 @@ class Member:
 
     @property
     def answers(self) -> bool:
-        """Whether both the probe and discovery say so."""
+        """Whether both the probe and discovery say that it answers."""
         return self.admitted and self.address.is_ready
 
     @property
@@ -77,33 +78,33 @@ class Member:
         return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
     def wanted_ranks(self, default: int | None) -> Ranks:
-        """The ranks that it was told to have, by discovery or by the setting `default`; else those that were found."""
+        """Return the ranks told by discovery or by the setting `default`; if none are told, those that were found."""
         told = default if self.address.ranks is None else self.address.ranks
         return self.found_ranks if told is None else tuple(range(told))
 
     def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:
-        """New pods; the first of them. The old ones are for the caller to end."""
+        """Make new pods, and return the first. The caller ends the old ones."""
         first = Pod(self.url, identity, self.address.weight, key=self.address.key, speeds=self.speeds)
         self.pods = (first,)
         self.use_ranks(ranks)
         return self.pods[0]
 
     def end_life(self) -> tuple[Pod, ...]:
-        """It has no pods any more; those it had."""
+        """Remove all pods, and return them."""
         pods, self.pods = self.pods, ()
         return pods
 
     def use_identity(self, identity: PodIdentity) -> None:
-        """The same life says something else of itself, as which models it serves."""
+        """Take a changed identity, such as other models, of an engine that has not restarted."""
         adapters = facts_of(identity).adapters
         for pod in self.pods:
             pod.identity = identity
             pod.facts = replace(pod.facts, adapters=adapters)
 
     def use_ranks(self, ranks: Ranks) -> tuple[Pod, ...] | None:
-        """Have a pod for each of `ranks`, or one for all; the pods that end by that, None where nothing changes.
+        """Use a pod for each of `ranks`, or one for all. Return the pods that this ends; None if nothing changes.
 
-        A pod whose rank stays, stays.
+        A pod stays if its rank stays.
         """
         wanted: tuple[int | None, ...] = ranks if len(ranks) > 1 else (None,)
         old = {pod.rank: pod for pod in self.pods}
@@ -123,7 +124,13 @@ class Member:
                     faults=first.faults,
                     speeds=self.speeds,
                 )
-                pod.facts = replace(pod.facts, engine=first.facts.engine, version=first.facts.version)
+                pod.facts = replace(
+                    pod.facts,
+                    engine=first.facts.engine,
+                    version=first.facts.version,
+                    kv_event_ports=first.facts.kv_event_ports,
+                    kv_replay_ports=first.facts.kv_replay_ports,
+                )
             ranked = None if rank is None else len(wanted)
             pod.facts = replace(pod.facts, rank=rank, ranks=ranked)
             pods.append(pod)

@@ -1,7 +1,7 @@
-"""What an engine's `/metrics` says of its load, read without parsing the page. Pure.
+"""Reads an engine's load from its `/metrics` without parsing the whole page. Pure.
 
-A page of vLLM has 100 KB and more, of which a dozen lines matter: each is found by its name. What is not believable
-(no number, below zero, absurd) counts as not said.
+A page of vLLM has 100 KB and more, of which a dozen lines matter: each is found by its name. An implausible value (not
+a number, below zero, absurd) counts as missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.routing.reported import Counts
 MAX_LINE_BYTES = 65_536
 """Of one line: `vllm:lora_requests_info` lists every adapter in use."""
 MAX_LINES = 4096
-"""Of one name: ranks times the schedulers of each that write metrics."""
+"""Lines of one name: ranks, times the schedulers of each that write metrics."""
 MAX_SLOTS = 4096
 """Adapters that an engine holds at once."""
 _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -28,7 +28,7 @@ _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What an engine calls things: the name of today first, then those of before."""
+    """An engine's names for its metrics: the present name first, then earlier ones."""
 
     rank: str
     """The label that tells data-parallel ranks apart."""
@@ -58,17 +58,17 @@ _SGLANG_CAPACITY, _SGLANG_PAGE = "sglang:max_total_num_tokens", "sglang:page_siz
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The LoRA adapters of vLLM at the moment."""
+    """The present LoRA adapters of vLLM."""
 
     most: int
-    """So many are held at once."""
+    """How many it holds at once."""
     running: frozenset[str]
     waiting: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPage:
-    """What the page says of one data-parallel rank. None: not said."""
+    """What the page says about one data-parallel rank. None: missing."""
 
     counts: Counts | None = None
     capacity_tokens: int | None = None
@@ -77,15 +77,15 @@ class RankPage:
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """What matters of a page."""
+    """The parts of a page that matter."""
 
     engine: EngineKind
     ranks: Mapping[int, RankPage] = field(default_factory=dict)
-    """By number, one at least."""
+    """Rank's number -> its part; at least one."""
     slots: Slots | None = None
 
     def whole(self) -> RankPage:
-        """All ranks as one: their requests and room together."""
+        """Return all ranks as one: the sums of their requests and room."""
         pages = list(self.ranks.values())
         if len(pages) == 1:
             return pages[0]
@@ -107,10 +107,10 @@ class MetricsPage:
 
 
 def read_page(page: bytes) -> MetricsPage | None:
-    """What matters of `page`; None where it is of no known engine, or has absurdly many ranks.
+    """Return the parts of `page` that matter; None if the engine is not known, or has absurdly many ranks.
 
-    A vLLM of several processes has no line of a rank's requests before its first one.
-    A page that ends in the middle of a line says nothing by that line.
+    A vLLM of several processes writes no line for a rank's requests before its first request.
+    If a page ends in the middle of a line, that line does not count.
     """
     text = b"\n" + page[: page.rfind(b"\n") + 1]
     for engine, names in _NAMES.items():
@@ -132,8 +132,8 @@ def read_page(page: bytes) -> MetricsPage | None:
 
 
 def narrow_query(engine: EngineKind) -> str:
-    """The query that has the Python client of Prometheus write nothing but what changes from second to second; empty
-    for an engine that is not known here."""
+    """Return the query that makes Prometheus's Python client write only what changes from second to second; empty for
+    an unknown engine."""
     if engine not in _NAMES:
         return ""
     names = _NAMES[engine]
@@ -142,7 +142,7 @@ def narrow_query(engine: EngineKind) -> str:
 
 
 def _lines(text: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
-    """Labels and value of each sample of that name."""
+    """Yield labels and value of each sample with that name."""
     start = b"\n" + name.encode()
     at = text.find(start)
     for _ in range(MAX_LINES):
@@ -159,12 +159,12 @@ def _lines(text: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _number(text: bytes, most: float) -> float | None:
-    """`text`, where it is a number from 0 to `most`."""
+    """Return `text` as a number if it is one from 0 to `most`; else None."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 <= number <= most else None  # False for what is no number
+    return number if 0 <= number <= most else None  # False for NaN
 
 
 def _labels(text: bytes) -> dict[str, str]:
@@ -172,13 +172,13 @@ def _labels(text: bytes) -> dict[str, str]:
 
 
 def _rank(labels: Mapping[str, str], label: str) -> int:
-    """0 where it is not said: a single engine need not say it."""
+    """Return the rank; 0 if it is missing, because a single engine need not name it."""
     number = labels.get(label, "")
     return int(number) if number.isascii() and number.isdecimal() and len(number) <= 6 else 0
 
 
 def _by_rank(text: bytes, names: tuple[str, ...], label: str, most: float) -> dict[int, float]:
-    """The greatest value of each rank: schedulers of one rank that all write say the same, or nothing yet."""
+    """Return the greatest value of each rank: schedulers of one rank write the same value, or none yet."""
     found: dict[int, float] = {}
     for name in names:
         for labels, value in _lines(text, name):
@@ -192,9 +192,9 @@ def _by_rank(text: bytes, names: tuple[str, ...], label: str, most: float) -> di
 
 
 def _vllm_sizes(text: bytes) -> dict[int, tuple[int | None, int | None]]:
-    """Capacity in tokens, and tokens of a block, of each rank.
+    """Return capacity in tokens, and tokens of a block, of each rank.
 
-    `num_gpu_blocks` is the sum of all ranks, on each one's line; newer releases have a rank's tokens beside it.
+    `num_gpu_blocks` is the sum of all ranks, repeated on each line; newer releases also write a rank's own tokens.
     """
     said = [_labels(raw) for raw, _ in _lines(text, _VLLM_CACHE)]
     sizes: dict[int, tuple[int | None, int | None]] = {}
@@ -224,7 +224,7 @@ def _whole(text: str, most: int) -> int | None:
 
 
 def _slots(text: bytes) -> Slots | None:
-    """Each state that the engine was ever in has a line, whose value is when it was last in it: the latest counts."""
+    """Return the latest state. Each state so far has a line, whose value is when the engine was last in it."""
     latest: tuple[float, bytes] | None = None
     for labels, value in _lines(text, _VLLM_ADAPTERS):
         number = _number(value, math.inf)

@@ -1,4 +1,4 @@
-"""One life of one engine, as this gateway sees it."""
+"""One engine between two restarts, as this gateway sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 
 class Targets(dict[str, Target]):
-    """By path: made when the path is first asked for. The first MAX_TARGETS are kept, as clients may make up paths."""
+    """Path -> target, made on first use. Only the first MAX_TARGETS are kept, because clients may invent paths."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Targets(dict[str, Target]):
 class Pod:
     """A pod between two restarts, or one data-parallel rank of it. `in_flight`: this gateway's open requests on it.
 
-    Ranks have loads and caches of their own, and one record of faults: they are one process group, which fails as one.
+    Each rank has its own load and cache. All ranks share one record of faults: they are one process group and fail
+    together.
     """
 
     __slots__ = (
@@ -74,16 +75,16 @@ class Pod:
         faults: Faults | None = None,
         speeds: Speeds | None = None,
     ) -> None:
-        """`rank`: the one that requests are for; None: the engine places them. `faults`: the record of its pod.
-        `speeds`: where pods that are alike learn from each other's answers; None: it learns from its own."""
+        """`rank`: the rank that requests are for; None: the engine chooses. `faults`: the record of its pod.
+        `speeds`: shared by similar pods, which learn from each other's answers; None: it learns only from its own."""
         self.url = url
         self.key = key
-        """Which of the gateway's keys for engines it is shown; empty: the one for all."""
+        """Which of the gateway's keys for engines it gets; empty: the common key."""
         self.targets = Targets(url)
         self.identity = identity
         self.rank = rank
         self.rank_field = b"" if rank is None else f"{headers.DATA_PARALLEL_RANK}: {rank}\r\n".encode()
-        """The header field that requests for it have."""
+        """The header field of requests for it."""
         self.pod_id: PodId = identity.pod_id if rank is None else rank_id(identity.pod_id, rank)
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
@@ -98,14 +99,14 @@ class Pod:
         """When it last published to the registry."""
         self.weight = weight
         self.tells_cached_tokens = False
-        """Whether an answer ever said how much it reused: an engine that says so leaves out what is 0."""
+        """Whether an answer ever said how much was reused: such an engine leaves out a value of 0."""
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"
 
     @property
     def weight(self) -> float:
-        """Traffic it is meant to take beside others; above 0."""
+        """Its share of the traffic relative to others; above 0."""
         return self.state.weight
 
     @weight.setter
@@ -114,39 +115,39 @@ class Pod:
 
     @property
     def model(self) -> str:
-        """The first model it lists: the one its registry entries are filed under."""
+        """The first model that it lists; its registry entries are stored under that model."""
         return self.identity.models[0].name
 
     def report(self, load: LoadReport, *, now_s: float) -> None:
-        """A load report of it."""
+        """Take a load report of the pod."""
         self.cap.reported(load, self.state.lateness_s(now_s))
         self.state.report(load, now_s=now_s)
 
     def counted(self, counts: Counts, since: Mark, *, now_s: float) -> None:
-        """The engine's own count of its requests came, which was asked for at `since`."""
+        """Take the engine's own count of its requests, which was requested at `since`."""
         late_s = self.state.lateness_s(now_s)
         self.cap.reported(counts.as_load(), late_s)
         self.state.counted(counts, since, capacity_tokens=self.facts.kv_capacity_tokens, now_s=now_s)
 
     def is_same_life(self, identity: PodIdentity) -> bool:
-        """Whether `identity` is this pod, not restarted."""
+        """Return whether `identity` is this pod, not restarted."""
         return identity.pod_id == self.identity.pod_id and identity.epoch == self.epoch
 
 
 def rank_id(pod: PodId, rank: int) -> PodId:
-    """What a data-parallel rank of the pod is called."""
+    """Return the id of a data-parallel rank of the pod."""
     return PodId(f"{pod}/{rank}")
 
 
 def facts_of(identity: PodIdentity) -> EngineFacts:
-    """What the list of its models tells of an engine."""
+    """Return what the list of its models tells about an engine."""
     adapters = frozenset(model.name for model in identity.models if parent_of(model.card) is not None)
     kind = engine_kind((model.card for model in identity.models), has_epoch=identity.epoch is not None)
     return EngineFacts(engine=kind, adapters=adapters)
 
 
 class Lease:
-    """A request on a pod. It counts from `with` to the end of the block, however that ends."""
+    """A request on a pod. It counts from `with` until the block ends, in whatever way."""
 
     __slots__ = (
         "_clock",
@@ -182,9 +183,9 @@ class Lease:
         self._clock = clock
         self._is_trial = is_trial
         self.computed_tokens: int | None = None
-        """Prompt tokens that the pod computed, by what it says at the end of the answer."""
+        """Prompt tokens that the pod computed, as it says at the end of the answer."""
         self.loads_adapter = False
-        """Whether the pod has to load the request's adapter: to be set before it is sent."""
+        """Whether the pod has to load the request's adapter; set this before the request is sent."""
 
     def __enter__(self) -> Lease:
         self._pod.in_flight += 1
@@ -206,5 +207,5 @@ class Lease:
         self._pod.state.finished(self._request_id, now_s=self._clock(), uncached_tokens=self.computed_tokens)
 
     def first_token(self, cached_tokens: int | None) -> None:
-        """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
+        """Note the answer's first byte. `cached_tokens`: reused prompt tokens; None: the pod does not say."""
         self._pod.state.first_token(self._request_id, now_s=self._clock(), cached_tokens=cached_tokens)

@@ -1,11 +1,11 @@
-"""Ask an engine who it is: `GET /v1/models`, which every OpenAI-compatible server answers."""
+"""Asks an engine who it is: `GET /v1/models`, which every OpenAI-compatible server answers."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -19,27 +19,27 @@ from router.routing.types import PodId
 
 MAX_ANSWER_BYTES = 2**20
 MAX_MODELS = 1024
-"""Of one engine: each is a time series."""
+"""Models of one engine: each is a time series."""
 SLEEP_TIMEOUT_S = 1.0
-"""For an engine's word on whether it sleeps. One that computes says it after its step, one that sleeps at once: no word
-means that it is awake."""
+"""Seconds to wait for an engine to say whether it sleeps. A sleeping engine answers at once, a computing one after its
+step. So no answer means that it is awake."""
 MAX_SLEEPLESS = 2**14
-"""Engines of which is remembered that they have no such word."""
+"""Engines that are remembered to have no such endpoint."""
 MAX_WORD_BYTES = 2**12
 _VLLM = b'"owned_by":"vllm"'
 _ASLEEP = re.compile(rb'\s*\{\s*"is_sleeping"\s*:\s*true\s*\}\s*')
 MAX_EPOCH_DIGITS = 20
 _NAME = re.compile(r"[\x21-\x7e]{1,253}")
-"""Of a pod or a model: what a header, a label and a line of a log hold without being taken apart."""
+"""The name of a pod or a model: safe in a header, a label and a line of the log."""
 NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
-"""Of a model's card, as some engines make it: the time of the answer, and a random id with its own time."""
+"""Fields of a model's card that some engines make anew: the time of the answer, and a random id with its own time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON.
+    """A model that a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON.
 
-    Two are equal where the names are, and what of the cards lasts: without `NEW_IN_EVERY_ANSWER`.
+    Two are equal if their names and the lasting parts of their cards are: all but `NEW_IN_EVERY_ANSWER`.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PodIdentity:
-    """Who answers at a URL. `epoch` is None for an engine that does not tell its lives apart."""
+    """The engine that answers at a URL. `epoch` is None if the engine does not report its restarts."""
 
     pod_id: PodId
     epoch: int | None
@@ -59,9 +59,9 @@ class PodIdentity:
 class ProbeFailed(Exception):
     """The engine gave no usable answer.
 
-    `refused`: it answered that it takes no requests (503); `protected`: it answered, but wants a key (401, 403);
-    `silent`: nothing came in time, not even that the connection is refused; `untried`: it was not asked, for want of
-    something of this machine; `asleep`: it answered that it computes nothing until it is woken.
+    `refused`: it answered that it takes no requests (503); `protected`: it answered, but needs a key (401, 403);
+    `silent`: nothing came in time, not even a refused connection; `untried`: it was not asked, because this machine
+    lacks a resource; `asleep`: it answered that it computes nothing until it is woken.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class ProbeFailed(Exception):
 
 
 class Probe(Protocol):
-    """One look at one engine."""
+    """Looks at one engine."""
 
     async def identify(self, url: str) -> PodIdentity:
-        """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
+        """Return the identity of the engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
 
 
 class HttpProbe:
     """The probe over HTTP.
 
-    `credentials` gives the headers that the engine at a URL wants to see at the moment, `pods` how many engines the
-    gateway follows: engines of ours publish the less often for it.
+    `credentials` gives the headers that the engine at a URL needs now. `pods` returns how many engines the gateway
+    follows: with more engines, ours publish less often.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class HttpProbe:
         self._credentials = credentials
         self._pods = pods
         self._sleepless: set[str] = set()
-        """URLs of engines that do not know whether they sleep, and so never do."""
+        """URLs of engines without `/is_sleeping`, which therefore never sleep."""
 
     async def identify(self, url: str) -> PodIdentity:
-        """The engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
+        """Return the identity of the engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
         credentials = self._credentials(url)
         try:
             async with (
@@ -125,7 +125,7 @@ class HttpProbe:
                 ) as response,
             ):
                 if response.status in (401, 403):
-                    why = "it refuses the key of" if credentials else "it wants a key, which is given with"
+                    why = "it refuses the key of" if credentials else "it needs a key, which is given with"
                     raise ProbeFailed(
                         f"GET /v1/models answered {response.status}: {why} --engine-api-key-file", protected=True
                     )
@@ -141,7 +141,7 @@ class HttpProbe:
             lack = lack_of(error)
             if lack is not None:
                 self._lacks.note(lack)
-                raise ProbeFailed(f"the gateway lacks what a connection needs ({lack})", untried=True) from None
+                raise ProbeFailed(f"the gateway cannot open a connection ({lack})", untried=True) from None
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
         models = served_models(body)
         if url not in self._sleepless and any(_VLLM in model.card for model in models):
@@ -149,7 +149,7 @@ class HttpProbe:
         epoch = names.get(headers.EPOCH, "")
         pod_id = _named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")
         if "/" in pod_id:
-            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which stands before a data-parallel rank")
+            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which only separates a data-parallel rank")
         return PodIdentity(
             pod_id=PodId(pod_id),
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
@@ -157,9 +157,10 @@ class HttpProbe:
         )
 
     async def _see_awake(self, url: str, credentials: Mapping[str, str]) -> None:
-        """vLLM in its development mode can be sent to sleep: it lists its models then, and requests hang.
+        """Check that the engine is awake. vLLM in development mode can sleep: it still lists its models, but requests
+        hang.
 
-        Raises ProbeFailed where it says that it sleeps, or that it shuts down.
+        Raises ProbeFailed if it says that it sleeps, or that it shuts down.
         """
         try:
             async with (
@@ -168,7 +169,7 @@ class HttpProbe:
             ):
                 status, body = response.status, await response.content.read(MAX_WORD_BYTES)
         except (TimeoutError, aiohttp.ClientError, OSError):
-            return  # what is wrong the next probe shows
+            return  # the next probe shows the fault
         if status in (404, 405):
             if len(self._sleepless) >= MAX_SLEEPLESS:
                 self._sleepless.clear()
@@ -180,14 +181,26 @@ class HttpProbe:
 
 
 def named_by_discovery(url: str, model: str) -> PodIdentity:
-    """An engine that does not say who it is, of which discovery knows the one model it serves. Raises ProbeFailed."""
+    """Return the identity of an engine that does not tell it, from the one model that discovery names. Raises
+    ProbeFailed."""
     _named(model, "model of discovery")
     card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})
     return PodIdentity(PodId(urlsplit(url).netloc), None, (ServedModel(model, card),))
 
 
+def restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
+    """Return `identity` limited to the one model that discovery names, if it names one. Raises ProbeFailed."""
+    if model is None:
+        return identity
+    chosen = tuple(served for served in identity.models if served.name == model)
+    if not chosen:
+        listed = ", ".join(served.name for served in identity.models)
+        raise ProbeFailed(f"discovery says that it serves {model}, GET /v1/models lists {listed}")
+    return replace(identity, models=chosen)
+
+
 def served_models(body: bytes) -> tuple[ServedModel, ...]:
-    """The models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
+    """Return the models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
     try:
         answer: Any = orjson.loads(body)
         models: dict[str, ServedModel] = {}
@@ -206,7 +219,7 @@ def served_models(body: bytes) -> tuple[ServedModel, ...]:
 
 
 def _named(name: object, what: str) -> str:
-    """`name`, where it is one. Raises ProbeFailed."""
+    """Return `name` if it is a valid name. Raises ProbeFailed."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ProbeFailed(f"its {what} {quoted(str(name))} is no name: 1 to 253 visible ASCII characters are")
+        raise ProbeFailed(f"its {what} {quoted(str(name))} is not valid: it must be 1 to 253 visible ASCII characters")
     return name

@@ -1,4 +1,4 @@
-"""The identified pods by model, in order of pod id. As pods come, go and change, a change costs what it changes."""
+"""The identified pods by model, in order of pod id. The cost of a change depends only on what changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.routing.types import PodId
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What was entered of a pod."""
+    """What was entered for a pod."""
 
     pod: Pod
     identity: PodIdentity
@@ -21,26 +21,26 @@ class _Entry:
 
 
 class Roster:
-    """Which pods there are. What `pods` and `answering` return is never changed afterwards."""
+    """Which pods there are. The results of `pods` and `answering` are never changed afterwards."""
 
     def __init__(self) -> None:
         self._entries: dict[PodId, _Entry] = {}
         self._models: dict[PodId, str] = {}
         self._known: dict[str, list[PodId]] = {}
-        """By model, in order."""
+        """Model -> pods, in order."""
         self._answering: dict[str, list[PodId]] = {}
-        """By model, in order."""
+        """Model -> pods, in order."""
         self._chosen: dict[str, tuple[Pod, ...]] = {}
-        """By model, made when it is asked for: changes come together, as at the start."""
+        """Model -> pods, made on request: at the start many changes come together."""
         self._cards: dict[str, ServedModel] | None = {}
-        """None: to be made anew."""
+        """None: they must be made anew."""
 
     def pods(self, model: str) -> tuple[Pod, ...]:
-        """Pods to choose among for the model, in order of pod id."""
+        """Return the pods to choose among for the model, in order of pod id."""
         chosen = self._chosen.get(model)
         if chosen is None:
             answering = self.answering(model)
-            # Where every pod that answers is ejected, all are used, but for those that say that they leave.
+            # If every pod that answers is ejected, all are used, except those that say that they leave.
             chosen = tuple([pod for pod in answering if not pod.faults.is_out]) or tuple(
                 [pod for pod in answering if not pod.faults.is_leaving]
             )
@@ -49,20 +49,20 @@ class Roster:
         return chosen
 
     def answering(self, model: str) -> tuple[Pod, ...]:
-        """Pods that answer, in order of pod id; those that are ejected for failing requests too."""
+        """Return the pods that answer, in order of pod id, including those ejected for failing requests."""
         return tuple(self._entries[pod_id].pod for pod_id in self._answering.get(model, ()))
 
     def get(self, pod_id: PodId) -> Pod | None:
-        """The pod of that id."""
+        """Return the pod with that id."""
         entry = self._entries.get(pod_id)
         return None if entry is None else entry.pod
 
     def models(self) -> dict[PodId, str]:
-        """Every pod with the model that its registry entries are filed under."""
+        """Return every pod with the model under which its registry entries are stored."""
         return self._models.copy()
 
     def cards(self) -> Mapping[str, ServedModel]:
-        """Every model of the pods; of several that serve it, the card of the first by pod id."""
+        """Return every model of the pods; if several serve it, the card is that of the first by pod id."""
         if self._cards is None:
             self._cards = {}
             for pod_id in sorted(self._entries):
@@ -71,11 +71,11 @@ class Roster:
         return self._cards
 
     def has(self, model: str) -> bool:
-        """Whether any pod serves the model."""
+        """Return whether any pod serves the model."""
         return model in self._known
 
     def put(self, pod: Pod, *, answers: bool) -> None:
-        """The pod is there, as it now is; another one of its id is not any more."""
+        """Enter the pod as it is now. It replaces an older pod with the same id."""
         old = self._entries.get(pod.pod_id)
         if old is None or old.identity is not pod.identity or old.answers != answers or old.pod is not pod:
             if old is not None:
@@ -92,7 +92,7 @@ class Roster:
         self._choose_anew(_names(pod.identity) if old is None else {**_names(old.identity), **_names(pod.identity)})
 
     def drop(self, pod_id: PodId) -> None:
-        """The pod is gone. An unknown one is no error."""
+        """Remove the pod. An unknown one is no error."""
         old = self._entries.pop(pod_id, None)
         if old is not None:
             del self._models[pod_id]
@@ -113,7 +113,7 @@ class Roster:
 
 
 def _names(identity: PodIdentity) -> dict[str, None]:
-    """Each model once, in order."""
+    """Return each model once, in order."""
     return dict.fromkeys(model.name for model in identity.models)
 
 

@@ -1,7 +1,7 @@
-"""Follow the load of engines that publish nothing, by their own metrics: a slow correction of what is known here.
+"""Follows the load of engines that publish nothing, by their metrics: a slow correction of what is known here.
 
-One task for each engine reads its page, so never two at once; `scrape_pace` says when. What is read goes to the pods
-(`Pod.counted`), and what lasts into their facts: capacity, version, data-parallel ranks.
+Each engine has one task that reads its page, so there are never two reads at once; `scrape_pace` says when to read. The
+values go to the pods (`Pod.counted`), and lasting ones into their facts: capacity, version, data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 from yarl import URL
 
+from router.fleet.event_ports import event_ports
 from router.fleet.facts import MAX_CAPACITY_TOKENS, EngineFacts, EngineKind
 from router.fleet.fetch import OUTCOMES, Fetch, Unread
 from router.fleet.fleet import Fleet
@@ -28,20 +29,24 @@ from router.kube_targets import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
+FIRST_S = 5.0
+"""Seconds to wait for the first page of every engine that was there at the start. A later engine is one target until it
+says that it has ranks."""
 DEADLINE_S = 1.0
 """For one page, from the connection to its last byte."""
 MAX_PAGE_BYTES = 4 * 2**20
 """A page of vLLM has 100 to 150 KB for each rank."""
 MAX_ABOUT_BYTES = 2**20
 AT_ONCE = 8
-"""Pages that are read at a time: at the start a large fleet's would come together."""
+"""Pages read at a time: at the start those of a large fleet would come together."""
 MAX_VERSION_CHARS = 64
 JITTER = 0.2
+EVENT_SOURCES = "/kv_event_sources"
 _ABOUT: Mapping[EngineKind, tuple[str, ...]] = {
     "vllm": ("/version",),
     "sglang": ("/server_info", "/get_server_info"),
 }
-"""Where an engine tells its version, and SGLang its ranks and capacity; the second is its name of before."""
+"""Where an engine tells its version, and SGLang also its ranks and capacity; the second is the earlier name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +61,20 @@ class ReadingStatus:
 
 
 class _Reading:
-    """What is read of one life of one engine."""
+    """What is read from one engine until it restarts."""
 
-    __slots__ = ("_first", "has_told_ranks", "member", "pace", "query", "ranks", "read_at_s", "said", "task")
+    __slots__ = (
+        "_first",
+        "has_begun",
+        "has_told_ranks",
+        "member",
+        "pace",
+        "query",
+        "ranks",
+        "read_at_s",
+        "said",
+        "task",
+    )
 
     def __init__(self, member: Member, first: Pod) -> None:
         self.member = member
@@ -66,22 +82,24 @@ class _Reading:
         self.pace = Pace()
         self.read_at_s: float | None = None
         self.query: str | None = ""
-        """Asks for a page of the few lines that change. Empty: not tried yet; None: the engine has no such page."""
+        """Requests a page with only the lines that change. Empty: not tried yet; None: the engine has no such page."""
+        self.has_begun = asyncio.Event()
+        """Set when the first request for a page has ended, with or without an answer."""
         self.has_told_ranks = False
-        """Whether it said how many ranks it has: its pages need not tell them apart."""
+        """Whether it said how many ranks it has: then its pages need not tell them apart."""
         self.ranks: Ranks | None = None
-        """As the last page had them; None: no page yet."""
+        """The ranks on the last page; None: no page yet."""
         self.said: str | None = None
-        """The problem that the log has."""
+        """The problem that was logged last."""
         self.task: asyncio.Task[None] | None = None
 
     def is_of(self, member: Member) -> bool:
-        """Whether the engine is still in the life that it was in. Ranks that come and go share the record of faults."""
+        """Return whether the engine has not restarted. If its ranks change, they keep the record of faults."""
         return member is self.member and member.pod is not None and member.pod.faults is self._first.faults
 
 
 class Scraper:
-    """Reads the metrics of the fleet's engines, but of those of our own, which publish."""
+    """Reads the metrics of the fleet's engines, except our own engines, which publish."""
 
     def __init__(
         self,
@@ -101,11 +119,13 @@ class Scraper:
         self._readings: dict[str, _Reading] = {}
         self._places = asyncio.Semaphore(AT_ONCE)
         self._changed = asyncio.Event()
+        self.knows_ranks = False
+        """Whether every engine that was there at the start was asked for its ranks, or the wait for it is over."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        """Readings, by outcome."""
+        """Outcome -> how many readings."""
 
     def status(self, url: str) -> ReadingStatus | None:
-        """Of the engine at that base URL; None where it is not read."""
+        """Return the status of the engine at that base URL; None if it is not read."""
         reading = self._readings.get(url)
         if reading is None:
             return None
@@ -118,13 +138,31 @@ class Scraper:
         """Read until cancelled. No engine's answer ends it."""
         async with asyncio.TaskGroup() as group:
             self._fleet.listen(lambda change: self._changed.set())
+            group.create_task(self._wait_ranks(group))
             while True:
                 self._changed.clear()
                 self._look(group)
                 await self._changed.wait()
 
+    async def _wait_ranks(self, group: asyncio.TaskGroup) -> None:
+        await self._fleet.wait_probed()
+        self._look(group)
+        asked = [reading for reading in self._readings.values() if not self._fleet.has_given_ranks(reading.member)]
+        try:
+            async with asyncio.timeout(FIRST_S):
+                for reading in asked:
+                    await reading.has_begun.wait()
+        except TimeoutError:
+            silent = [reading.member.url for reading in asked if not reading.has_begun.is_set()]
+            log.warning(
+                "metrics: %d engines have not told within %g s which data-parallel ranks they have, %s among them; "
+                "until they do, each is one target",
+                *(len(silent), FIRST_S, silent[0]),
+            )
+        self.knows_ranks = True
+
     def _look(self, group: asyncio.TaskGroup) -> None:
-        """Begin with engines that are new, and end with those that are gone."""
+        """Begin to read new engines, and stop reading those that are gone."""
         members = {member.url: member for member in self._fleet.members()}
         for url, reading in list(self._readings.items()):
             member = members.get(url)
@@ -138,6 +176,12 @@ class Scraper:
                 reading.task = group.create_task(self._follow(reading))
 
     async def _follow(self, reading: _Reading) -> None:
+        try:
+            await self._follow_life(reading)
+        finally:
+            reading.has_begun.set()
+
+    async def _follow_life(self, reading: _Reading) -> None:
         kind: EngineKind = "unknown"
         while True:
             pods = reading.member.pods
@@ -147,12 +191,15 @@ class Scraper:
                     if pods[0].facts.engine != kind:
                         kind = pods[0].facts.engine
                         await self._ask_about(reading, kind)
+                        if kind == "vllm":
+                            await self._ask_for_events(reading)
                     async with self._places:
                         await self._read(reading)
-                except Exception:  # outermost loop: one odd page must not end the reading
+                except Exception:  # outermost loop: one bad page must not end the reading
                     log.exception("metrics of %s", reading.member.url)
                     reading.pace.failed("it could not be read, see the log", self._fleet.size)
                 pause_s = reading.pace.pause_s
+                reading.has_begun.set()
             await asyncio.sleep(pause_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _read(self, reading: _Reading) -> None:
@@ -169,7 +216,7 @@ class Scraper:
                 raise Unread("none", "its metrics have no requests of vLLM or SGLang")
         except Unread as why:
             if is_narrow and why.outcome in ("none", "failed"):
-                reading.query = None  # from now on it is the whole page
+                reading.query = None  # from now on read the whole page
                 return await self._read(reading)
             self.counts[why.outcome] += 1
             is_hopeless = why.outcome in ("protected", "none", "odd")
@@ -180,11 +227,11 @@ class Scraper:
             pace.read(now_s - began_s, pods)
             self._take(reading, page)
             reading.read_at_s = now_s
-            if page.slots is not None and len(member.pods) == 1:  # of several ranks the metrics mix them up
+            if page.slots is not None and len(member.pods) == 1:  # with several ranks the metrics mix their adapters
                 member.pods[0].adapters.seen(page.slots.most, page.slots.running, page.slots.waiting)
             lacking = [str(pod.rank) for pod in member.pods if pod.rank is not None and pod.rank not in page.ranks]
             if lacking:
-                pace.problem = f"they tell nothing of the data-parallel ranks {', '.join(lacking[:8])}"
+                pace.problem = f"they say nothing about the data-parallel ranks {', '.join(lacking[:8])}"
             else:
                 for pod in member.pods:
                     rank = _page_of(pod, page)
@@ -193,13 +240,13 @@ class Scraper:
             self._say(reading, None)
 
     def _take(self, reading: _Reading, page: MetricsPage) -> None:
-        """What lasts of the page."""
+        """Take the lasting values of the page."""
         found = tuple(page.ranks)
         is_news = reading.ranks is not None and found != reading.ranks
         reading.ranks = found
         member = reading.member
         if not (is_news or reading.has_told_ranks) and found != member.found_ranks and member.pod is not None:
-            # Later ones only where two pages have them: each change ends what is known of the ranks before.
+            # Later changes need two pages that agree: each change ends what is known of the ranks before.
             self._fleet.has_ranks(member.pod, found)
         if not reading.query:
             if reading.query is not None:
@@ -217,8 +264,8 @@ class Scraper:
                 self._fleet.learnt(pod, facts)
 
     async def _ask_about(self, reading: _Reading, kind: EngineKind) -> None:
-        """What an engine tells once in its life: its version; SGLang's ranks and capacity. That it does not is no
-        trouble."""
+        """Ask for what an engine tells only once: its version, and SGLang's ranks and capacity. No answer is no
+        problem."""
         for path in _ABOUT.get(kind, ()):
             try:
                 url = reading.member.url
@@ -237,9 +284,21 @@ class Scraper:
                 self._fleet.learnt(pod, _with(pod.facts, said, ranks))
             return
 
+    async def _ask_for_events(self, reading: _Reading) -> None:
+        """Ask where it publishes its KV events; older engines do not say."""
+        url = reading.member.url
+        try:
+            async with self._places:
+                said = orjson.loads(await self._fetch(url, url + EVENT_SOURCES, DEADLINE_S, MAX_ABOUT_BYTES))
+        except (Unread, orjson.JSONDecodeError):
+            return
+        ports, replay_ports = event_ports(said)
+        for pod in reading.member.pods:
+            self._fleet.learnt(pod, replace(pod.facts, kv_event_ports=ports, kv_replay_ports=replay_ports))
+
     def _page_url(self, reading: _Reading) -> str:
-        """With a slash behind the path the page comes from the Python client itself, which takes names to write; the
-        path without one is answered by a library that writes all."""
+        """Return the page's URL. With a final slash the Python client itself answers, which takes the names to write.
+        Without it, a library answers that writes all."""
         url = URL(reading.member.url)
         if self._port is not None:
             url = url.with_port(self._port)
@@ -248,20 +307,20 @@ class Scraper:
 
     @staticmethod
     def _say(reading: _Reading, problem: str | None) -> None:
-        """That no page comes, once, and that one comes again."""
+        """Log once that no page comes, and once that pages come again."""
         if problem is None and reading.said is not None:
             log.info("metrics of %s are read again", reading.member.url)
         elif problem is not None and reading.said is None:
             log.warning(
-                "metrics of %s are not read: %s; it is tried again after up to %g s, and only this gateway's requests "
-                "tell its load until then",
+                "metrics of %s cannot be read: %s; the next try is within %g s, and until then only this gateway's "
+                "requests tell its load",
                 *(reading.member.url, problem, LONGEST_PAUSE_S),
             )
         reading.said = problem
 
 
 def _is_whole(page: MetricsPage, ranks: Ranks | None) -> bool:
-    """Whether a narrow page has what the whole one had."""
+    """Return whether a narrow page has what the whole page had."""
     return tuple(page.ranks) == ranks and all(rank.counts is not None for rank in page.ranks.values())
 
 
@@ -274,7 +333,7 @@ def _count(value: Any, most: int) -> int | None:
 
 
 def _with(facts: EngineFacts, said: Mapping[str, Any], ranks: int | None) -> EngineFacts:
-    """`facts`, and what an engine says of itself."""
+    """Return `facts` with what an engine says about itself."""
     version = said.get("version")
     is_version = isinstance(version, str) and version.isascii() and version.isprintable()
     return replace(

@@ -1,8 +1,8 @@
-"""How often an engine's metrics are read: seldom enough that the reading never makes a busy engine busier. Pure.
+"""How often an engine's metrics are read: so seldom that reading never makes a busy engine busier. Pure.
 
-The page is made by the process that takes an engine's requests, and reading it takes from their time. So the pause is
-at least `SPARING` times as long as the last page took to come: a gateway uses at most 1/50 of that process, and where
-many gateways read, or the engine is busy, pages come later and all of them read less often.
+The process that takes an engine's requests also makes the page, so reading takes its time. The pause is at least
+`SPARING` times as long as the last page took: a gateway uses at most 1/50 of that process. If many gateways read, or
+the engine is busy, pages take longer, and all gateways read less often.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import math
 from engine.contract.periods import LARGEST_FLEET, SMALL_FLEET
 
 PERIOD_S = 1.0
-"""In a fleet up to `SMALL_FLEET`."""
+"""Seconds, in a fleet of up to `SMALL_FLEET` engines."""
 LONGEST_PERIOD_S = 5.0
-"""In the largest fleets: what was read counts for 10 s at most (`router.routing.reported`)."""
+"""Seconds, in the largest fleets: a reading counts for 10 s at most (`router.routing.reported`)."""
 SPARING = 50.0
 LONGEST_PAUSE_S = 60.0
 SLOW = 2.0
-"""Times the period: a pause longer than that for the engine's sake is told to the operator."""
+"""If the pause exceeds this many periods to spare the engine, the operator is told."""
 
 
 def period_s(pods: int) -> float:
-    """Seconds between two readings of one of so many engines. As `engine.contract.periods`: a fleet 16 times as large
-    is read four times as often in all, and each of its engines a quarter as often."""
+    """Return the seconds between two readings of one engine. As in `engine.contract.periods`: a fleet 16 times as
+    large is read four times as often in total, and each of its engines a quarter as often."""
     width = math.sqrt(max(1.0, min(pods, LARGEST_FLEET) / SMALL_FLEET))
     return min(LONGEST_PERIOD_S, PERIOD_S * width)
 
 
 class Pace:
-    """One engine's. `problem` says why it is read less often than others, or not at all; None: it is not."""
+    """The pace for one engine. `problem`: why it is read less often than others, or not at all; None: it is not."""
 
     __slots__ = ("pause_s", "problem")
 
@@ -39,18 +39,18 @@ class Pace:
         self.problem: str | None = None
 
     def read(self, took_s: float, pods: int) -> None:
-        """A page came, so many seconds after it was asked for."""
+        """Note that a page came `took_s` after the request."""
         usual_s = period_s(pods)
         self.pause_s = min(LONGEST_PAUSE_S, max(usual_s, SPARING * took_s))
         is_slow = self.pause_s > SLOW * usual_s
         self.problem = f"its pages take {took_s:.2g} s: read every {self.pause_s:.2g} s" if is_slow else None
 
     def failed(self, problem: str, pods: int) -> None:
-        """None came in time. Each further time the pause doubles."""
+        """Note that no page came in time. Each further failure doubles the pause."""
         self.pause_s = min(LONGEST_PAUSE_S, 2 * max(self.pause_s, period_s(pods)))
         self.problem = problem
 
     def hopeless(self, problem: str) -> None:
-        """There is none, or none that is of use."""
+        """Note that there is no page, or no useful one."""
         self.pause_s = LONGEST_PAUSE_S
         self.problem = problem

@@ -1,4 +1,4 @@
-"""Several discoveries as one. One of them that cannot look does not take the engines of the others out of service."""
+"""Several discoveries as one. If one of them cannot look, the engines of the others stay in service."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from router.fleet.discovery import Discovery, DiscoveryStatus, EngineAddress
 
 FIRST_WAIT_S = 10.0
-"""So long the first set waits for every source. After that the engines of those that could look take requests: a
-namespace that the gateway may not read any more must not keep a restarted gateway from serving the others."""
+"""The first set waits this long for every source. Then the engines of the sources that could look take requests: a
+namespace that the gateway may no longer read must not keep a restarted gateway from serving the others."""
 
 
 class SeveralDiscoveries:
-    """The engines of all `sources`. `names` says what each is called where a problem of it is told."""
+    """The engines of all `sources`. `names` are their names in messages about problems."""
 
     def __init__(self, sources: Sequence[Discovery], names: Sequence[str]) -> None:
         self._sources = tuple(sources)
@@ -23,7 +23,7 @@ class SeveralDiscoveries:
         """When `watch` began, by the loop's clock; None: not yet."""
 
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
-        """The union, first when every source has looked or FIRST_WAIT_S have passed, then after each change."""
+        """Yield the union, first when every source has looked or FIRST_WAIT_S have passed, then after each change."""
         loop = asyncio.get_running_loop()
         self._began_s = loop.time()
         known: list[frozenset[EngineAddress] | None] = [None] * len(self._sources)
@@ -48,7 +48,7 @@ class SeveralDiscoveries:
                         yield union
                 ended = [task for task in tasks if task.done()]
                 for task in ended:
-                    task.result()  # raises what ended it
+                    task.result()  # raises the error that ended it
                 if len(ended) == len(tasks) and not changed.is_set():
                     return
                 waits = told is None and loop.time() < first_at_s
@@ -64,9 +64,9 @@ class SeveralDiscoveries:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> DiscoveryStatus:
-        """As old as the oldest of the sources; one that never could look is as old as the first wait for it.
+        """Return the oldest status of the sources. A source that never could look is as old as the first wait for it.
 
-        Not synced at all while none has looked, or the first set still waits.
+        Not synced while no source has looked, or while the first set still waits.
         """
         found = [source.status() for source in self._sources]
         synced = [status.synced_at_s for status in found]
@@ -89,7 +89,7 @@ class SeveralDiscoveries:
 
 
 def merged(sets: Iterable[frozenset[EngineAddress]]) -> frozenset[EngineAddress]:
-    """All addresses, one for each URL: the newer engine's, and of one that is in several sets that of the first."""
+    """Return all addresses, one for each URL: the newer engine; if one engine is in several sets, that of the first."""
     by_url: dict[str, EngineAddress] = {}
     for addresses in sets:
         for address in addresses:

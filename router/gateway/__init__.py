@@ -1,1 +1,1 @@
-"""HTTP in front of the fleet: read a request, choose a pod, copy the answer through."""
+"""The gateway's HTTP side: read a request, choose a pod, pass its answer on."""

@@ -1,4 +1,4 @@
-"""What a request counts for its tenant, once it has ended: in the metrics, and in the usage log."""
+"""Count an ended request for its tenant, in the metrics and in the usage log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from router.tenants.usage_log import UsageLog
 
 
 class Accounts:
-    """Told of every request that ends."""
+    """Counts every request that ends."""
 
     def __init__(self, metrics: TenantMetrics, usage_log: UsageLog | None) -> None:
         self._metrics = metrics
         self._usage_log = usage_log
 
     def ended(self, exchange: Exchange, endpoint: str, total_s: float) -> None:
-        """`total_s`: from the request's arrival to its end."""
+        """Count a request. `total_s`: seconds from the request's arrival to its end."""
         name, inbound, usage = exchange.tenant.name, exchange.inbound, exchange.usage
         self._metrics.answered(name, exchange.status or 500)
         if inbound is None or not exchange.has_run:

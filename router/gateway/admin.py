@@ -1,4 +1,4 @@
-"""For operators: why a request would go where it goes, and emptying the caches."""
+"""Endpoints for operators: explain where a request would go and why, and empty the caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict
 import aiohttp
 from aiohttp import web
 
-from engine.contract.errors import escaped
+from engine.contract import headers
+from engine.contract.errors import BadRequest, escaped, quoted
 from engine.contract.resets import REPEATED_S, pauses_s, refusal
 from router.events.feed import EventFeed
 from router.fleet.fleet import Fleet
@@ -18,17 +19,19 @@ from router.gateway.audit import note
 from router.gateway.body import BodyLimits, read_body
 from router.gateway.chooser import Chooser
 from router.gateway.headers import UpstreamHeaders
-from router.gateway.inbound import Reader
+from router.gateway.keys import ClientKeys
+from router.gateway.reading import Reading
 from router.gateway.status import json_response
 from router.registry.index import PrefixIndex
+from router.tenants.tenant import DEFAULT, Tenant
 
 RESET_TIMEOUT_S = REPEATED_S + 5.0
-"""For all attempts at one engine."""
+"""Time for all attempts at one engine."""
 MAX_RESET_ANSWER_BYTES = 2**14
-"""What is read of an engine's answer to a reset."""
+"""Most bytes read of an engine's answer to a reset."""
 BODY_TIMEOUT_S = 60.0
 MAX_FAILED_NOTED = 16
-"""Engines that an audit line names."""
+"""Most engines that an audit line names."""
 
 
 class Admin:
@@ -40,34 +43,43 @@ class Admin:
         upstream: UpstreamHeaders,
         fleet: Fleet,
         admission: Admission,
-        reader: Reader,
+        reading: Reading,
         chooser: Chooser,
         index: PrefixIndex,
         events: EventFeed,
         bodies: BodyLimits,
+        keys: ClientKeys,
     ) -> None:
+        """`keys` finds a tenant by name."""
         self._session = session
         self._upstream = upstream
         self._fleet = fleet
         self._admission = admission
-        self._reader = reader
+        self._reading = reading
+        self._keys = keys
         self._chooser = chooser
         self._index = index
         self._events = events
         self._bodies = bodies
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Every pod's score for the request in the body, which is not sent anywhere. Raises ApiError."""
+        """Return every pod's score for the request in the body, which goes to no engine.
+
+        The header TENANT names the request's tenant, whose salt and named caches apply. Raises ApiError.
+        """
         deadline_s = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         with self._admission.request() as admitted:
             body = await read_body(request, admitted, self._bodies, deadline_s)
-            inbound = self._reader.read(None, body, request.headers)
-        note(request, model=escaped(inbound.model))
+            tenant = self._tenant(request)
+            inbound = await self._reading.explained(body, request.headers, tenant, admitted)
+        named = {"tenant": tenant.name} if headers.TENANT in request.headers else {}
+        note(request, model=escaped(inbound.model), **named)
         choice, pods, views = self._chooser.explain(inbound)
         scores = {score.pod_id: asdict(score) for score in choice.decision.scores}
         return json_response(
             {
                 "model": inbound.model,
+                "tenant": tenant.name,
                 "policy": choice.policy,
                 "pod": choice.pod.pod_id,
                 "prompt_tokens_estimated": inbound.prompt_tokens,
@@ -84,8 +96,18 @@ class Admin:
             }
         )
 
+    def _tenant(self, request: web.Request) -> Tenant:
+        """Return the tenant whose request is explained. Raises BadRequest, naming the header."""
+        name = request.headers.get(headers.TENANT, DEFAULT.name)
+        tenant = self._keys.tenant(name)
+        if tenant is None:
+            raise BadRequest(
+                f"{headers.TENANT}: there is no tenant {quoted(name)} in --tenants-file", param=headers.TENANT
+            )
+        return tenant
+
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Empty the prefix cache of every engine: 200 when all did, 502 with each one's answer otherwise."""
+        """Empty the prefix cache of every engine: 200 if all did, otherwise 502 with the answer of each engine."""
         pods = self._fleet.answering()
         answers = await asyncio.gather(*(self._reset(pod) for pod in pods))
         failed = {pod.pod_id: answer for pod, answer in zip(pods, answers, strict=True) if answer != "ok"}
@@ -94,7 +116,10 @@ class Admin:
         return json_response(body, status=502 if failed else 200)
 
     async def _reset(self, pod: Pod) -> str:
-        """Repeated while the engine says that blocks are in use. What is believed of it goes only with its cache."""
+        """Return "ok", or why the engine did not empty its cache. Retry while the engine says that blocks are in use.
+
+        The index forgets the pod's keys only if the cache was emptied.
+        """
         said = ""
         try:
             async with asyncio.timeout(RESET_TIMEOUT_S):
@@ -111,17 +136,17 @@ class Admin:
         if said:
             return said
         for rank in self._fleet.ranks_of(pod):
-            # What a publishing pod holds from here on, its reports say. Events are no such account of the whole: they
-            # would not tell again of a block that is still held, and tell with the next step of those that are gone.
+            # If events account for the pod, its keys stay in the index. The events do not repeat a block that the pod
+            # still holds, and those of the pod's next step report the blocks that are gone.
             if not self._events.accounts_for(rank.pod_id):
                 self._index.drop(rank.pod_id)
             self._chooser.tell_forgotten(rank.pod_id, is_sure=True)
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
-        """Why the engine did not empty its cache, where another attempt may do better; empty: it did.
+        """Return why the engine did not empty its cache if another attempt may succeed; empty if it did.
 
-        Raises aiohttp.ClientError, also for a status that is no 2xx.
+        Raises aiohttp.ClientError, also for a status of 300 or more.
         """
         async with self._session.post(
             f"{pod.url}/reset_prefix_cache", headers=self._upstream.credentials_of(pod.key), allow_redirects=False

@@ -1,5 +1,4 @@
-"""How many requests are inside, how many bytes of bodies and answers are kept for them, how many may be, and when none
-is left."""
+"""Count and bound the requests in flight and the bytes of bodies and answers that the gateway keeps for them."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ MIB = 2**20
 
 
 class Admission:
-    """`with admission.request() as admitted:` counts one request in and out, and what `admitted` holds."""
+    """`with admission.request() as admitted:` counts one request, and the bytes that `admitted` holds, in and out."""
 
     def __init__(self, max_in_flight: int, max_body_bytes: int, max_answer_bytes: int) -> None:
-        """Bytes are those of all requests inside together."""
+        """The bounds in bytes are for all requests in flight together."""
         self._max_in_flight = max_in_flight
         self._max_body_bytes = max_body_bytes
         self._max_answer_bytes = max_answer_bytes
@@ -26,37 +25,36 @@ class Admission:
         self.body_bytes = 0
         self.answer_bytes = 0
         self.is_draining = False
-        """Set on shutdown: readiness says no, requests that still arrive are served."""
+        """Set on shutdown: readiness fails, but requests that still arrive are served."""
 
     def request(self) -> Admitted:
-        """A request, inside while its block lasts."""
+        """Return a context manager that counts one request while its block lasts."""
         return Admitted(self)
 
     def enter(self) -> None:
-        """One request more. Raises TooManyRequests at the bound."""
+        """Count one more request. Raises TooManyRequests at the bound."""
         if self.in_flight >= self._max_in_flight:
             raise _overloaded(f"{self._max_in_flight} requests are in flight already")
+        if not self.in_flight:
+            self._idle.clear()
         self.in_flight += 1
-        self._idle.clear()
 
     def reserve(self, body_bytes: int) -> None:
-        """So many bytes more. Raises TooManyRequests where they do not fit."""
+        """Reserve `body_bytes` more bytes. Raises TooManyRequests if they do not fit."""
         if self.body_bytes + body_bytes > self._max_body_bytes:
             taken, bound = self.body_bytes / MIB, self._max_body_bytes / MIB
-            raise _overloaded(
-                f"this body does not fit: those of the requests in flight take {taken:.1f} of {bound:g} MiB"
-            )
+            raise _overloaded(f"this body does not fit: bodies of requests in flight take {taken:.1f} of {bound:g} MiB")
         self.body_bytes += body_bytes
 
     def keep(self, answer_bytes: int) -> bool:
-        """So many bytes of an answer more. False where they do not fit."""
+        """Reserve `answer_bytes` more bytes of an answer. Return False if they do not fit."""
         if self.answer_bytes + answer_bytes > self._max_answer_bytes:
             return False
         self.answer_bytes += answer_bytes
         return True
 
     def leave(self, body_bytes: int, answer_bytes: int) -> None:
-        """One request less, and the bytes it reserved."""
+        """Count one request less, and release the bytes that it reserved."""
         self.in_flight -= 1
         self.body_bytes -= body_bytes
         self.answer_bytes -= answer_bytes
@@ -64,7 +62,7 @@ class Admission:
             self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Until no request is inside."""
+        """Wait until no request is in flight."""
         await self._idle.wait()
 
 
@@ -86,26 +84,26 @@ class Admitted:
         self._admission.leave(self._body_bytes, self._answer_bytes)
 
     def hold(self, body_bytes: int) -> None:
-        """Count the body as at least so many bytes, until the block ends. Raises TooManyRequests at the bound."""
+        """Count the body as at least `body_bytes`, until the block ends. Raises TooManyRequests at the bound."""
         more = body_bytes - self._body_bytes
         if more > 0:
             self._admission.reserve(more)
             self._body_bytes = body_bytes
 
     def keep(self, answer_bytes: int) -> bool:
-        """Count so many bytes more of answers, until `let_go` or the block's end. False where they do not fit."""
+        """Count `answer_bytes` more, until `let_go` or the end of the block. Return False if they do not fit."""
         if not self._admission.keep(answer_bytes):
             return False
         self._answer_bytes += answer_bytes
         return True
 
     def forget_body(self) -> None:
-        """The body is gone."""
+        """Release the bytes of the body, which is gone."""
         self._admission.body_bytes -= self._body_bytes
         self._body_bytes = 0
 
     def let_go(self) -> None:
-        """What was kept of answers is gone."""
+        """Release the bytes of the answers that were kept."""
         self._admission.answer_bytes -= self._answer_bytes
         self._answer_bytes = 0
 

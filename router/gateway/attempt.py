@@ -1,4 +1,4 @@
-"""One request at one pod: where it went, how it counts there, and what became of it."""
+"""One attempt: a request at one pod, its load there, and its outcome."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from router.gateway.telling import Told
 
 @dataclass(slots=True)
 class Attempt:
-    """Filled in as it goes along. Times are seconds of the loop's clock."""
+    """One request at one pod; fields are set as the attempt proceeds. Times are seconds of the loop's clock."""
 
     choice: Choice
     lease: Lease
     sent_s: float
     told: Told | None = None
-    """For the other gateways; None where they hear nothing of it."""
+    """Reports the attempt to the other gateways; None if they are not told."""
     session_id: str | None = None
-    """Under which the pod's KV events tell of its blocks; None: the client's own, if any, goes on."""
+    """Session id in the pod's KV events for the blocks of this request; None: the client's own, if any, is sent."""
     outcome: Outcome | None = None
-    """None while it is under way, and where it was cancelled."""
+    """None while the attempt is under way, and if it was cancelled."""
     reason: str = ""
-    """Of an attempt that another pod is to make good, as metrics have it."""
+    """Why another pod is tried, as the label in the metrics."""
     error: UpstreamError | None = None
-    """For the client, should no other attempt do better."""
+    """The error that the client gets if no other attempt succeeds."""
     fault: Fault | None = None
-    """What counts against the pod, until it is known whether another does better."""
+    """The fault of the pod, kept until it is known whether another pod can answer."""
     has_run: bool = False
-    """Whether the pod began to do what was asked; else it holds nothing of the prompt for it."""
+    """Whether the pod began the work; if not, this attempt left nothing of the prompt in its cache."""
 
     span_id: int = 0
-    """Of its span; 0 without tracing."""
+    """Id of the attempt's span; 0 without tracing."""
     first_byte_s: float | None = None
     ended_s: float | None = None
-    """None while it is under way."""
+    """None while the attempt is under way."""
 
     is_on_budget: bool = False
-    """Whether it counts as a further attempt under way, which there is a budget for."""
+    """Whether the attempt counts on the budget of retries under way."""
 
     @property
     def pod(self) -> Pod:
-        """Where it went."""
+        """The pod that was chosen."""
         return self.choice.pod
 
     def __enter__(self) -> Attempt:
-        """From here on it counts on its pod, here and for the other gateways."""
+        """Count the attempt on its pod, here and at the other gateways."""
         self.lease.__enter__()
         if self.told is not None:
             self.told.sent()
@@ -62,18 +62,21 @@ class Attempt:
             self.told.ended()
 
     def first_token(self, cached_tokens: int | None) -> None:
-        """The answer's first byte came. `cached_tokens`: reused prompt tokens, None where the pod does not say."""
+        """Record the answer's first byte. `cached_tokens`: reused prompt tokens; None if the pod does not say."""
         self.lease.first_token(cached_tokens)
         if self.told is not None:
             self.told.began(cached_tokens)
 
     def undone(self, keys: Keys) -> None:
-        """It never ran, so that the pod holds these no more."""
+        """Tell the other gateways that the attempt never ran, so the pod does not hold `keys`."""
         if self.told is not None:
             self.told.undone(keys)
 
     def failed(self, outcome: Outcome, now_s: float) -> None:
-        """Without a first byte for the client. A pod that turns one request away while it answers others is full."""
+        """Set the outcome of an attempt that sent the client nothing.
+
+        A pod that turns one request away while it answers others is full.
+        """
         if outcome is Outcome.TURNED_AWAY and self.pod.faults.is_at_work(now_s):
             outcome = Outcome.FULL
         self.outcome = outcome

@@ -1,4 +1,4 @@
-"""Attempts begun: what one counts as on its pod, what other gateways hear of it, and the session it has there."""
+"""Begin attempts: set an attempt's load on its pod, its report to other gateways and its session there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.gateway.sessions import Sessions
 
 
 class Attempts:
-    """Makes the attempts of requests, whichever way they go to their pods."""
+    """Makes the attempts of all requests, whether this gateway or another proxy sends them."""
 
     def __init__(self, fleet: Fleet, chooser: Chooser, sessions: Sessions) -> None:
         self._fleet = fleet
@@ -22,13 +22,13 @@ class Attempts:
         self._clock = asyncio.get_running_loop().time
 
     def begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
-        """The exchange's next attempt, at the chosen pod. It counts there once its block is entered."""
+        """Return the exchange's next attempt, at the chosen pod. It counts there once its block is entered."""
         lease = self._fleet.lease(
             choice.pod,
             prompt_tokens=inbound.prompt_tokens,
             uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
             output_tokens=inbound.output_tokens,
-            streams=inbound.stream and inbound.prompts == 1,  # of several, most wait beyond its first byte
+            streams=inbound.stream and inbound.prompts == 1,  # most of several prompts wait beyond the first byte
         )
         lease.loads_adapter = choice.loads_adapter
         now_s = self._clock()

@@ -1,4 +1,4 @@
-"""The audit of the administration's port: a line for each request there, whatever came of it."""
+"""The audit log of the admin port: one line for each request, whatever its result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aiohttp import web
 from engine.contract.audit import Action, recorded
 
 UNRECORDED = frozenset(("/health", "/ready", "/metrics"))
-"""What kubelets and Prometheus ask every few seconds. It tells of no request and changes nothing."""
+"""Paths that kubelets and Prometheus ask for every few seconds. They reveal no request and change nothing."""
 _ACTION = web.RequestKey("audit_action", Action)
 
 
 def note(request: web.Request, **detail: Any) -> None:
-    """Have the audit line of `request`, if there is to be one, say `detail`: what was done, or to what."""
+    """Add `detail`, what was done or to what, to the audit line of `request`, if it gets one."""
     if _ACTION in request:
         request[_ACTION].detail |= detail
 
@@ -24,7 +24,7 @@ def note(request: web.Request, **detail: Any) -> None:
 async def audited(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """The outermost: it sees the answer that every error has become."""
+    """Record the request. This middleware is the outermost, so it sees errors as the answers that they became."""
     if request.path in UNRECORDED:
         return await handler(request)
     with recorded(request.method, request.path, request.remote) as action:

@@ -1,4 +1,4 @@
-"""A stream whose client has the beginning of it: what is needed to have its rest from another pod."""
+"""A stream whose beginning the client has: what is needed to get its rest from another pod."""
 
 from __future__ import annotations
 
@@ -17,45 +17,48 @@ from router.gateway.engine_client import BrokeOff
 from router.gateway.errors import BadGateway, DeadlineExceeded
 from router.gateway.inbound import Inbound
 from router.gateway.outcome import Outcome
+from router.gateway.record import Record
 from router.gateway.relay import Relay, Source, UpstreamBroke
-from router.gateway.resume import MAX_BODY_BYTES, Rewriter, Way, ask, ending, is_complete, obstacle, way_of
-from router.gateway.said import Record, Said
+from router.gateway.resume import MAX_BODY_BYTES, ask, ending, is_complete, obstacle, path_of, rewriter_of, way_of
+from router.gateway.said import Said
+from router.gateway.said_responses import ResponseSaid
 from router.gateway.upstream import PodFailed
+from router.gateway.ways import Rewriter, Way
 from router.routing.types import PodId
 
 
 class Passed(web.StreamResponse):
-    """An answer whose head goes out with the first of its body, in one packet."""
+    """An answer whose head goes out in one packet with the first bytes of the body."""
 
-    _send_headers_immediately = False  # aiohttp's; without it, it is two packets
+    _send_headers_immediately = False  # aiohttp's attribute; with its default the head is a packet of its own
 
 
 @dataclass(slots=True)
 class Begun:
-    """One answer under way. `record` is None where nobody is asked for its rest."""
+    """One answer under way. `record` is None if no other pod may be asked for its rest."""
 
     response: web.StreamResponse
     writer: AbstractStreamWriter
     is_stream: bool
     record: Record | None
     relay: Relay | None = None
-    """The last one that copied a part of it."""
+    """The last relay that copied a part of the answer."""
     broke: UpstreamBroke | None = None
-    """How that ended."""
+    """The error that ended that relay."""
     defects: int = 0
-    """Attempts in a row that broke at the place that has been reached: the request may be why."""
+    """Attempts in a row that broke at the same place in the answer: the request may be the cause."""
     prompt_tokens: int | None = None
-    """Of the request, as an engine has said."""
+    """The request's prompt tokens, as an engine counted them."""
     rewriter: Rewriter | None = None
-    """For the attempt under way at the rest."""
+    """The rewriter of the attempt that now produces the rest."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The request, once it had to be read again."""
+    """The request's fields, once its body had to be parsed again."""
     said: Said | None = None
-    """All that the client has, as of the last break."""
+    """All that the client had at the last break."""
     _made_then: int = -1
 
     def stopped(self, broke: UpstreamBroke, relay: Relay, inbound: Inbound, prompt_tokens: int | None) -> None:
-        """A pod broke it, or fell silent. `prompt_tokens`: of the request, where it has said so."""
+        """Record that a pod broke the stream or fell silent. `prompt_tokens`: as that pod counted, if it did."""
         self.broke, self.relay = broke, relay
         if self.prompt_tokens is None:
             self.prompt_tokens = prompt_tokens
@@ -68,29 +71,39 @@ class Begun:
             self._made_then, self.defects = self.said.made, 0
         self.defects += broke.outcome.is_risky
 
-    def obstacle(self) -> str:
-        """Why the rest cannot be had from another pod, as metrics have it; empty where it can."""
+    def obstacle(self, inbound: Inbound) -> str:
+        """Return why no other pod can give the rest, as the label in the metrics; empty if one can."""
         if self.record is None:
             return "off"
+        if inbound.only is not None:
+            return "request"  # no other pod has the conversation, even if no token was sent yet
         if self.said is None or not self.record.is_kept or not self.fields:
             return "size"
         if self.said.obstacle:
             return "answer"
-        return "request" if self.said.finish or obstacle(self.fields, self.said) else ""
+        return "request" if self.said.finish or obstacle(Endpoint(inbound.endpoint), self.fields, self.said) else ""
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next event if events are numbered and were read; else 0."""
+        return self.said.number + 1 if isinstance(self.said, ResponseSaid) else 0
 
     def refused(self, answer: web.Response | None) -> None:
-        """The last word of the engines that were asked for the rest, if there is one."""
+        """Take the last error of the engines that were asked for the rest, if there is one.
+
+        It may say that the answer has all of its tokens.
+        """
         if self.said is not None and answer is not None and is_complete(answer.body):
             self.said.is_full = True
 
     def ending(self, inbound: Inbound) -> bytes | None:
-        """The events that are missing, where no token is."""
+        """Return the closing events if only these are missing; None if tokens are missing too."""
         if self.said is None or not self.fields or self.said.obstacle:
             return None
         return ending(Endpoint(inbound.endpoint), self.fields, self.said, self.prompt_tokens)
 
     def ways(self, inbound: Inbound, pods: Sequence[Pod], avoided: Collection[PodId]) -> tuple[Way, set[PodId]] | None:
-        """How to ask for the rest, and the pods that can be asked so; None where there is none."""
+        """Return the best way to ask for the rest, and the pods that support it; None if there is no way."""
         assert self.said is not None
         found: dict[PodId, Way] = {}
         for pod in pods:
@@ -105,11 +118,12 @@ class Begun:
         return best, {pod for pod, way in found.items() if way is best}
 
     def rest(self, inbound: Inbound, way: Way) -> Inbound:
-        """The request for the rest. Its keys are those of the prompt: what follows is of use to nobody else."""
+        """Return the request for the rest. Its keys cover the prompt alone: no other request shares what follows."""
         assert self.said is not None
-        self.rewriter = Rewriter(self.said, way, self.prompt_tokens)
+        self.rewriter = rewriter_of(Endpoint(inbound.endpoint), self.said, way, self.prompt_tokens)
         return replace(
             inbound,
+            endpoint=path_of(Endpoint(inbound.endpoint), way),
             body=ask(Endpoint(inbound.endpoint), self.fields, self.said, way),
             prompt_tokens=inbound.prompt_tokens + self.said.made,
             output_tokens=max(1, inbound.output_tokens - self.said.made),
@@ -117,7 +131,7 @@ class Begun:
 
 
 class RestBody:
-    """The body of an answer that goes on with another one, in the words of that."""
+    """The body of a second answer, rewritten so that it continues the first one."""
 
     def __init__(self, body: Source, first: bytes, rewriter: Rewriter) -> None:
         self._body = body
@@ -126,11 +140,11 @@ class RestBody:
 
     @property
     def is_read(self) -> bool:
-        """As of any body."""
+        """See Source."""
         return not self._first and self._body.is_read
 
     async def readany(self) -> bytes:
-        """As of any body."""
+        """See Source."""
         while chunk := self._first or await self._body.readany():
             self._first = b""
             try:
@@ -142,12 +156,12 @@ class RestBody:
         return b""
 
     async def begin(self, deadline_s: float) -> bytes:
-        """The first events that the client is to get. Raises PodFailed."""
+        """Return the first events for the client. Raises PodFailed."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 chunk = await self.readany()
         except TimeoutError:
-            raise PodFailed("timeout", DeadlineExceeded("the engine gave no answer in time")) from None
+            raise PodFailed("timeout", DeadlineExceeded("the engine did not answer in time")) from None
         except OSError as error:
             raise PodFailed("disconnect", BadGateway("the engine broke off its answer", str(error))) from None
         if not chunk:
@@ -156,5 +170,6 @@ class RestBody:
 
 
 def no_stream() -> PodFailed:
-    """An engine that was asked for the rest of a stream sent something else."""
-    return PodFailed("error", BadGateway("the engine gave no stream for the rest of one"), Outcome.UNABLE)
+    """Return the error of an engine that was asked for the rest of a stream and sent no stream."""
+    error = BadGateway("the engine was asked for the rest of a stream and did not send a stream")
+    return PodFailed("error", error, Outcome.UNABLE)

@@ -1,4 +1,4 @@
-"""What a failed attempt means for its pod: a fault of it, a word of its own that it leaves, or the request's doing."""
+"""What a failed attempt means: the pod is at fault, the pod says that it leaves, or the request is at fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
 TELLING_BYTES = 4096
-"""At the end of a body, which tell requests apart."""
+"""Bytes at the end of a body that tell requests apart."""
 
 
 class Blame:
@@ -28,7 +28,7 @@ class Blame:
         self._clock = asyncio.get_running_loop().time
 
     def failed(self, exchange: Exchange, inbound: Inbound, attempt: Attempt) -> None:
-        """It came to nothing before the client saw anything, and another pod is to make it good."""
+        """Record an attempt that failed before the client saw anything, so that another pod is tried."""
         assert attempt.error is not None
         assert attempt.outcome is not None
         exchange.error = attempt.error.detail
@@ -43,11 +43,11 @@ class Blame:
             attempt.fault = self._fault(attempt, inbound)
 
     def without_body(self, inbound: Inbound) -> Inbound:
-        """The request without what is not needed to tell it from others, once its body has gone on for good."""
+        """Return the request with only the end of its body, for when the body is sent and never needed again."""
         return replace(inbound, body=inbound.body[-TELLING_BYTES:])
 
-    def ended_ill(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """It came to nothing at the pod, and nobody here makes it good: another proxy sent it there."""
+    def failed_at_proxy(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
+        """Record a failed attempt that another proxy sent to the pod, so that nothing here retries it."""
         attempt.outcome = outcome
         if outcome is Outcome.FULL:
             attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
@@ -59,14 +59,17 @@ class Blame:
             self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=False)
 
     def broke(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """The stream ended wrongly after its first byte."""
+        """Record a stream that ended wrongly after its first byte."""
         attempt.outcome = outcome
         self._told(attempt, outcome, why)
         if outcome.is_blamed:
             self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=True)
 
     def settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
-        """Blame the pod that failed the request; of several none: then it is the request. `is_made_good`: see Fault."""
+        """Blame the pod that failed the request. If several failed it, the request is at fault, and none is blamed.
+
+        `is_made_good`: see Fault.
+        """
         faults = [(attempt.pod, attempt.fault) for attempt in exchange.attempts if attempt.fault is not None]
         if not faults:
             return
@@ -76,9 +79,9 @@ class Blame:
             self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
 
     def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
-        """Pods that `tried` it, and for a further attempt those in doubt, unless there is no other.
+        """Return the pods that `tried` the request and, for a retry, the pods in doubt, unless no other is left.
 
-        So with several broken pods a request meets two of them at most once for each: then all but one are in doubt.
+        If several pods are broken, requests fail at two pods at most once per pod: then all but one are in doubt.
         """
         if not tried:
             return tried
@@ -86,7 +89,7 @@ class Blame:
         return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
 
     def _told(self, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """What the pod said of itself."""
+        """Tell the fleet what the pod said of itself."""
         if outcome.is_leaving:
             self._fleet.leaves(attempt.pod, why)
         elif outcome is Outcome.ABORTED:
@@ -94,5 +97,5 @@ class Blame:
             self._fleet.look_at(attempt.pod)  # it may have gone to sleep
 
     def _fault(self, attempt: Attempt, inbound: Inbound) -> Fault:
-        """The attempt as a failure of its pod."""
+        """Return the attempt as a fault of its pod."""
         return Fault(hash(inbound.body[-TELLING_BYTES:]), attempt.sent_s, self._clock())

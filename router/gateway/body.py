@@ -1,4 +1,4 @@
-"""A request's body, read whole within its bounds of size, of time and of memory."""
+"""Read a request's body whole, within bounds of size, time and memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from router.gateway.errors import RequestTimeout, TooLarge
 from router.gateway.inflate import Inflater, NotCompressed, inflater_for
 
 WINDOW_S = 5.0
-"""Seconds over which the minimum rate is looked at: a client may pause for less."""
+"""Seconds over which the minimum rate is checked: a client may make shorter pauses."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How long a body may take, in seconds, and how slow it may be, in bytes/s."""
+    """The longest time for a body, in seconds, and its lowest rate, in bytes/s."""
 
     timeout_s: float
     min_rate: int
 
 
 async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits, deadline_s: float) -> bytes:
-    """The body, inflated, and counted among those in flight as it comes.
+    """Return the inflated body; its bytes count among those in flight as they come.
 
-    What its head announces reserves nothing: who announces and sends nothing takes nobody's room. Raises TooLarge,
-    UnsupportedEncoding, TooManyRequests, RequestTimeout, and BadRequest for what cannot be read.
+    The length in the head reserves nothing: a client that sends no body takes no room. Raises TooLarge,
+    UnsupportedEncoding, TooManyRequests, RequestTimeout, and BadRequest for a body that cannot be read.
     """
     inflater = inflater_for(request.headers.get("Content-Encoding"))
     _check_size(request.content_length or 0, request)
     try:
-        is_here = request.content.is_eof()  # as small bodies are: nothing to wait for
+        is_here = request.content.is_eof()  # true of small bodies: there is nothing to wait for
         if is_here and inflater is None:
             whole = request.content.read_nowait()
             _check_size(len(whole), request)
@@ -44,25 +44,25 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
         body = _Body(request, admitted, inflater)
         if not is_here:
             leave_gate(request)
-            await _go_ahead(request)
+            await go_ahead(request)
             await _receive(body, limits, deadline_s)
         while piece := await request.content.readany():
             await body.take(piece)
         return await body.whole()
     except web.RequestPayloadError as error:
-        cause = error.__cause__ or error
-        raise BadRequest(f"the request's body cannot be read: {getattr(cause, 'message', cause)}") from None
+        raise unreadable(error) from None
     except NotCompressed as error:
         raise BadRequest(f"the request's body cannot be read: {error}") from None
 
 
 async def no_go_ahead(request: web.Request) -> None:
-    """Say no `100 Continue` yet: `read_body` does when the body is wanted. Raises HTTPExpectationFailed."""
+    """Send no `100 Continue` yet: `go_ahead` sends it when the body is wanted. Raises HTTPExpectationFailed."""
     if request.headers.get("Expect", "").lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="Expect must be 100-continue")
+        raise web.HTTPExpectationFailed(text="the header Expect must be 100-continue")
 
 
-async def _go_ahead(request: web.Request) -> None:
+async def go_ahead(request: web.Request) -> None:
+    """Send `100 Continue` to a client that waits for it."""
     if "Expect" in request.headers and request.version >= (1, 1):
         writer = request.writer
         await writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -70,7 +70,7 @@ async def _go_ahead(request: web.Request) -> None:
 
 
 async def _receive(body: _Body, limits: BodyLimits, deadline_s: float) -> None:
-    """All of it. Each `min_rate * WINDOW_S` bytes have WINDOW_S seconds. Raises RequestTimeout."""
+    """Receive the whole body. Each `min_rate * WINDOW_S` bytes may take WINDOW_S seconds. Raises RequestTimeout."""
     clock = asyncio.get_running_loop().time
     deadline_s = min(deadline_s, clock() + limits.timeout_s)
     share = limits.min_rate * WINDOW_S
@@ -83,19 +83,30 @@ async def _receive(body: _Body, limits: BodyLimits, deadline_s: float) -> None:
                     next_share = body.received + share
                     limit.reschedule(min(deadline_s, clock() + WINDOW_S))
     except TimeoutError:
-        raise RequestTimeout(
-            f"the request's body did not arrive in time: it has {limits.timeout_s:g} s, and in each {WINDOW_S:g} s "
-            f"at least {share:g} bytes must come"
-        ) from None
+        raise too_slow(limits) from None
+
+
+def unreadable(error: web.RequestPayloadError) -> BadRequest:
+    """Return the error of a body that breaks the rules of HTTP, with the parser's reason."""
+    cause = error.__cause__ or error
+    return BadRequest(f"the request's body cannot be read: {getattr(cause, 'message', cause)}")
+
+
+def too_slow(limits: BodyLimits) -> RequestTimeout:
+    """Return the error of a client that sends its body too slowly."""
+    return RequestTimeout(
+        f"the request's body did not arrive in time: it has {limits.timeout_s:g} s, and in each {WINDOW_S:g} s "
+        f"at least {limits.min_rate * WINDOW_S:g} bytes must come"
+    )
 
 
 class _Body:
-    """What has come so far."""
+    """The part of a body that has come so far."""
 
     def __init__(self, request: web.Request, admitted: Admitted, inflater: Inflater | None) -> None:
         self.content = request.content
         self.received = 0
-        """Bytes, as they were sent."""
+        """Bytes received, before inflating."""
         self._check: Callable[[int], None] = lambda size: _check_size(size, request)
         self._admitted = admitted
         self._inflater = inflater
@@ -103,7 +114,7 @@ class _Body:
         self._size = 0
 
     async def take(self, piece: bytes) -> None:
-        """One more piece. Other requests get their turn between the slices of a compressed one."""
+        """Add a piece. Other requests get their turn between the slices of a compressed piece."""
         self.received += len(piece)
         if self._inflater is None:
             self._add(piece)
@@ -115,7 +126,7 @@ class _Body:
             self._add(made)
 
     async def whole(self) -> bytes:
-        """All of it, when no more comes."""
+        """Return the whole body, after its last piece."""
         if self._inflater is not None and self.received:
             for made in self._inflater.finish():
                 self._add(made)

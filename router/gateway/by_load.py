@@ -1,4 +1,4 @@
-"""Requests without a prefix that is worth finding again: embeddings, rerankers, tokenizers, speech. By load alone."""
+"""Paths routed by load alone, since no prefix is worth caching: embeddings, rerankers, tokenizers, audio."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ BY_LOAD = (
     *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),
     *("/tokenize", "/detokenize", "/v1/audio/speech"),
 )
-"""Paths of vLLM and SGLang. Which engine answers which is learnt (`reach.py`)."""
+"""Paths of vLLM and SGLang. The gateway learns which engine answers which path (`reach.py`)."""
+UPLOADS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Paths whose bodies are forms with a file, which are sent on as they come (`uploads.py`)."""
 FREE = frozenset(("/tokenize", "/detokenize"))
-"""They compute nothing, and count as a token."""
+"""Paths that compute nothing: a request counts as one token."""
 LONG = frozenset(("/v1/audio/speech",))
-"""Their answers are as long as a generated text; those of the others come with the prompt."""
+"""Paths whose answers take as long as a generated text, as those of UPLOADS do; the others need only the prefill."""
+AUDIO_TOKEN_BYTES = 512
+"""Bytes of a recording per token of load: Gemini's documentation counts 32 tokens a second; here at 128 kbit/s."""
 CLOSED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
-"""What changes an engine passes for nobody."""
+"""Paths that change an engine: no client may use them."""
 
 
 def passes(raw_path: str) -> bool:
-    """Whether --pass-through lets a path of its kind pass: below /v1/, as it reads, and not CLOSED."""
+    """Whether --pass-through allows the path: below /v1/, without segments that a server may resolve, not CLOSED."""
     path = unquote(raw_path)
     segments = path.split("/")[2:]
     return (
@@ -33,7 +37,7 @@ def passes(raw_path: str) -> bool:
 
 
 def asked_model(fields: dict[str, Any], *, is_required: bool) -> str | None:
-    """The field `model`. Raises BadRequest where it is no string, or missing."""
+    """Return the field `model`. Raises BadRequest if it is no string, or if it is required and missing."""
     model = fields.get("model")
     if model is None and not is_required:
         return None

@@ -1,4 +1,4 @@
-"""Where named caches are kept: in this gateway's memory, or in Redis for all gateways."""
+"""The stores of named caches: this gateway's memory, or Redis for all gateways."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from router.gateway.named_cache import CacheMeta
 RETRY_AFTER_S = 1.0
 MIB = 2**20
 _SLACK_MS = 1000
-"""Contents outlive what is said of them by so much, so that who has read the one finds the other."""
+"""Contents outlive their metadata by this time, so that a reader of the metadata still finds the contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBounds:
-    """Of each tenant."""
+    """Bounds on the named caches of each tenant."""
 
     count: int
     size: int
@@ -32,31 +32,31 @@ class CacheBounds:
 
 
 class CacheStore(Protocol):
-    """Named caches by tenant. None of the methods tells of an expired one. Raises Unavailable where it is away."""
+    """Named caches by tenant. No method returns an expired cache. All raise Unavailable if the store is away."""
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
-        """Store one. Raises BadRequest, naming the bound, where the tenant has as much as it may have."""
+        """Store a cache. Raises BadRequest, naming the bound, if the tenant would exceed it."""
         ...
 
     async def get(self, owner: str, cache_id: str) -> tuple[CacheMeta, bytes] | None:
-        """One with its contents, which are never changed."""
+        """Return a cache with its contents, which never change; None if there is none."""
         ...
 
     async def all_of(self, owner: str) -> list[CacheMeta]:
-        """All of the tenant's, oldest first."""
+        """Return all caches of the tenant, oldest first."""
         ...
 
     async def renew(self, owner: str, cache_id: str, until_s: float) -> CacheMeta | None:
-        """Keep one until then; None: it is gone."""
+        """Keep a cache until `until_s`. Return None if it is gone."""
         ...
 
     async def remove(self, owner: str, cache_id: str) -> bool:
-        """Forget one. False: it was gone."""
+        """Delete a cache. Return False if it was gone."""
         ...
 
 
 class MemoryCaches:
-    """In this process, and gone with it."""
+    """Named caches in the memory of this process."""
 
     def __init__(self, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since 1970."""
@@ -91,7 +91,7 @@ class MemoryCaches:
         return self._alive(owner).pop(cache_id, None) is not None
 
     def _alive(self, owner: str) -> dict[str, tuple[CacheMeta, bytes]]:
-        """Those of the tenant that have not expired: the others are dropped at every look."""
+        """Drop the tenant's expired caches and return the others."""
         kept, now_s = self._kept.get(owner, {}), self._clock()
         for cache_id in [cache_id for cache_id, (meta, _) in kept.items() if meta.until_s <= now_s]:
             del kept[cache_id]
@@ -99,10 +99,10 @@ class MemoryCaches:
 
 
 class RedisCaches:
-    """In Redis: a hash for each tenant with what is said of its caches, and a string with the contents of each.
+    """Named caches in Redis: a hash for each tenant with their metadata, and a string with the contents of each.
 
-    Contents that this gateway has read stay in its memory, the latest used ones, so a request reads the hash alone.
-    While Redis is away, requests go on with those that were known to be alive.
+    The contents that this gateway used last stay in its memory, so a request for them reads the hash alone.
+    While Redis is away, requests use the contents in memory whose caches were alive when last read.
     """
 
     def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
@@ -177,7 +177,7 @@ class RedisCaches:
         return bool(was_there)
 
     async def _all(self, owner: str) -> list[CacheMeta]:
-        """Those of the tenant that have not expired; the others leave the hash."""
+        """Remove the tenant's expired caches from the hash and return the others."""
         said: Any = await self._redis.hgetall(named_caches_key(owner))
         metas = [meta for value in said.values() if (meta := _read(value)) is not None]
         alive = [meta for meta in metas if meta.until_s > self._clock()]
@@ -209,7 +209,7 @@ class RedisCaches:
 
 
 def check_bounds(metas: Collection[CacheMeta], bounds: CacheBounds) -> None:
-    """Raises BadRequest, naming the bound, where these are more than a tenant may have."""
+    """Raise BadRequest, naming the bound, if `metas` exceed what a tenant may have."""
     if len(metas) > bounds.count:
         raise BadRequest(
             f"there are {len(metas) - 1} named caches already, as many as --named-caches allows: delete one, or let "
@@ -226,12 +226,12 @@ def check_bounds(metas: Collection[CacheMeta], bounds: CacheBounds) -> None:
 
 
 def in_order(metas: Collection[CacheMeta]) -> list[CacheMeta]:
-    """Oldest first."""
+    """Return the caches, oldest first."""
     return sorted(metas, key=lambda meta: (meta.created_s, meta.id))
 
 
 def _read(value: bytes) -> CacheMeta | None:
-    """What another gateway has written; None for what cannot be read, of another version."""
+    """Return the metadata that a gateway has written; None if another version wrote it and it cannot be read."""
     try:
         fields: Any = orjson.loads(value)
         return CacheMeta(**fields)

@@ -1,4 +1,4 @@
-"""Choose a pod: match the keys, look at the pods, ask the policy, remember the choice, learn from the answer."""
+"""Choose a pod: match the keys, view the pods, ask the policy, remember the choice, learn from the answer."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from router.registry.index import Match, PrefixIndex
 from router.registry.room import Taken
 from router.registry.speculation import Run
 from router.routing.affinity_groups import AffinityGroups
+from router.routing.fetching import add_shared, wide_add_shared
 from router.routing.latency import prefill_s
 from router.routing.parting import Gateways
 from router.routing.predicted_ttft import PredictedTtft
@@ -39,19 +40,19 @@ log = logging.getLogger(__name__)
 
 FALLBACK_POLICY = "bounded_hash"
 INDEX_POLICIES = frozenset(("cache_aware", "predicted_ttft"))
-"""Policies that choose by what the index says, and so by nothing once the registry has expired."""
+"""Policies that decide by the index, which tells them nothing once the registry has expired."""
 EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
 MOST_WITH_ADAPTERS = 256
-"""Pods up to which it counts for a decision which have the adapter loaded: each is looked at by itself then."""
+"""Most pods for which a decision considers which have the adapter loaded, since it then has to view each pod."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """Where a request goes. `strides`: leading prefix keys the pod was believed to hold. `loads_adapter`: the pod has
-    to load the request's adapter, and has a place for it."""
+    """The pod chosen for a request, and why. `strides`: leading prefix keys that the pod was believed to hold.
+    `loads_adapter`: the pod has to load the request's adapter, and has room for it."""
 
     pod: Pod
     policy: str
@@ -69,12 +70,12 @@ class ServingPods(Protocol):
     """The pods to choose among: `router.fleet.fleet.Fleet`, or a simulated fleet."""
 
     def pods(self, model: str) -> Sequence[Pod]:
-        """Those that take requests for the model, in stable order."""
+        """Return the pods that take requests for the model, in stable order."""
         ...
 
 
 class Chooser:
-    """The decision of a request. Nothing in it waits, so what it reads and what it records belong together."""
+    """Decides which pod a request goes to. It never awaits, so what it reads and what it records are consistent."""
 
     def __init__(
         self,
@@ -94,9 +95,10 @@ class Chooser:
         telling: Telling | None = None,
         name: str = "",
     ) -> None:
-        """`make_policies`: every policy by name, new. Each model has its own: models share neither pods nor keys.
-        `wide_from`: pods from which all are looked at at once, by policies that can. `telling`: of what answers refute.
-        `name`: of this gateway, under which the others know its `shares`; a random one if it is not given.
+        """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
+        `wide_from`: number of pods from which policies look at all of them at once, if they can. `telling`: tells
+        other gateways what answers refute. `name`: of this gateway in the `shares` that gateways exchange; a random
+        one if it is not given.
         """
         self.name = name or uuid.uuid4().hex
         self.observer: Observer | None = None
@@ -122,7 +124,7 @@ class Chooser:
         self._check_at_s = -math.inf
 
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
-        """The pod for the request, which from here on counts as holding its keys. Raises Unavailable."""
+        """Return the pod for the request, which from now on counts as holding its keys. Raises Unavailable."""
         scores = () if self.observer is None or excluded else self._scores(inbound, self.observer)
         started_s = time.perf_counter()
         now_s = self._clock()
@@ -144,12 +146,12 @@ class Chooser:
             choice.loads_adapter = pod.adapters.loads(inbound.model)
             pod.adapters.used(inbound.model)
         self._metrics.decided(time.perf_counter() - started_s)
-        if self._shadows is not None and not excluded:  # a retry is no further request
+        if self._shadows is not None and not excluded:  # a retry is not a new request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
         return choice
 
     def _scores(self, inbound: Inbound, observer: Observer) -> tuple[PodScore, ...]:
-        """Every pod's, if the observer wants them."""
+        """Return every pod's score if the observer wants them."""
         if not observer.wants_scores():
             return ()
         started_s = time.perf_counter()
@@ -158,12 +160,14 @@ class Chooser:
         return scores
 
     def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
-        """What `choose` would do, with every pod's score, leaving no trace. Raises Unavailable."""
+        """Return what `choose` would do, with every pod's score, without side effects. Raises Unavailable."""
         return self._decide(inbound, (), self._clock(), explain=True)
 
     def least_ttft_s(self, inbound: Inbound) -> float:
-        """Predicted seconds to the first token, on the pod where it would come first. Leaves no trace. Raises
-        Unavailable."""
+        """Return the lowest predicted time to the first token over all pods, in seconds, without side effects.
+
+        Raises Unavailable.
+        """
         now_s = self._clock()
         pods = self._pods(inbound, ())
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
@@ -174,10 +178,10 @@ class Chooser:
         return min(predictor.ttfts_s(self._info(inbound, now_s), views))
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
-        """Seconds that the request had better wait for one of the pods `without_room` than go to another: what the
-        other would compute a second time. 0: there is nothing to win. Leaves no trace.
+        """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
 
-        Whoever waits as long as what it waits for would cost, loses at most as much again (ski rental).
+        That is the time in which another pod would compute again what they hold; 0: nothing to win. A request that
+        waits as long as it could save loses at most that much again (ski rental). No side effects.
         """
         now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
@@ -185,7 +189,7 @@ class Chooser:
         serving = {pod.pod_id for pod in pods} if table is None else table.id_set
         sets, _ = self._index.match_sets(inbound.keys, now_s)
         there = elsewhere = 0
-        for holders, strides in reversed(sets):  # each within the one after, with more strides
+        for holders, strides in reversed(sets):  # each set lies within the next of `sets`, and has more strides
             if not there and any(pod in without_room and pod in serving for pod in holders):
                 there = strides
             if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
@@ -217,7 +221,7 @@ class Chooser:
         return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
 
     def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
-        """As `_decide`, without a view of each pod."""
+        """Decide as `_decide` does, without a view of each pod."""
         seen, sets = self._seen(inbound, pods, now_s)
         decision = policy.choose_wide(self._info(inbound, now_s), seen)
         table = seen.table
@@ -227,7 +231,7 @@ class Chooser:
     def _seen(
         self, inbound: Inbound, pods: Sequence[Pod], now_s: float
     ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
-        """The pods at the moment, and which of them hold how many strides of the request."""
+        """Return the state of the pods, and which of them hold how many strides of the request."""
         table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
@@ -238,16 +242,17 @@ class Chooser:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, disk_tokens)
+        wide_add_shared(seen)
         if self._index.regret:
             seen.room = table.room
         return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
-        """The request did not run on the chosen pod. The keys that it counts as holding no more."""
+        """Take back a choice whose request did not run. Return the keys that the pod no longer counts as holding."""
         return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
     def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
-        """What tells others of the request on its pod; None where nobody is told."""
+        """Return what reports the request on its pod to other gateways; None if they are not told."""
         if self._telling is None:
             return None
         return self._telling.of(
@@ -260,9 +265,9 @@ class Chooser:
         )
 
     def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
-        """What the answer said of its tokens: ratios of the model, and whether the pod held what was believed.
+        """Learn from an answer's token counts: the model's ratios, and whether the pod held what the index said.
 
-        `usage` gets the cached tokens that the engine left out because there were none.
+        Sets `usage.cached_tokens` to 0 if the engine left it out because there were none.
         """
         estimate = self._estimates.of(inbound.model)
         if usage.completion_tokens and not usage.is_broken:
@@ -274,9 +279,9 @@ class Chooser:
         if usage.cached_tokens is not None:
             choice.pod.tells_cached_tokens = True
         elif usage.is_final and usage.prompt_tokens and choice.pod.tells_cached_tokens:
-            usage.cached_tokens = 0  # vLLM and SGLang say what they reused where that is not 0
+            usage.cached_tokens = 0  # vLLM and SGLang leave the count out if it is 0
         if usage.cached_tokens is not None:
-            if inbound.prompts == 1:  # else the counts are those of prompts whose keys are not known here
+            if inbound.prompts == 1:  # else the counts include prompts whose keys are not known
                 self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
             self._metrics.cached(
                 choice.policy,
@@ -286,15 +291,15 @@ class Chooser:
             )
 
     def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
-        """Refute what the pod turned out not to hold, and learn of a cache that holds more than was thought.
+        """Correct the index by the answer's cached tokens, whether the pod held less or more than predicted.
 
-        The slack covers that cached tokens come in blocks and that bytes do not map to tokens evenly.
+        The slack allows for cached tokens that come in blocks, and for bytes that do not map evenly to tokens.
         """
         held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
         slack = 2 + choice.strides // 8
         if abs(held - choice.strides) <= slack:
             return
-        if choice.pod not in self._fleet.pods(inbound.model):  # it has left, and is forgotten
+        if choice.pod not in self._fleet.pods(inbound.model):  # the pod has left, and its keys are dropped
             return
         if held > choice.strides:
             tokens = cached_tokens - choice.strides * inbound.tokens_per_stride
@@ -304,17 +309,19 @@ class Chooser:
         if self._telling is not None:
             self._telling.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
 
-    # -- what is believed, by this gateway's requests and by what others tell ---------------------------------
+    # -- what pods are believed to hold, from this gateway's requests and from other gateways ------------------
 
     def remember(self, pod: PodId, keys: Keys, now_s: float, taken: Taken | None = None) -> None:
-        """The pod counts as holding `keys`: a request with them went there. `taken`: what it takes of the cache of a
-        pod that publishes nothing, where that was not counted before."""
+        """Count the pod as holding `keys`, since a request with them went there.
+
+        `taken`: the room that the request takes in the cache of a pod that publishes nothing, if not counted before.
+        """
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
 
     def heard(
         self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
-        """Another gateway sent a request. `request` is its name: what is before the last dot is the gateway's."""
+        """Count a request that another gateway sent. `request`: that gateway's name, a dot and the request's own."""
         now_s = self._clock()
         predictor = self._policies_of(pod.model).get("predicted_ttft")
         if isinstance(predictor, PredictedTtft):
@@ -323,12 +330,12 @@ class Chooser:
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
     def taken(self, pod: Pod, routed: Routed) -> Taken:
-        """What a request of another gateway takes there, by what that gateway tells of it.
+        """Return the cache room that another gateway's request takes on the pod, from what that gateway tells of it.
 
-        A prompt of k keys is between k and k + 1 strides long: that bounds what a key stands for, whatever this gateway
-        has learnt of the model. One that has just started has learnt nothing, and takes up the requests of the last
-        minute: 64 tokens a key, where they are 107, would leave 43 for each that only this request has, each time that
-        the prefix is used, and half of what the pod holds would be forgotten for lack of room.
+        A prompt of k keys is between k and k + 1 strides long. That bounds the tokens of a key, whatever this gateway
+        has learnt of the model. A gateway that has just started has learnt nothing, and reads the requests of the last
+        minute. If it took a key for 64 tokens that has 107, each use of a prefix would count 43 tokens per key as this
+        request's alone. Half of what the pod holds would then be dropped for lack of room.
         """
         facts, strides = pod.facts, len(routed.keys)
         key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
@@ -339,29 +346,29 @@ class Chooser:
         return Taken(tokens, max(1.0, key_tokens), facts.kv_capacity_tokens, facts.block_tokens)
 
     def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
-        """The pod does not hold those of `keys` that were last used at `used_at_s` or before."""
+        """Drop those of `keys` from the pod that were last used at `used_at_s` or before."""
         self._index.unbelieve(pod, keys, used_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
-        """The pod had held only so many of `keys`. It holds them all now: the answer that told so has computed them."""
+        """Record that the pod had held only `held_strides` of `keys`. It holds all now, since it has computed them."""
         self._index.refute(pod, keys, held_strides, now_s)
         self.remember(pod, keys, now_s)
 
     def tell_forgotten(self, pod: PodId, *, is_sure: bool) -> None:
-        """Nothing is believed of the pod here any more; see Telling."""
+        """Tell the other gateways that this one has dropped all keys of the pod. `is_sure`: see Telling."""
         if self._telling is not None:
             self._telling.forgotten(pod, is_sure=is_sure)
 
     def forget(self, pod: PodId, at_s: float) -> None:
-        """Nothing is believed of the pod but what later requests brought."""
+        """Drop all keys of the pod except those of requests after `at_s`."""
         self._index.forget_until(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
-        """What another gateway believed of the pod."""
+        """Take over what another gateway believes that the pod holds."""
         self._index.believe(pod, runs, now_s, self._ttl_s(pod))
 
     def believed(self, pod: PodId) -> Sequence[Run]:
-        """What is believed of the pod, for others."""
+        """Return what this gateway believes that the pod holds, for other gateways."""
         return self._index.believed(pod)
 
     def _ttl_s(self, pod: PodId) -> float:
@@ -378,11 +385,11 @@ class Chooser:
         return pods
 
     def shares(self) -> Mapping[str, ModelShares]:
-        """What gateways exchange, by model."""
+        """Return the shares that gateways exchange, by model."""
         return dict(self._shares)
 
     def traffic_shares(self) -> dict[str, TrafficShares]:
-        """The counters behind `affinity_groups`, by model."""
+        """Return the counters behind the policy `affinity_groups`, by model."""
         groups = {model: policies.get("affinity_groups") for model, policies in self._policies.items()}
         return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
 
@@ -416,14 +423,15 @@ class Chooser:
         last, tokens = NO_MATCH, 0
         for pod in pods:
             match = matches.get(pod.pod_id, NO_MATCH)
-            if match is not last:  # pods that hold equally much share the object
+            if match is not last:  # pods that hold equally much share one Match
                 last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
             if match.host_strides or match.disk_strides:
                 view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
-                view.fetch = pod.state.fetch_costs
             views.append(view)
+        if matches and any([view.fetch.shared.token_s for view in views]):  # noqa: C419 - see `reaching`
+            add_shared(views)
         if index.regret:
             room_of = index.rooms.of
             for view in views:
@@ -449,5 +457,5 @@ class Chooser:
 
 
 def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
-    """Whether the model is an adapter that engines list: on all that do, or on none."""
+    """Whether the model is an adapter that engines list. All of its pods list it, or none does."""
     return inbound.model in pods[0].facts.adapters

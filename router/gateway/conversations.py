@@ -1,4 +1,4 @@
-"""Conversations that an engine keeps: `previous_response_id` and `conversation` go to the pod that has them."""
+"""Conversations that an engine keeps: a request with `previous_response_id` or `conversation` goes to that pod."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from router.gateway.exchange import Exchange
 from router.gateway.inbound import RETRY_AFTER_S, Inbound
 from router.registry.places import Place, Places
 from router.routing.types import PodId
+from router.tenants.tenant import DEFAULT
 
 _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_.-]{1,200})"')
 HEAD_BYTES = 2**14
-"""Of an answer: its id is among its first fields, and those of its first event."""
+"""Bytes of an answer that are searched: its id is among the first fields of the answer or of its first event."""
 _CODES = {"previous_response_id": "previous_response_not_found", "conversation": "conversation_not_found"}
 
 
 class NotKept(ApiError):
-    """404: no engine has the conversation that the request goes on with. `param` is the field that names it."""
+    """404: no engine has the conversation that the request continues. `param` is the field that names it."""
 
     status = 404
     type = "invalid_request_error"
 
 
 def response_id(head: bytes) -> str:
-    """The id of the response that an answer begins; empty where it is not told."""
+    """Return the id of the response in the first bytes of an answer; empty if it is not there."""
     found = _ID.search(head[:HEAD_BYTES])
     return found[1].decode() if found else ""
 
 
 class Conversations:
-    """Where they are. Another tenant's are as unknown as those that never were."""
+    """Finds the pods that have conversations. Those of another tenant are reported as unknown."""
 
     def __init__(self, fleet: Fleet, places: Places) -> None:
         self._fleet = fleet
         self._places = places
 
     async def place(self, inbound: Inbound, tenant: str) -> Place | None:
-        """Where the conversation is that the request goes on with; None where it may begin anywhere.
+        """Return the place of the conversation that the request continues; None if the request may go to any pod.
 
-        Raises NotKept for a response that nobody knows. With a single pod, that one is asked: it says so itself.
+        Raises NotKept for a response that is unknown or another tenant's. Without tenants and with a single pod, the
+        request goes to that pod, which reports an unknown response itself.
         """
         if inbound.continues is None:
             return None
@@ -50,22 +52,27 @@ class Conversations:
         found = await self._places.find(key)
         if found is not None and found.tenant == tenant:
             return found
-        if name == "conversation" or len(self._fleet.pods(inbound.model)) == 1:
+        is_anothers = found is not None
+        if not is_anothers and name == "conversation":
             return None
+        # A pod does not know tenants, so it could serve a response that is unknown here and is another tenant's.
+        if not is_anothers and tenant == DEFAULT.name and len(self._fleet.pods(inbound.model)) == 1:
+            return None
+        what = "Conversation" if name == "conversation" else "Previous response"
         raise NotKept(
-            f"Previous response with id {quoted(key)} not found: it is unknown here, or was forgotten; send the whole "
+            f"{what} with id {quoted(key)} not found: it is unknown here, or was forgotten; send the whole "
             "conversation as input",
             param=name,
             code=_CODES[name],
         )
 
     def bound(self, inbound: Inbound, place: Place) -> Inbound:
-        """The request as one for that place alone. Raises NotKept if its pod is gone, Unavailable if it is away."""
+        """Return the request bound to that place. Raises NotKept if its pod is gone, Unavailable if it is away."""
         assert inbound.continues is not None
         name, key = inbound.continues
         pod = self._fleet.pod(PodId(place.pod))
         if pod is None or inbound.model not in {model.name for model in pod.identity.models}:
-            why = "the engine that had it is gone" if pod is None else f"it is of model {quoted(place.model)}"
+            why = "the engine that had it is gone" if pod is None else f"it belongs to model {quoted(place.model)}"
             raise NotKept(
                 f"{name} {quoted(key)} not found: {why}; send the whole conversation as input",
                 param=name,
@@ -82,7 +89,7 @@ class Conversations:
         return replace(inbound, only=pod.pod_id, prompt_tokens=inbound.prompt_tokens + place.tokens)
 
     def began(self, exchange: Exchange, head: bytes, pod: PodId) -> None:
-        """An engine began to answer: what it keeps of it is known before the client can ask for it."""
+        """Record, when an engine begins to answer, what it will keep, before the client can ask for that."""
         inbound = exchange.inbound
         if inbound is None or inbound.endpoint != Endpoint.RESPONSES:
             return
@@ -94,7 +101,7 @@ class Conversations:
             self._places.put(name, Place(pod, inbound.model, exchange.tenant.name))
 
     def ended(self, exchange: Exchange) -> None:
-        """The answer ended: now it is known how long the conversation is."""
+        """Record the length of the conversation, which is known once the answer has ended."""
         if not exchange.keeps or exchange.last is None or exchange.inbound is None:
             return
         usage = exchange.usage

@@ -1,7 +1,8 @@
-"""Clients' connections, below the requests: how many there are, and how long each may keep the gateway waiting.
+"""Bound clients' connections, below the requests: how many are open, and how long each may keep the gateway waiting.
 
-aiohttp hands a request over when its head is complete, and has done with an answer that is in the socket's buffer. What
-may go wrong before and after is bounded here, by overriding methods of its protocol that it documents or asyncio calls.
+aiohttp hands a request over once its head is complete, and counts an answer as sent once it is in the socket's buffer.
+This module bounds what happens before and after. It overrides methods of aiohttp's protocol that aiohttp documents or
+that asyncio calls.
 """
 
 from __future__ import annotations
@@ -30,47 +31,48 @@ from router.gateway.keys import OPEN_PATHS
 log = logging.getLogger(__name__)
 
 EXTRA = 64
-"""Connections beyond the bound that are heard, for OPEN_PATHS and to be told 503; more are closed at once."""
+"""Connections beyond the bound that are read, for OPEN_PATHS and to get a 503; any more are closed at once."""
 SPARE_DESCRIPTORS = 16
-"""The last ones before there is none: new clients are refused."""
+"""The last free descriptors: once only these are left, new clients are refused."""
 OWN_DESCRIPTORS = 128
-"""For what is no connection of a client, and none for a client's sake."""
+"""Descriptors kept for other uses than clients' connections and those to engines on their behalf."""
 EXTRA_HEAD_S = 1.0
-LINGER_S = 1.0
-"""Seconds for which what was sent of a refused body is read and dropped, so that the client gets to see the answer."""
+LINGER_S = 5.0
+"""Seconds for which a refused body is read and dropped, so that the client gets to see the answer."""
 LEAST_DROPPED_BYTES = 2**20
-"""Of a refused body, however small the largest one may be: what a client has sent before it saw the answer."""
+"""Least bytes of a refused body that are dropped, however low the bound on bodies is. A client may send as much
+before it sees the answer."""
 CLOSING_S = 5.0
 """Seconds in which the client may take the rest of its last answer before the connection is cut."""
 LONGEST_LOOK_S = 0.5
-"""Between two looks for connections that are late."""
+"""Longest time between two looks for late connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """Seconds, and a number of connections."""
+    """Bounds for clients' connections. Times are in seconds."""
 
     max_connections: int
     head_s: float
     """From the first byte of a request to the end of its head."""
     idle_s: float
-    """Without a request."""
+    """Longest time without a request."""
     write_s: float
-    """For an answer that the gateway makes itself."""
+    """Longest time to send an answer that the gateway makes itself."""
     descriptors: int
-    """That the process may have open."""
+    """File descriptors that the process may have open."""
     dropped_bytes: int
-    """That are read and dropped of a refused body."""
+    """Most bytes of a refused body that are read and dropped."""
 
 
 class Guest(Protocol):
     """A connection, as the door sees it."""
 
     why_extra: str
-    """Why nothing but OPEN_PATHS is served here; empty: everything is."""
+    """Why only OPEN_PATHS are served here; empty if every path is."""
 
     def cut_if_late(self, now_s: float) -> str | None:
-        """Why it was cut; None: it was not."""
+        """Cut the connection if it is late. Return why; None if it was not cut."""
 
 
 class Door:
@@ -81,14 +83,14 @@ class Door:
         self.connections: set[Guest] = set()
         self.gate = Gate()
         self.refused: Counter[str] = Counter()
-        """Connections that were cut or refused, by why."""
+        """Connections that were cut or refused, by reason."""
         self._lacks = lacks
 
     def admit(self, connection: Guest, descriptor: int) -> bool:
-        """Count it in. False: there are too many, and it is to be closed.
+        """Count a new connection. Return False if there are too many and the caller must close it.
 
-        A new descriptor is the lowest free number, so it tells when all below it are taken. It has to: at the very last
-        one, the event loop would close new connections without a word to anybody.
+        A new descriptor is the lowest free number, so a high number shows that all below it are taken. The door has to
+        notice this early: at the last descriptor, the event loop would silently close new connections.
         """
         if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
             self._lacks.note("EMFILE")
@@ -102,11 +104,11 @@ class Door:
         return True
 
     def head_s(self, connection: Guest) -> float:
-        """Seconds that its next step towards a request may take: the handshake, the head."""
+        """Return the seconds that the connection's next step, the handshake or a request's head, may take."""
         return min(self.limits.head_s, EXTRA_HEAD_S) if connection.why_extra else self.limits.head_s
 
     async def watch(self) -> None:
-        """Cut what is late, until cancelled."""
+        """Cut late connections, until cancelled."""
         clock = asyncio.get_running_loop().time
         pause_s = min(LONGEST_LOOK_S, self.limits.head_s / 4)
         while True:
@@ -133,10 +135,10 @@ class Connection(web.RequestHandler):
         self._closing_since_s: float | None = None
         self._is_busy = False
         self._to_drop: int | None = None
-        """Bytes of a refused body that are still read; None: none was refused."""
+        """Bytes of a refused body that may still be read; None if no body was refused."""
         self._body: StreamReader | None = None
         self._held: list[bytes] = []
-        """What has come while it waits for a place in the gate."""
+        """Data that came while the connection waits for a place in the gate."""
         self.why_extra = ""
         """See Guest."""
 
@@ -157,7 +159,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol. aiohttp calls it without data to go on with what it has."""
+        """See asyncio.Protocol. aiohttp calls this without data, to go on with the data that it has."""
         if self._socket is None:
             return
         if self._to_drop is not None and data:
@@ -170,7 +172,7 @@ class Connection(web.RequestHandler):
         elif not data:
             super().data_received(data)
         elif self._held or not self._door.gate.enter(self, len(data)):
-            if self._held:  # not before: the end of a connection that is not read is not seen
+            if self._held:  # not earlier: a paused connection does not report its end
                 self._socket.pause_reading()
             self._held.append(data)
         else:
@@ -186,7 +188,8 @@ class Connection(web.RequestHandler):
         self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Only what completes a head or a body keeps its place: then it is this process that has something to do."""
+        """Read data. The connection keeps its place in the gate only if the data completes a head or a body: only then
+        has this process work to do."""
         if self._is_busy:
             missing = self._body is not None and not self._body.is_eof()
             super().data_received(data)
@@ -200,11 +203,11 @@ class Connection(web.RequestHandler):
             self.leave_gate()
 
     def leave_gate(self) -> None:
-        """Have no place any more, so that the next request is read."""
+        """Give back the place in the gate, so that the next request is read."""
         self._door.gate.leave(self)
 
     def request_began(self, body: StreamReader) -> None:
-        """A head is complete."""
+        """Note that the head of a request is complete."""
         self._head_since_s = None
         self._is_busy = True
         self._body = body
@@ -212,7 +215,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """As aiohttp's, within a deadline; what the proxy has sent has had one of its own."""
+        """Finish the response as aiohttp does, within a deadline. What the proxy has sent has its own deadline."""
         if not request.content.is_eof():
             self._to_drop = self._door.limits.dropped_bytes
         try:
@@ -232,10 +235,10 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """As aiohttp's, in the shape of the API, and without what it quotes of the request."""
+        """Answer as aiohttp does, but in the API's format and without the parts of the request that aiohttp quotes."""
         super().handle_error(request, status, exc, message)
         if isinstance(exc, HttpProcessingError):
-            error: ApiError = BadRequest(f"this is no request that can be read: {fault_of(exc)}")
+            error: ApiError = BadRequest(f"the request is not valid HTTP: {fault_of(exc)}")
         else:
             error = ApiError("internal error of the gateway")
         response = error_response(error, status=status)
@@ -243,11 +246,10 @@ class Connection(web.RequestHandler):
         return response
 
     def refuse(self) -> ApiError:
-        """Count this client among those that are told to come back."""
+        """Count this client as refused, and return the error that tells it to try again."""
         self._door.refused[self.why_extra] += 1
-        why = (
-            "the gateway lacks descriptors or memory" if self.why_extra == "short" else "too many connections are open"
-        )
+        is_short = self.why_extra == "short"
+        why = "the gateway is short of descriptors or memory" if is_short else "too many connections are open"
         return Unavailable(f"{why}: try again", code="overloaded", retry_after_s=RETRY_AFTER_S)
 
     def cut_if_late(self, now_s: float) -> str | None:
@@ -272,7 +274,7 @@ class Connection(web.RequestHandler):
 
 
 _NO_HEAD = (b"", b"\r\n")
-"""Some clients end a body with a line that belongs to nothing."""
+"""Data that begins no head: some clients send a stray line end after a body."""
 
 
 def _raw(error: ApiError, reason: str) -> bytes:
@@ -285,7 +287,7 @@ _LATE_HEAD = _raw(RequestTimeout("the request's head did not arrive in time"), "
 
 
 def want_descriptors(connections: int) -> None:
-    """Raise what the process may have open, as far as it is allowed to, to what so many connections may need."""
+    """Raise the process's limit of open descriptors, as far as allowed, to what `connections` may need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 2 * connections + OWN_DESCRIPTORS)
     if soft < wanted:
@@ -293,7 +295,7 @@ def want_descriptors(connections: int) -> None:
 
 
 def most_connections(wanted: int, descriptors: int) -> int:
-    """How many may be open: each may need a connection to an engine too. Says so where that is fewer than wanted."""
+    """Return how many connections may be open: each may need one to an engine too. Log it if fewer than `wanted`."""
     possible = max(1, (descriptors - OWN_DESCRIPTORS) // 2)
     if possible < wanted:
         log.warning(
@@ -305,10 +307,10 @@ def most_connections(wanted: int, descriptors: int) -> int:
 
 
 class DoorServer(web.Server):
-    """aiohttp's server, whose connections are a Door's."""
+    """aiohttp's server, with connections that pass through a Door."""
 
     def __init__(self, plain: web.Server, door: Door, tls: ssl.SSLContext | None, **options: Any) -> None:
-        """`plain`: what aiohttp has made for the application."""
+        """`plain`: the server that aiohttp made for the application."""
         begin = plain.request_factory
 
         def make(message: Any, payload: Any, protocol: Any, writer: AbstractStreamWriter, task: Any) -> web.BaseRequest:
@@ -321,14 +323,14 @@ class DoorServer(web.Server):
         self._options = {**options, "loop": asyncio.get_running_loop()}
 
     def __call__(self) -> Any:
-        """The protocol of one more connection."""
+        """Return the protocol for a new connection."""
         return self._connection() if self._tls is None else Handshake(self._door, self._tls, self._connection)
 
     def _connection(self) -> Connection:
         return Connection(self, self._door, **self._options)
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """As aiohttp's, which does not know of handshakes."""
+        """Shut down as aiohttp does, after ending the handshakes, which it does not know."""
         for guest in list(self._door.connections):
             if isinstance(guest, Handshake):
                 guest.end()
@@ -336,7 +338,7 @@ class DoorServer(web.Server):
 
 
 class DoorRunner(web.AppRunner):
-    """Serves an application through a Door, which the application keeps watched."""
+    """Serves an application through a Door. The application runs `Door.watch`."""
 
     __slots__ = ("_door", "_options", "tls")
 
@@ -349,7 +351,7 @@ class DoorRunner(web.AppRunner):
         logger: logging.Logger,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """With `tls` its sites are to be plain ones: clients are admitted before the handshake."""
+        """`tls`: its sites must still be plain ones, since clients are admitted before the handshake."""
         super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
         self._door = door
         self.tls = tls
@@ -358,7 +360,7 @@ class DoorRunner(web.AppRunner):
             "logger": logger,
             "keepalive_timeout": door.limits.idle_s,
             "lingering_time": LINGER_S,
-            "auto_decompress": False,  # bodies are inflated in slices, once they are wanted
+            "auto_decompress": False,  # bodies are inflated in slices, when they are needed
         }
 
     async def _make_server(self) -> web.Server:
@@ -369,7 +371,7 @@ class DoorRunner(web.AppRunner):
 async def refuse_extra(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Nothing but OPEN_PATHS is served on connections beyond the bound, and one request each."""
+    """On connections beyond the bound, serve only OPEN_PATHS, and only one request each."""
     connection = request.protocol
     if not isinstance(connection, Connection) or not connection.why_extra:
         return await handler(request)
@@ -380,7 +382,17 @@ async def refuse_extra(
     return response
 
 
+def leaving_gate(request: web.Request) -> Callable[[], None]:
+    """Return a function that lets the next request be read, for when this one waits or is sent. It may be called
+    again."""
+    protocol = request.protocol
+    return protocol.leave_gate if isinstance(protocol, Connection) else _nothing
+
+
 def leave_gate(request: web.Request) -> None:
-    """Let the next request be read: this one waits for somebody, or is on its way. Telling it again does no harm."""
-    if isinstance(request.protocol, Connection):
-        request.protocol.leave_gate()
+    """Let the next request be read."""
+    leaving_gate(request)()
+
+
+def _nothing() -> None:
+    """Do nothing, for a request that came through no door."""

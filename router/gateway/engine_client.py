@@ -1,11 +1,11 @@
-"""Requests to engines: an answer as it comes, over connections that are kept and made ahead of need."""
+"""Send requests to engines and stream their answers, over connections that are kept and opened ahead of need."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn
 
 from multidict import CIMultiDict
@@ -15,36 +15,37 @@ from engine.contract.http.pool import Address, Pool
 from engine.contract.http.target import Target
 
 READ_AHEAD_BYTES = 2**14
-"""Of an answer whose client is slow: in the socket, and twice as much here. 30 MB/s at a round trip of 0.5 ms."""
+"""Bytes read ahead if the client is slow: this many in the socket, and twice as many here. This allows 30 MB/s at a
+round trip of 0.5 ms."""
 STALE_S = 0.25
-"""A request on a used connection that is lost this soon, without a byte of an answer, crossed the server's closing of
-the connection on its way."""
+"""If a used connection is lost this soon after a request, without a byte of an answer, the server has closed it while
+the request was on its way."""
 KEEP_EVERY_S = 0.5
 OPENED_AHEAD = 32
-"""Connections opened at once, to all engines together: at most 1 % of a core's time. That keeps 300 open to vLLM and
-SGLang, which close them after 5 s."""
+"""Connections opened at once, to all engines together: they cost at most 1 % of a core. This keeps 300 open to vLLM
+and SGLang, which close idle ones after 5 s."""
 FADES = 0.5 ** (KEEP_EVERY_S / 30)
-"""How many connections are kept open is halved in 30 s."""
+"""Factor per KEEP_EVERY_S that halves the number of connections to keep in 30 s."""
 
 
 class NotConnected(OSError):
-    """No connection came about."""
+    """No connection could be made."""
 
 
 class ConnectTimedOut(NotConnected):
-    """Nor did a refusal, in time."""
+    """No connection could be made in time, nor did a refusal come."""
 
 
 class BrokeOff(ConnectionError):
-    """The connection went before the answer was complete, or what came is not HTTP."""
+    """The connection ended before the answer was complete, or what came is not HTTP."""
 
 
 class GivenUp(TimeoutError):
-    """The engine sleeps: nobody waits for it any longer."""
+    """The wait ended because the engine sleeps."""
 
 
 class Answer:
-    """An answer that comes in. Nothing more is read while READ_AHEAD_BYTES of it wait, twice."""
+    """An answer as it comes in. Reading pauses while more than 2 * READ_AHEAD_BYTES of it wait."""
 
     __slots__ = (
         "_chunks",
@@ -75,7 +76,7 @@ class Answer:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """Its header fields."""
+        """The answer's header fields."""
         if self._headers is None:
             self._headers = CIMultiDict(
                 [
@@ -87,38 +88,49 @@ class Answer:
 
     @property
     def content_type(self) -> str:
-        """In lower case and without parameters; empty where it has none."""
+        """The content type in lower case and without parameters; empty if there is none."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     @property
     def content_length(self) -> int | None:
-        """The body's bytes, where the head says so."""
+        """The length of the body in bytes; None if the head does not say."""
         length = self.headers.get("Content-Length", "")
         return int(length) if length.isdecimal() else None
 
     @property
     def is_read(self) -> bool:
-        """Whether it has come to its end, and all of it has been read."""
+        """Whether the answer has ended and all of it has been read."""
         return self._is_over and not self._chunks
 
     async def begun(self) -> None:
-        """Until the head is here. Raises BrokeOff and TimeoutError."""
-        while not self.status:
-            if self._failure is not None:
-                self._fail(*self._failure)
-            await self._news()
+        """Wait for the head. Raises BrokeOff or TimeoutError. On an error or a cancellation the answer is closed."""
+        try:
+            while not self.status:
+                if self._failure is not None:
+                    self._fail(*self._failure)
+                self._waiter = self._loop.create_future()
+                await self._waiter
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._waiter = None
 
     async def readany(self) -> bytes:
-        """What has come of the body; empty at its end.
+        """Return what has come of the body; empty at its end.
 
-        Raises BrokeOff, or TimeoutError at the deadline, once all that came before is read.
+        Raises BrokeOff, or TimeoutError at the deadline, after all that came before has been read.
         """
         while not self._chunks:
             if self._failure is not None:
                 self._fail(*self._failure)
             if self._is_over:
                 return b""
-            await self._news()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         chunks, self._chunks = self._chunks, []
         if self._size > 2 * READ_AHEAD_BYTES and self._connection is not None:
             self._connection.resume(self)
@@ -126,7 +138,7 @@ class Answer:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def set_deadline(self, time_s: float | None) -> None:
-        """End it then, where it is not complete; None: never. A timer alone costs less than asyncio's timeout."""
+        """End the answer at `time_s` if it is incomplete; None: never. A timer costs less than asyncio.timeout."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -140,14 +152,14 @@ class Answer:
             self._tell()
 
     def give_up(self) -> None:
-        """End it, where it still has a deadline: then nothing of it has been of use yet."""
+        """End the answer if it still has a deadline: then none of it has been used yet."""
         if self._timer is not None and not self._is_over:
             self._failure = self._failure or (GivenUp, "the engine sleeps")
             self.close()
             self._tell()
 
     def close(self) -> None:
-        """Be done with it: where it is not complete, its connection is closed."""
+        """Release the answer. If it is not complete, its connection is closed."""
         self.set_deadline(None)
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -156,13 +168,6 @@ class Answer:
     def _fail(self, kind: type[OSError], why: str) -> NoReturn:
         raise kind(why)
 
-    async def _news(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def _tell(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -170,34 +175,35 @@ class Answer:
     # -- see Sink --------------------------------------------------------------------------------------------------
 
     def head(self, status: int, fields: Fields, now_s: float) -> None:
-        """The head has come."""
+        """Take the head."""
         self.status, self.fields = status, fields
         self._tell()
 
     def body(self, data: bytes, now_s: float) -> None:
-        """A piece of the body has come."""
+        """Take a piece of the body."""
         self._chunks.append(data)
         self._size += len(data)
         if self._size > 2 * READ_AHEAD_BYTES and self._connection is not None:
             self._connection.pause(self)
-        self._tell()
+        if len(self._chunks) == 1:  # of several pieces that come together, the first wakes the reader
+            self._tell()
 
     def end(self, now_s: float) -> None:
-        """It is complete, and its connection may be another's by now."""
+        """Mark the answer as complete. Its connection may serve another request by now."""
         self._is_over, self._connection = True, None
         self._tell()
 
     def lost(self, reason: str, now_s: float) -> None:
-        """Nothing more comes."""
+        """Record that the connection is lost, so nothing more comes."""
         self._failure, self._connection = self._failure or (BrokeOff, reason), None
         self._tell()
 
 
 class EngineClient:
-    """Sends requests to engines. Their number is bounded by the requests in flight; none waits for a connection."""
+    """Sends requests to engines. No request waits for a free connection; admission bounds how many there are."""
 
     def __init__(self, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
-        """`tls`: for https. `connect_timeout_s`: seconds for a connection, TLS included."""
+        """`tls`: for https. `connect_timeout_s`: seconds to make a connection, including TLS."""
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._pools: dict[tuple[str, int, bool], Pool] = {}
@@ -205,31 +211,36 @@ class EngineClient:
 
     @property
     def connections(self) -> int:
-        """To all engines, in use or not."""
+        """Number of connections to all engines, in use or not."""
         return sum(pool.size for pool in self._pools.values())
 
     async def post(
         self, target: Target, fields: bytes, body: bytes, on_sent: Callable[[], None], deadline_s: float
     ) -> Answer:
-        """Send a POST; its answer, of which the head is here.
+        """Send a POST and return its answer once the head is here.
 
-        `fields`: its header fields, but for the host and the body's length. `on_sent` is told once the request is on
-        its way, or waits for a connection. The answer has until `deadline_s`, or what it is set to later. Raises
-        NotConnected, BrokeOff and TimeoutError. When this raises or is cancelled, the connection is closed already.
+        `fields`: its header fields, except the host and the body's length. `on_sent` is called once the request is on
+        its way or waits for a connection. The answer has until `deadline_s`, unless that is changed later. Raises
+        NotConnected, BrokeOff or TimeoutError. If this raises or is cancelled, the connection is closed already.
 
-        A request goes out a second time, on a fresh connection, only where the first one was a kept connection that was
-        lost within STALE_S, before a byte of the answer: then the server has, all but surely, closed the idle
-        connection at the same moment (RFC 9112, section 9.3.1). A generation that is done twice changes nothing. Where
-        the request is what broke the engine, nobody listens any more, and it is not sent again.
+        A request is sent again, on a fresh connection, only if a kept connection was lost within STALE_S, before a byte
+        of the answer: then the server has almost surely closed the idle connection at the same moment (RFC 9112,
+        section 9.3.1). A generation that is done twice changes nothing. If the request is what broke the engine, the
+        engine accepts no new connection, and the request is not sent again.
         """
         pool = self._pool(target)
         head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, fields, len(body))
         if (connection := pool.take()) is None:
             on_sent()
-            return await self._exchange(await self._connect(pool, deadline_s), head, body, deadline_s)
+            answer = self._ask(await self._connect(pool, deadline_s), head, body, deadline_s)
+            await answer.begun()
+            return answer
         sent_s = self._loop.time()
+        answer = self._ask(connection, head, body, deadline_s)
+        on_sent()
         try:
-            return await self._exchange(connection, head, body, deadline_s, on_sent)
+            await answer.begun()
+            return answer
         except BrokeOff:
             if connection.answered or self._loop.time() - sent_s > STALE_S:
                 raise
@@ -237,32 +248,55 @@ class EngineClient:
                 fresh = await self._connect(pool, deadline_s)
             except (NotConnected, TimeoutError):
                 fresh = None
-            if fresh is None:  # the engine is gone, perhaps because of this request: what it did first is what counts
+            if fresh is None:  # the engine is gone, perhaps because of this request: report the first error
                 raise
-        return await self._exchange(fresh, head, body, deadline_s)
+        answer = self._ask(fresh, head, body, deadline_s)
+        await answer.begun()
+        return answer
 
-    async def _exchange(
-        self,
-        connection: Connection,
-        head: bytes,
-        body: bytes,
-        deadline_s: float,
-        on_sent: Callable[[], None] | None = None,
-    ) -> Answer:
+    def _ask(self, connection: Connection, head: bytes, body: bytes, deadline_s: float) -> Answer:
+        """Send the request and return its answer, which has not begun yet."""
         answer = Answer(connection, self._loop)
         answer.set_deadline(deadline_s)
         connection.request(head, body, answer)
-        if on_sent is not None:
-            on_sent()
+        return answer
+
+    async def upload(
+        self,
+        target: Target,
+        fields: bytes,
+        pieces: AsyncGenerator[bytes, None],
+        on_sent: Callable[[], None],
+        deadline_s: float,
+    ) -> Answer:
+        """Send a POST as `post` does, with a body that is sent as it comes and no faster than the engine takes it.
+
+        It uses a fresh connection, since the body cannot be sent again. Also raises what `pieces` raises. If the engine
+        answers with an error before all is sent, the sending ends.
+        """
+        on_sent()
+        connection = await self._connect(self._pool(target), deadline_s)
+        answer = Answer(connection, self._loop)
+        answer.set_deadline(deadline_s)
+        connection.begin(b"%b%bTransfer-Encoding: chunked\r\n\r\n" % (target.head, fields), answer)
+        sending, begun = asyncio.create_task(_send(connection, pieces)), asyncio.create_task(answer.begun())
+        is_begun = False
         try:
-            await answer.begun()
-        except BaseException:
-            answer.close()
-            raise
+            await asyncio.wait((sending, begun), return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done() or (begun.exception() is None and answer.status < 300):
+                await sending
+            await begun
+            is_begun = True
+        finally:
+            sending.cancel()
+            begun.cancel()
+            await asyncio.gather(sending, begun, return_exceptions=True)
+            if not is_begun:
+                answer.close()
         return answer
 
     def give_up(self, target: Target) -> None:
-        """End what an engine was asked and has not begun to answer: it would hang until the engine is woken."""
+        """End the requests that the engine has not begun to answer: they would hang until the engine is woken."""
         pool = self._pools.get((target.host, target.port, target.is_tls))
         for sink in pool.sinks() if pool is not None else ():
             if isinstance(sink, Answer):
@@ -277,7 +311,7 @@ class EngineClient:
         return pool
 
     async def _connect(self, pool: Pool, deadline_s: float) -> Connection:
-        """Raises NotConnected, and TimeoutError at the deadline."""
+        """Open a connection. Raises NotConnected, or TimeoutError at the deadline."""
         timeout_at_s = self._loop.time() + self._connect_timeout_s
         try:
             async with asyncio.timeout_at(min(timeout_at_s, deadline_s)) as limit:
@@ -290,7 +324,7 @@ class EngineClient:
             raise
 
     async def keep(self) -> None:
-        """Open connections ahead of need, as many as were in use lately, and forget those of engines that are gone."""
+        """Open connections ahead of need, as many as were in use lately, and drop the pools of engines now gone."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
             wanted: list[Pool] = []
@@ -302,7 +336,7 @@ class EngineClient:
             await asyncio.gather(*map(self._open_ahead, wanted))
 
     async def _open_ahead(self, pool: Pool) -> None:
-        with contextlib.suppress(OSError):  # the next request finds out, and says so
+        with contextlib.suppress(OSError):  # the next request meets the same error, and reports it
             async with asyncio.timeout(self._connect_timeout_s):
                 await pool.open_ahead()
 
@@ -311,3 +345,12 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):
             for pool in self._pools.values():
                 await pool.close()
+
+
+async def _send(connection: Connection, pieces: AsyncGenerator[bytes, None]) -> None:
+    """Send a body until it or the connection ends."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            if not await connection.send(piece):
+                return
+    connection.finish()

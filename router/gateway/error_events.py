@@ -1,4 +1,4 @@
-"""Errors that engines send within a stream, whose status was 200: the engine's own fault, or the client's."""
+"""Find error events in streams whose status was 200, and tell the engine's faults from the client's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 from engine.contract.errors import MAX_MESSAGE_CHARS
 from engine.contract.sse import named_event, sse_event
 
-# A quote inside generated text is escaped, so `{"error":` at the start of an event can only be the engine's own word.
+# A quote inside generated text is escaped, so `{"error":` at the start of an event can only be the engine's own.
 # At /v1/messages events have names, and an error's data begins with its type.
 _ERROR_EVENT = re.compile(
     rb'(?:^|[\r\n])(?P<event>(?:event: ?error\r?\n)?data: ?)(\{\s*(?:"type"\s*:\s*"error"\s*,\s*)?"error"\s*:[^\r\n]*)'
@@ -25,25 +25,25 @@ _CLIENTS_FAULTS = (
 
 
 class EngineError(NamedTuple):
-    """What an error event says. `code`: an HTTP status, where it has one."""
+    """The contents of an error event. `code`: an HTTP status, if it has one."""
 
     message: str
     code: int | None = None
 
 
 def has_error(events: bytes) -> bool:
-    """Whether there is an error event in `events`, by whoever's fault."""
-    return b'"error"' in events and _ERROR_EVENT.search(events) is not None
+    """Whether there is an error event in `events`, whichever side is at fault."""
+    return events.find(b'"error"') >= 0 and _ERROR_EVENT.search(events) is not None
 
 
 def before_error(events: bytes) -> int:
-    """How many bytes of `events` come before the first error event; all of them without one."""
+    """Return how many bytes of `events` come before the first error event; all if there is none."""
     found = _ERROR_EVENT.search(events)
     return len(events) if found is None else found.start("event")
 
 
 def error_event(events: bytes) -> bytes:
-    """The first error event in `events`, as the engine wrote it; empty without one, or where it is no JSON."""
+    """Return the first error event in `events` as the engine wrote it; empty if there is none or it is no JSON."""
     found = _ERROR_EVENT.search(events)
     if found is None:
         return b""
@@ -55,8 +55,8 @@ def error_event(events: bytes) -> bytes:
 
 
 def engine_error(events: bytes) -> EngineError | None:
-    """The last error event in `events`, where the engine is at fault; None without such an event."""
-    if b'"error"' not in events:
+    """Return the last error event in `events` for which the engine is at fault; None if there is none."""
+    if events.find(b'"error"') < 0:  # `in` takes three times as long: see `usage_in`
         return None
     found = _ERROR_EVENT.findall(events)
     if not found:

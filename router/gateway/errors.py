@@ -1,4 +1,4 @@
-"""Every error a client sees has the shape of its API; this is where exceptions become responses."""
+"""Turn exceptions into responses: every error that a client sees has the format of its API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.contract.message_errors import error_body as message_error_body
 log = logging.getLogger(__name__)
 
 OPERATORS_PATHS = frozenset(("/metrics", "/v1/pods", "/v1/route/explain", "/reset_prefix_cache", "/ui"))
-"""What --admin-port serves and --port does not."""
+"""Paths that --admin-port serves and --port does not."""
 
 
 class TooLarge(BadRequest):
@@ -33,43 +33,42 @@ class RequestTimeout(BadRequest):
 
 
 class UnsupportedEncoding(BadRequest):
-    """415: the body is compressed in a way that is not known here."""
+    """415: the gateway does not know the body's compression."""
 
     status = 415
 
 
 class Forbidden(BadRequest):
-    """403: switched off by configuration, as the message says, or not for this tenant."""
+    """403: switched off by configuration, as the message says, or not allowed for this tenant."""
 
     status = 403
 
 
 class Unauthorized(BadRequest):
-    """401: no key, or none that is valid."""
+    """401: no key, or no valid key."""
 
     status = 401
 
 
 class NoEngine(Unavailable):
-    """503: the model is known, and no engine serves it at the moment."""
+    """503: the model is known, but no engine serves it at the moment."""
 
     def __init__(self, model: str, *, retry_after_s: float) -> None:
         super().__init__(f"no engine serving {quoted(model)} is up", code="no_engine", retry_after_s=retry_after_s)
         self.model = model
 
 
-class Lacking(Unavailable):
-    """503: no connection to any engine can be made, for want of something of this machine."""
+class OutOfResources(Unavailable):
+    """503: no connection to any engine can be made, because this machine lacks a resource."""
 
     def __init__(self, lack: str) -> None:
-        super().__init__(
-            f"the gateway lacks what a connection needs ({lack}): try again", code="overloaded", retry_after_s=1.0
-        )
+        message = f"the gateway cannot open a connection to an engine ({lack}): try again"
+        super().__init__(message, code="overloaded", retry_after_s=1.0)
         self.lack = lack
 
 
 class UpstreamError(ApiError):
-    """No pod gave a whole answer. `detail` is for logs: clients are not told where engines are."""
+    """No pod gave a whole answer. `detail` is for logs only: clients must not learn the addresses of engines."""
 
     def __init__(self, message: str, detail: str | None = None) -> None:
         super().__init__(message)
@@ -84,14 +83,14 @@ class BadGateway(UpstreamError):
 
 
 class EngineLeaves(UpstreamError):
-    """503: the engine shuts down or sleeps, and no other took the request."""
+    """503: the engine shuts down or sleeps, and no other engine took the request."""
 
     status = 503
     type = "service_unavailable_error"
 
     def __init__(self, detail: str, *, asleep: bool = False) -> None:
         what = "sleeps" if asleep else "shuts down"
-        super().__init__(f"the engine {what}, and no other one is up: try again", detail)
+        super().__init__(f"the engine {what}, and no other engine is up: try again", detail)
         self.retry_after_s = 1.0
 
 
@@ -109,9 +108,9 @@ def error_response(
     rate_headers: Mapping[str, str] | None = None,
     path: str = "",
 ) -> web.Response:
-    """`error` as a response, with the request's id, Retry-After and `rate_headers` where there are such.
+    """Return `error` as a response, with the request's id, Retry-After and `rate_headers` if given.
 
-    In the shape that clients of `path` expect, OpenAI's for most.
+    It has the format that clients of `path` expect, OpenAI's for most paths.
     """
     is_message = path in MESSAGE_PATHS
     body = message_error_body(error, status, request_id) if is_message else error.body()
@@ -130,13 +129,13 @@ def error_response(
 
 
 def http_log() -> logging.Logger:
-    """Where aiohttp logs what goes wrong around requests: a client's fault in a line, a defect with its traceback."""
+    """Return aiohttp's logger for errors around requests: one line for a client's fault, a traceback for a defect."""
     logger = logging.getLogger(f"{__name__}.http")
-    logger.addFilter(_is_no_fault_of_a_client)
+    logger.addFilter(_is_not_a_clients_fault)
     return logger
 
 
-def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
+def _is_not_a_clients_fault(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError):
         return True
@@ -145,7 +144,7 @@ def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
 
 
 def fault_of(error: HttpProcessingError) -> str:
-    """What aiohttp says is wrong with a request, without what it quotes of it: a key may stand there."""
+    """Return what aiohttp says is wrong with a request, without the quoted parts, which may contain a key."""
     return error.message.partition(":")[0]
 
 
@@ -153,21 +152,35 @@ def fault_of(error: HttpProcessingError) -> str:
 async def errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Exceptions of a handler as error responses. A response that has begun never gets here with an exception."""
+    """Turn a handler's exceptions into error responses. No exception gets here once a response has begun."""
     try:
         response = await handler(request)
-    except Exception as error:  # outermost: the request gets an answer, the log the traceback
+    except Exception as error:  # outermost: answer the request, and log the traceback
         response = _answer_to(request, error)
-    if request.content.exception() is not None:  # nothing more can be read on this connection, though aiohttp would try
+    if request.content.exception() is not None:  # the connection cannot be read any further, though aiohttp would try
         response.force_close()
         request.content.feed_eof()
-    elif not request.content.is_eof():  # answered without its body: that is not read on for another request's sake
-        response.force_close()
     return response
 
 
+async def end_unread(request: web.Request, response: web.StreamResponse) -> None:
+    """End the connection with an answer that goes before the body has come, and say so in its head.
+
+    The rest of the body is not worth reading only to use the connection again. A client that is not told would send its
+    next request there. For `on_response_prepare`, so it holds for answers that a handler begins to send itself, too.
+    """
+    if not request.content.is_eof():
+        end_connection(response)
+
+
+def end_connection(response: web.StreamResponse) -> None:
+    """End the connection with this answer. Call this when the answer is prepared, and its headers are made."""
+    response.force_close()
+    response.headers["Connection"] = "close"
+
+
 def _answer_to(request: web.Request, error: Exception) -> web.StreamResponse:
-    """Raises `error` where it is a redirect."""
+    """Return the response to `error`. Raises it again if it is a redirect."""
     if isinstance(error, ApiError):
         return error_response(error, path=request.path)
     if isinstance(error, web.HTTPException):

@@ -1,4 +1,4 @@
-"""What the gateway learns of each model from its answers, to speak of tokens without a tokenizer."""
+"""Ratios that the gateway learns for each model from answers, so it can estimate tokens without a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from router.registry.learnt import LearntTokens
 
 PRIOR_TOKENS_PER_BYTE = 0.25
-"""About four bytes of English a token, for common byte-level BPE vocabularies."""
+"""About four bytes of English per token, for common byte-level BPE vocabularies."""
 PRIOR_WEIGHT_BYTES = 512.0
 PRIOR_OUTPUT_TOKENS = 128.0
 MEMORY = 0.99
-"""Weight of the past against one more answer: a memory of about a hundred answers."""
+"""Decay of the past at each answer: a memory of about a hundred answers."""
 OUTPUT_WEIGHT = 0.05
 
 
@@ -30,35 +30,35 @@ class ModelEstimate:
 
     @property
     def learnt(self) -> LearntTokens | None:
-        """What answers taught; None while none did."""
+        """The ratios learnt from answers; None before the first."""
         if self.prompt_bytes == PRIOR_WEIGHT_BYTES:
             return None
         return LearntTokens(self.prompt_bytes, self.prompt_tokens, self.output_tokens)
 
     def saw_prompt(self, canonical_bytes: int, tokens: int) -> None:
-        """An answer told the tokens of a text prompt."""
+        """Learn from an answer that tells the tokens of a text prompt."""
         if canonical_bytes > 0 and tokens > 0:
             self.prompt_bytes = MEMORY * self.prompt_bytes + canonical_bytes
             self.prompt_tokens = MEMORY * self.prompt_tokens + tokens
 
     def saw_output(self, tokens: float) -> None:
-        """An answer ended after `tokens`."""
+        """Learn from an answer that ended after `tokens`."""
         self.output_tokens += OUTPUT_WEIGHT * (tokens - self.output_tokens)
 
 
 class Estimates:
-    """The estimates by model; only models of the fleet enter, so their number is bounded by it."""
+    """The estimates by model. Only models of the fleet enter, so the fleet bounds their number."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelEstimate] = {}
 
     def of(self, model: str) -> ModelEstimate:
-        """The model's estimate, a prior at first."""
+        """Return the model's estimate, which begins with a prior."""
         estimate = self._models.get(model)
         if estimate is None:
             estimate = self._models[model] = ModelEstimate()
         return estimate
 
     def begin_with(self, model: str, learnt: LearntTokens) -> None:
-        """Know what another gateway has learnt of a model of which no answer was seen yet."""
+        """Begin with what another gateway has learnt of a model if this one has seen no answer of it yet."""
         self._models[model] = ModelEstimate(learnt.prompt_bytes, learnt.prompt_tokens, learnt.output_tokens)

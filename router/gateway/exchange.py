@@ -1,4 +1,4 @@
-"""A request and what became of it, for headers, metrics and the log line."""
+"""A request and its outcome, for headers, metrics and the log line."""
 
 from __future__ import annotations
 
@@ -12,58 +12,73 @@ from router.gateway.attempt import Attempt
 from router.gateway.begun import Begun
 from router.gateway.inbound import Inbound
 from router.gateway.outcome import Outcome
+from router.gateway.upload import Upload
 from router.gateway.usage import Usage
 from router.tenants.tenant import DEFAULT, Tenant
 
 CLIENT_GONE = 499
-"""Status in metrics and logs of a request whose client left; nobody gets it."""
+"""Status in metrics and logs of a request whose client left; it is never sent."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """Filled in as the request goes along. Times are seconds of the loop's clock."""
+    """One request; fields are set as it proceeds. Times are seconds of the loop's clock."""
 
     request_id: str
     arrived_s: float
     deadline_s: float
     tenant: Tenant = DEFAULT
+    priority: int | None = None
+    """Priority of the InferenceObjective that the request names; None: the header decides."""
+    is_sheddable: bool = False
+    """Whether the request is refused if it would have to wait for an engine with room."""
+    fairness_id: str = ""
+    """Names a queue of its own beside the tenant's other requests; empty: the tenant's queue."""
     client_session: str | None = None
-    """What the client calls its session, if it does."""
+    """The client's name for its session, if it gives one."""
     inbound: Inbound | None = None
+    upload: Upload | None = None
+    """The body, if it is sent to the engine as it comes."""
     attempts: list[Attempt] = field(default_factory=list)
     answer: web.Response | None = None
-    """The last one that a pod gave to its end: an error is passed on where no other pod does better."""
+    """The last complete answer of a pod. If it is an error, it is passed on when no other pod succeeds."""
     status: int = 0
     first_byte_s: float | None = None
     queued_s: float = 0.0
-    """Seconds that it waited for an engine with room, in vain or not."""
+    """Seconds that the request waited for an engine with room, in vain or not."""
     trace: Trace | None = None
-    """None where nobody asks for traces."""
+    """None if traces are off."""
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    """Why the client did not get a whole answer, for the log. None if it got one, whichever pods failed before."""
     rate_headers: Mapping[str, str] = field(default_factory=dict)
-    """What the tenant has left of its limits, for the answer."""
+    """Headers that tell what the tenant has left of its limits."""
     begun: Begun | None = None
-    """The answer that is passed on as it comes, once the client has its head."""
+    """The answer that is passed on as it comes, once the client has the head."""
     keeps: list[str] = field(default_factory=list)
-    """Names of what its engine keeps of it: the response's, the conversation's."""
+    """Ids of the response and the conversation that the engine keeps of this request."""
     breaks: int = 0
-    """Times that its stream broke, and another pod was to give the rest."""
+    """Number of times that the stream broke and another pod was to give the rest."""
+
+    @property
+    def flow(self) -> str:
+        """The flow whose share of the queue the wait counts on. A tenant's name has no slash."""
+        return f"{self.tenant.name}/{self.fairness_id}" if self.fairness_id else self.tenant.name
 
     @property
     def spent(self) -> int:
-        """Attempts so far, but for those at pods that only said that they leave: several may, one after the other."""
+        """Attempts so far, except at pods that only said that they leave: several pods in a row may do so."""
         attempts = self.attempts
         return sum([attempt.outcome is not Outcome.LEAVING for attempt in attempts]) if attempts else 0
 
     @property
     def has_run(self) -> bool:
-        """Whether a pod began to do what was asked."""
+        """Whether a pod began the work."""
         return any(attempt.has_run for attempt in self.attempts)
 
     @property
     def tokens_used(self) -> int | None:
-        """Tokens that the request took, as far as that is known; None: as estimated."""
+        """Tokens that the request took, as far as known; None: use the estimate."""
         if not self.has_run:
             return 0
         if self.inbound is None or self.usage.prompt_tokens is None:
@@ -73,16 +88,16 @@ class Exchange:
 
     @property
     def last(self) -> Attempt | None:
-        """The attempt that gave the answer, or might have."""
+        """The last attempt, which gave the answer if there is one."""
         return self.attempts[-1] if self.attempts else None
 
     def forget_faults(self) -> None:
-        """Those that the pods committed with this request are counted, or are none."""
+        """Drop the faults of pods on this request: they have been counted, or were not the pods' faults."""
         for attempt in self.attempts:
             attempt.fault = None
 
     def client_left(self, error: Exception | None = None) -> None:
-        """Nobody takes the answer any more, as `error` says where there is one."""
+        """Record that the client has left; `error` says how, if given."""
         self.error = f"client gone: {type(error).__name__}" if error else "client gone"
         self.status = CLIENT_GONE
         if self.attempts:

@@ -12,18 +12,18 @@ import orjson
 from engine.contract.errors import BadRequest
 
 MAX_FIELDS = 1000
-"""Top-level fields of a body in which one is replaced: each is looked at, in about a microsecond."""
+"""Most top-level fields of a body in which one is replaced: reading each takes about a microsecond."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _value_end = JSONDecoder(parse_int=len, parse_float=len, object_pairs_hook=len).raw_decode
-"""Where a value ends. What it says is not asked for: a number may have any number of digits."""
+"""Finds where a value ends, without converting it: a number may have any number of digits."""
 
 
 def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | int]) -> bytes:
-    """`body`, a JSON object that orjson has read, with the fields `new` in front of its own.
+    """Return `body`, a JSON object that orjson has read, with the fields `new` in front of its own.
 
-    `present`: names of its top-level fields. Those that `new` replaces are taken out, however often they are there and
-    however they are spelt: of two fields with one name, one engine reads the first and another one the last. Raises
-    BadRequest if there are too many fields to look at, or values too deep in one another.
+    `present`: names of its top-level fields. All fields that `new` replaces are removed, even repeated or escaped ones:
+    of two fields with one name, one engine reads the first and another the last. Raises BadRequest if there are too
+    many fields, or values nested too deeply.
     """
     added = orjson.dumps(new)[1:-1]
     replaced = new.keys() & set(present)
@@ -44,7 +44,7 @@ def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | i
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, str]]:
-    """The fields of the object that begins before `at`: each name as it reads, and all between two commas."""
+    """Yield the fields of the object that begins before `at`: each decoded name, and all text between two commas."""
     for _ in range(MAX_FIELDS):
         start = at
         name, at = scanstring(text, _skip(text, at) + 1, False)

@@ -1,8 +1,8 @@
-"""A few requests at a time, first come, first served, from their bytes to the engine's.
+"""Process a few requests at a time, first come, first served, from their first byte until they go to an engine.
 
-All of a burst would go through each stage together: the first would be sent when the last has been read. So what a
-client sends is looked at only with a place inside. A place is for work of this process: whoever waits for anybody else
-(the rest of a body, a connection, a pod with room) gives it back first.
+Otherwise all requests of a burst would pass each stage together, and the first would be sent only after the last is
+read. So the gateway reads a client's data only if its connection has a place in the gate. A place is for work of this
+process: a request that waits for anything else (the rest of a body, a connection, a pod with room) gives it back first.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from collections import OrderedDict
 from typing import Protocol
 
 PLACES = 4
-"""One would do, at an idle turn of the event loop for each step of each request. 4 and 16 gave the same mean TTFT."""
+"""With one place, the event loop would idle for a turn at each step of a request. 4 and 16 gave the same mean TTFT."""
 MAX_WAITING_BYTES = 32 * 2**20
-"""Of all that wait. What finds no room goes in beyond the places, and is bounded as one request more in flight."""
+"""Bytes of all that wait. A request beyond this bound enters without a free place; only admission bounds it then."""
 MAX_HOLD_S = 0.1
-"""After so long, a place goes to the next: one that nobody gives back must stop nobody else."""
+"""After this time a place goes to the next visitor, so a place that is never given back stops nobody."""
 
 
 class Visitor(Protocol):
     """A connection that has brought bytes."""
 
     def come_in(self) -> None:
-        """It has a place from now on, until it leaves or has had it for MAX_HOLD_S."""
+        """Take the place that is now this visitor's, until it leaves or has had it for MAX_HOLD_S."""
         ...
 
 
 class Gate:
-    """Who is inside, and who waits."""
+    """The visitors that have a place, and those that wait for one."""
 
     def __init__(self, places: int = PLACES, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._places = places
         self._max_waiting_bytes = max_waiting_bytes
         self._inside: dict[Visitor, float] = {}
-        """Since when, in seconds of the monotonic clock."""
+        """Visitors with a place, and since when, in seconds of the monotonic clock."""
         self._waiting: OrderedDict[Visitor, int] = OrderedDict()
-        """With how many bytes, in the order of their coming."""
+        """Bytes of each waiting visitor, in order of arrival."""
         self._waiting_bytes = 0
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of visitors that wait."""
         return len(self._waiting)
 
     def enter(self, visitor: Visitor, size: int) -> bool:
-        """Whether there is a place at once. Else the visitor waits with its `size` bytes, and is told to come in."""
+        """Return whether the visitor has a place at once. If not, it waits with its `size` bytes for `come_in`."""
         has_room = visitor in self._inside or (len(self._inside) < self._places and not self._waiting)
         if has_room or self._waiting_bytes + size > self._max_waiting_bytes:
             self._inside[visitor] = time.monotonic()
@@ -60,7 +60,7 @@ class Gate:
         return False
 
     def leave(self, visitor: Visitor) -> None:
-        """Its place is free, if it has one; nor does it wait any longer."""
+        """Free the visitor's place, or take it off the queue."""
         if self._inside.pop(visitor, None) is None:
             self._waiting_bytes -= self._waiting.pop(visitor, 0)
         if self._waiting:
@@ -80,7 +80,7 @@ class Gate:
             self._is_filling = False
 
     def _look(self) -> None:
-        """Take back what is held for too long."""
+        """Take back places that are held for too long."""
         self._timer = None
         latest_s = time.monotonic() - MAX_HOLD_S
         for visitor in [visitor for visitor, since_s in self._inside.items() if since_s <= latest_s]:

@@ -1,4 +1,4 @@
-"""The generating endpoints: one request from its bytes to its record."""
+"""The generating endpoints: handle one request from its bytes to its record."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from engine.contract.errors import ApiError
 from engine.contract.otel.tracer import Tracer
 from router.gateway.admission import Admission, Admitted
 from router.gateway.body import BodyLimits, read_body
-from router.gateway.by_load import passes
-from router.gateway.door import leave_gate
+from router.gateway.by_load import UPLOADS, passes
+from router.gateway.door import leaving_gate
 from router.gateway.errors import error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import request_id
 from router.gateway.inbound import Inbound
-from router.gateway.keys import key_id_of, tenant_of
+from router.gateway.keys import client_of, tenant_of
 from router.gateway.proxy import Proxy
 from router.gateway.reading import Reading
 from router.gateway.recorder import Recorder
+from router.gateway.uploads import Uploads
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter, RateLimited
 
 
 class Generate:
-    """Handles every `Endpoint`, and the paths for which pods are chosen by load."""
+    """Handles every `Endpoint`, and the paths whose pods are chosen by load."""
 
     def __init__(
         self,
         admission: Admission,
         reading: Reading,
+        uploads: Uploads,
         proxy: Proxy,
         metrics: Metrics,
         bodies: BodyLimits,
@@ -44,6 +46,7 @@ class Generate:
     ) -> None:
         self._admission = admission
         self._reading = reading
+        self._uploads = uploads
         self._proxy = proxy
         self._metrics = metrics
         self._bodies = bodies
@@ -54,7 +57,7 @@ class Generate:
         self._clock = asyncio.get_running_loop().time
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The answer to a request."""
+        """Answer a request."""
         now_s = self._clock()
         exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
         exchange.client_session = request.headers.get(headers.SESSION)
@@ -62,11 +65,7 @@ class Generate:
             exchange.trace = self._tracer.begin(request.headers)
         try:
             with self._admission.request() as admitted:
-                body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
-                inbound = exchange.inbound = await self._reading.read(
-                    *(request.path, request.rel_url.raw_path, request.headers, body),
-                    *(exchange, admitted, partial(leave_gate, request)),
-                )
+                inbound = exchange.inbound = await self._read(request, exchange, admitted)
                 response = await self._serve(request, exchange, inbound, admitted)
             exchange.status = exchange.status or response.status
             return response
@@ -77,22 +76,33 @@ class Generate:
             exchange.client_left()
             raise
         finally:
-            self._recorder.ended(exchange, request.path, partial(_who, request))
+            if exchange.upload is not None:
+                exchange.upload.close()
+            self._recorder.ended(exchange, request.path, partial(client_of, request))
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """The answer to a request whose path the gateway does not know. Raises HTTPNotFound for what never passes."""
+        """Answer a request whose path the gateway does not know. Raises HTTPNotFound for paths that never pass."""
         if not passes(request.rel_url.raw_path):
             raise web.HTTPNotFound
         return await self.handle(request)
 
+    async def _read(self, request: web.Request, exchange: Exchange, admitted: Admitted) -> Inbound:
+        if request.path in UPLOADS:
+            return await self._uploads.read(request, exchange, admitted)
+        body = await read_body(request, admitted, self._bodies, exchange.deadline_s)
+        return await self._reading.read(
+            *(request.path, request.rel_url.raw_path, request.headers, body),
+            *(exchange, admitted, leaving_gate(request)),
+        )
+
     async def _serve(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
     ) -> web.StreamResponse:
-        """The answer, within the tenant's limits. Raises RateLimited, and what the proxy raises."""
+        """Answer the request within the tenant's limits. Raises RateLimited, and what the proxy raises."""
         if exchange.tenant.limits is None:
             return await self._proxy.forward(request, exchange, inbound, admitted)
         try:
-            tokens, on_wait = inbound.prompt_tokens + inbound.output_tokens, partial(leave_gate, request)
+            tokens, on_wait = inbound.prompt_tokens + inbound.output_tokens, leaving_gate(request)
             async with self._limiter.take(exchange.tenant, tokens, on_wait) as taking:
                 exchange.rate_headers = taking.headers()
                 try:
@@ -103,8 +113,3 @@ class Generate:
             exchange.rate_headers = error.headers
             self._metrics.tenants.refused(exchange.tenant.name, error.reason)
             raise
-
-
-def _who(request: web.Request) -> tuple[str | None, str]:
-    """By which key the request came, and from where."""
-    return key_id_of(request), request.remote or ""

@@ -1,4 +1,4 @@
-"""A client's connection while TLS is agreed on: counted like any other, and with a deadline."""
+"""A client's connection during the TLS handshake: it counts like any other, and has a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Handshake(asyncio.Protocol):
-    """Becomes the connection that `make` makes. What the client has sent by then is handed over to it."""
+    """Does the handshake, then hands over to the connection that `make` makes, with the data received so far."""
 
     def __init__(self, door: Door, context: ssl.SSLContext, make: Callable[[], Connection]) -> None:
         self.why_extra = ""
@@ -38,7 +38,7 @@ class Handshake(asyncio.Protocol):
         self._task = asyncio.get_running_loop().create_task(self._agree(self._transport))
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol. The first request may come together with the end of the handshake."""
+        """See asyncio.Protocol. The first request may come in the same packet as the end of the handshake."""
         self._early.append(data)
 
     def eof_received(self) -> None:
@@ -51,11 +51,11 @@ class Handshake(asyncio.Protocol):
         self._door.connections.discard(self)
 
     def cut_if_late(self, now_s: float) -> str | None:
-        """See Guest. What is late here ends by itself."""
+        """See Guest. A late handshake ends by its own timeout."""
         return None
 
     def end(self) -> None:
-        """Cut it."""
+        """Cut the connection."""
         if self._task is not None:
             self._task.cancel()
         if self._transport is not None:
@@ -71,10 +71,10 @@ class Handshake(asyncio.Protocol):
                     self,
                     self._context,
                     server_side=True,
-                    ssl_handshake_timeout=2 * limit_s,  # or the loop's own, 60 s, would go first where this is longer
+                    ssl_handshake_timeout=2 * limit_s,  # else the loop's own 60 s would come first if this is longer
                 )
         except (OSError, ssl.SSLError) as error:
-            log.debug("a client did not agree on TLS: %s", error)
+            log.debug("the TLS handshake with a client failed: %s", error)
             self._door.refused["handshake"] += isinstance(error, TimeoutError)
             transport.abort()
             return

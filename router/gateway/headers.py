@@ -1,7 +1,8 @@
-"""Which headers pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1.
+"""Select the headers that pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1.
 
-Cookies pass in neither direction: a browser sends those of everything under the same name, and an engine would set them
-for all of it. Who the client is (X-Forwarded-*, Forwarded, X-Real-IP) is told to no engine; nothing here believes it.
+Cookies pass in neither direction: a browser sends those of every service on the same host, and an engine could set
+cookies for all of them. Headers that name the client (X-Forwarded-*, Forwarded, X-Real-IP) go to no engine, and the
+gateway does not trust them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HOP_BY_HOP = frozenset(
 _WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
     f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
 }
-# The body is sent with a length of its own, decoded (aiohttp undoes a request's compression) and already expected.
+# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`.
 _REQUEST_ONLY = (
     _HOP_BY_HOP
     | _WHO_ASKS
@@ -45,12 +46,15 @@ _FOR_GATEWAYS = frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.P
 CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
-"""What tells of caches, or of the pods that have them. An engine sends some of them, the gateway the others."""
+"""Headers that tell of caches or pods. Engines send some of them, the gateway the others."""
 _RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", "set-cookie", "set-cookie2", headers.POD, headers.REQUEST_ID}
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
-    """The client's id for the request in printable ASCII, or a new one. Log lines and headers cannot hold any byte."""
+    """Return the client's id for the request in printable ASCII, or a new id.
+
+    Log lines and headers cannot hold arbitrary bytes.
+    """
     given = incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS]
     if not (given.isascii() and given.isprintable()):
         given = "".join(char if char.isascii() and char.isprintable() else "?" for char in given)
@@ -58,10 +62,10 @@ def request_id(incoming: Mapping[str, str]) -> str:
 
 
 class UpstreamHeaders:
-    """The headers that engines get."""
+    """Makes the headers that engines get."""
 
     def __init__(self, *, passes_authorization: bool) -> None:
-        """`passes_authorization`: clients' credentials are meant for the engines, not for the gateway."""
+        """`passes_authorization`: whether clients' credentials are for the engines and not for the gateway."""
         own = set() if passes_authorization else {"authorization", headers.API_KEY}
         self._own = frozenset(own)
         self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
@@ -71,13 +75,13 @@ class UpstreamHeaders:
             for dropped in (self._dropped, self._dropped_with_session)
         }
         self._shown: dict[str, bytes] = {}
-        """By the name of the key; the one for all engines has none."""
+        """Credentials by the name of the key; the key for all other engines has an empty name."""
         self._credentials: dict[str, dict[str, str]] = {}
 
     def use_key(self, keys: Sequence[str], name: str = "") -> None:
-        """From now on show engines this one key: those that want the key `name`, or all that want no other.
+        """From now on send this one key to the engines that need the key `name`; if empty, to those that name none.
 
-        Raises KeyFileError where there are several.
+        Raises KeyFileError unless `keys` has exactly one.
         """
         if len(keys) != 1:
             raise KeyFileError(f"{name or '--engine-api-key-file'} must hold one key, not {len(keys)}")
@@ -86,15 +90,15 @@ class UpstreamHeaders:
         self._shown[name] = b"".join(f"{field}: {value}\r\n".encode() for field, value in credentials.items())
 
     def credentials_of(self, key: str) -> Mapping[str, str]:
-        """What engines that want the key of that name are shown of the gateway itself."""
+        """Return the gateway's own credentials for engines that want the key of that name."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
     def changes(
         self, request_id: str, pod: Pod, session_id: str | None, trace: bytes | None = None
     ) -> tuple[dict[str, str], frozenset[str]]:
-        """What another proxy sets in a request that it sends to `pod` as it came, and what it removes.
+        """Return the fields that another proxy sets in a request that it passes on to `pod`, and those it removes.
 
-        The values are those that `of` takes.
+        The parameters are those of `of`.
         """
         fields = {headers.REQUEST_ID: request_id, **self.credentials_of(pod.key)}
         if session_id is not None:
@@ -112,10 +116,9 @@ class UpstreamHeaders:
         session_id: str | None = None,
         trace: bytes | None = None,
     ) -> bytes:
-        """Those of a request that came with `incoming`, as they are sent to `pod`, with its key and rank.
+        """Return the header fields that go to `pod`, with its key and rank, for a request that came with `incoming`.
 
-        `session_id`: in place of the client's. `trace`: whole fields of the trace that it belongs to, in place of the
-        client's; None: the client's pass.
+        `session_id` replaces the client's. `trace`: whole fields that replace the client's trace; None: those pass.
         """
         dropped = self._dropped if session_id is None else self._dropped_with_session
         if trace is not None:
@@ -141,7 +144,7 @@ class UpstreamHeaders:
 
 
 def answer_headers(upstream: MultiMapping[str], *, tells_cache: bool = True) -> CIMultiDict[str]:
-    """What the client gets of the engine's headers. `tells_cache`: with those that tell of pods and caches."""
+    """Return the engine's headers that the client gets. `tells_cache`: include those that tell of pods and caches."""
     return _copy(upstream, _RESPONSE_ONLY if tells_cache else _RESPONSE_ONLY | CACHE_FACTS)
 
 
@@ -152,7 +155,7 @@ def _copy(source: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str
 
 
 def _next_hop_only(connection: Iterable[str]) -> set[str]:
-    """The fields, in lower case, that the values of `Connection` name."""
+    """Return the fields, in lower case, that the values of `Connection` name."""
     named: set[str] = set()
     for value in connection:
         if value.lower() not in ("keep-alive", "close"):

@@ -1,4 +1,4 @@
-"""What the other gateways tell, where it belongs: the index, by the chooser, and the load of pods."""
+"""Apply what the other gateways tell: to the index, through the chooser, and to the load of pods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.routing.types import PodId
 
 
 class Hearsay:
-    """A `BeliefSink`. `pod_of`: the pod of that id, if it is in the fleet."""
+    """A `BeliefSink`. `pod_of` returns the pod of an id if it is in the fleet."""
 
     def __init__(
         self, pod_of: Callable[[PodId], Pod | None], chooser: Chooser, telling: Telling, *, clock: Clock
@@ -25,7 +25,7 @@ class Hearsay:
         self._clock = clock
 
     def knows(self, pod: PodId) -> bool:
-        """See BeliefSink; of pods that publish, nothing is told either."""
+        """See BeliefSink. Also False for pods that publish, since gateways tell nothing of those."""
         return self._pod_of(pod) is not None and self._telling.is_told(pod)
 
     def routed(self, event: Routed, at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A second pod is asked while the first is silent: the one that answers first serves the client."""
+"""Ask a second pod while the first is silent: the pod that answers first serves the client."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from aiohttp import web
 from router.fleet.fleet import Fleet
 from router.gateway.attempt import Attempt
 from router.gateway.chooser import Choice, Chooser
-from router.gateway.errors import Lacking
+from router.gateway.errors import OutOfResources
 from router.gateway.inbound import Inbound
 from router.gateway.waiting import WaitingRoom
 from router.overload.hedges import HedgeBudget
 from router.telemetry.metrics import Metrics
 
 LATE = 2.0
-"""Times its predicted first token, where the policy predicts one, an answer is late: long prompts are slow anywhere."""
+"""An answer is late after this multiple of its predicted time to the first token, if the policy predicts one: long
+prompts are slow on any pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the proxy does for one request."""
+    """Steps of the proxy for one request."""
 
     begin: Callable[[Choice], Attempt]
-    """A further attempt."""
+    """Begins a further attempt."""
     run: Callable[[Attempt, Race | None], Awaitable[web.StreamResponse | None]]
-    """The attempt, to its end; it tells the race as soon as it has an answer for the client."""
+    """Runs the attempt to its end. It tells the race as soon as it has an answer for the client."""
     note_failure: Callable[[Attempt], None]
-    """The attempt failed, and another one may do better."""
+    """Records that the attempt failed and another may succeed."""
 
 
 class Hedges:
-    """When a second pod is asked, how often, and which."""
+    """Decides when a second pod is asked, how often, and which one."""
 
     def __init__(self, after_s: float, fleet: Fleet, chooser: Chooser, room: WaitingRoom, metrics: Metrics) -> None:
-        """`after_s`: seconds without a byte of an answer."""
+        """`after_s`: seconds without a byte of an answer until a second pod is asked."""
         self._after_s = after_s
         self._fleet = fleet
         self._chooser = chooser
@@ -48,8 +49,11 @@ class Hedges:
     async def run(
         self, inbound: Inbound, attempts: list[Attempt], first: Attempt, steps: Steps
     ) -> web.StreamResponse | None:
-        """The first attempt, and perhaps a second beside it. What the last of `attempts` then is gave the result, or
-        failed last. An answer that is no stream is not hedged: no byte of it comes before its end."""
+        """Run the first attempt, and perhaps a second beside it.
+
+        Afterwards the last of `attempts` is the one that gave the result or failed last. An answer that is no stream
+        is not hedged: no byte of it comes before its end.
+        """
         self._budget.saw()
         if not inbound.stream:
             return await steps.run(first, None)
@@ -62,7 +66,7 @@ class Hedges:
                 self._metrics.hedged("won" if race.winner is race.second else "lost")
 
     def _second(self, inbound: Inbound, first: Attempt) -> Choice | None:
-        """Where else the request goes; None: nowhere. No pod is asked that others wait for, or that may be broken."""
+        """Choose a second pod; None if there is none. Pods that others wait for or that may be broken are left out."""
         busy = self._room.busy(inbound.model)
         if busy is not None:
             avoided = busy | self._fleet.doubtful(inbound.model) | {first.pod.pod_id}
@@ -74,7 +78,7 @@ class Hedges:
 
 
 class Race:
-    """Two attempts at a request. The first runs in the request's own task, so that nothing waits for another one."""
+    """Two attempts at a request. The first runs in the request's own task, so it need not wait for another task."""
 
     def __init__(
         self, attempts: list[Attempt], first: Attempt, choose_second: Callable[[], Choice | None], steps: Steps
@@ -87,14 +91,14 @@ class Race:
         self._hedge: asyncio.Task[web.StreamResponse | None] | None = None
         self._is_first_running = True
         self.second: Attempt | None = None
-        """Once it has begun."""
+        """The second attempt, once it has begun."""
         self.winner: Attempt | None = None
-        """Whose answer the client gets."""
+        """The attempt whose answer the client gets."""
 
     async def run(self, after_s: float) -> web.StreamResponse | None:
-        """See `Hedges.run`; the second attempt begins when the first has been silent for `after_s`.
+        """See `Hedges.run`. The second attempt begins when the first has been silent for `after_s`.
 
-        When this ends, so have both attempts.
+        Both attempts have ended when this returns.
         """
         timer = asyncio.get_running_loop().call_later(after_s, self._start)
         try:
@@ -116,7 +120,7 @@ class Race:
                 await asyncio.wait((self._hedge,))
 
     def won_by(self, winner: Attempt) -> None:
-        """It has an answer for the client: the other one is over."""
+        """End the other attempt, because `winner` has an answer for the client."""
         self.winner = winner
         self._put_last(winner)
         if winner is not self._first:
@@ -127,13 +131,13 @@ class Race:
             self._hedge.cancel()
 
     async def _run_first(self) -> web.StreamResponse | None:
-        """None also where the second one has won."""
+        """Run the first attempt. Return None also if the second has won."""
         assert self._request is not None
         cancelled = self._request.cancelling()
         try:
             return await self._steps.run(self._first, self)
         except asyncio.CancelledError:
-            # As asyncio.timeout: it was `won_by` alone, or the client has left too.
+            # As in asyncio.timeout: find out whether only `won_by` cancelled the task, or the client has left too.
             if self.winner in (None, self._first) or self._request.uncancel() > cancelled:
                 raise
             return None
@@ -150,10 +154,10 @@ class Race:
         second = self.second = self._steps.begin(choice)
         try:
             response = await self._steps.run(second, self)
-        except Lacking:
+        except OutOfResources:
             if not self._is_first_running:
                 raise
-            return None  # the first one may do without what this gateway lacks
+            return None  # the first attempt may not need the resource that this gateway lacks
         if self.winner is None and self._is_first_running:
             self._steps.note_failure(second)
         return response

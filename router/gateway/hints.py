@@ -1,4 +1,4 @@
-"""What clients call the session that a request is of: a hint where pods are equal, and nothing where they are not."""
+"""Read the client's name for a request's session: it decides only between pods that are otherwise equal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xxhash import xxh3_64_intdigest
 from engine.contract import headers
 
 SESSION_FIELDS = tuple(map(istr, (headers.SESSION, "x-session-affinity", "x-claude-code-session-id", "session_id")))
-"""Header fields, the first that is there counts: vLLM's and the gateway's own, those of proxies that pin sessions,
-Claude Code's, Codex's. As `istr` they are looked up without being made lower case each time."""
+"""Header fields, of which the first that is present counts: that of vLLM and the gateway, those of proxies that pin
+sessions, of Claude Code and of Codex. An `istr` is looked up without converting it to lower case each time."""
 BODY_FIELD = "prompt_cache_key"
 MAX_SESSION_CHARS = 512
-"""A longer name is none."""
+"""A longer name is ignored."""
 
 
 def session_of(incoming: Mapping[str, str], fields: Mapping[str, Any], tenant: str) -> int:
-    """The session as a number that no two tenants share, from 1 to 2**64 - 1; 0 without a session."""
+    """Return the session as a number from 1 to 2**64 - 1 that no two tenants share; 0 without a session."""
     for field in SESSION_FIELDS:
         if field in incoming:
             return _number(incoming[field], tenant)

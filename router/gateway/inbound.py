@@ -1,11 +1,14 @@
-"""A generating request, read once: what choosing a pod needs, beside the bytes that are forwarded as they came."""
+"""Read a request once: the facts needed to choose a pod, and the bytes to forward."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+
+import orjson
 
 from engine.contract import headers
 from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
@@ -14,73 +17,82 @@ from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, reque
 from engine.contract.responses import kept_by_engine
 from router.fleet.fleet import Fleet
 from router.fleet.probe import ServedModel
-from router.gateway.by_load import BY_LOAD, FREE, LONG, asked_model
+from router.gateway.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
 from router.gateway.fields import with_fields
 from router.gateway.hints import session_of
 from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
+from router.gateway.upload import Upload
 from router.routing.types import PodId
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 
 MEDIA_TOKENS = 1024
-"""Prompt tokens of an image, a sound or a file, whose bytes say nothing of them. Engines make 576 of an image for LLaVA
-1.5, 256 to 1,280 for Qwen2-VL with the bounds its authors advise, 4,096 of a megapixel for Pixtral."""
+"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about them. An image makes 576 for
+LLaVA 1.5 and 256 to 1,280 for Qwen2-VL with its authors' bounds; a megapixel makes 4,096 for Pixtral."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
 LOWEST_PRIORITY = -9
-"""Of a request: below 0 it is the first to be given up when there is too much."""
+"""Lowest priority of a request. Requests below 0 are the first to be refused under overload."""
 _NUMBER = re.compile(r"-?[0-9]{1,6}")
 RETRY_AFTER_S = 1.0
 SCALING_RETRY_AFTER_S = 5.0
-"""For a model without a single engine: one that starts takes a while."""
+"""Retry-After for a model without an engine: an engine takes a while to start."""
 
 
 @dataclass(slots=True)
 class Inbound:
-    """A request the gateway accepted. Bytes are canonical bytes (DESIGN "Prefix keys"), not the body's.
+    """A request that the gateway accepted. Bytes are canonical bytes (engine/contract/PREFIX_KEYS.md), not the body's.
 
-    Never changed; not frozen because freezing costs a microsecond. So with the other values made for every request.
+    Never changed, but not frozen, since that costs a microsecond. The same holds for all objects made per request.
     """
 
     endpoint: str
-    """Its path: an `Endpoint`, or another for which pods are chosen by load."""
+    """The path: an `Endpoint`, or another path whose pods are chosen by load."""
     model: str
-    """The one that is served, without the name of an adapter on it."""
+    """The model that is served, without the name of an adapter on it."""
     stream: bool
     policy: str
     keys: tuple[PrefixKey, ...]
     prompt_bytes: int
     prompt_tokens: int
-    """Estimated, of all prompts; exact for token ids."""
+    """Tokens of all prompts, estimated; exact for token ids."""
     tokens_per_stride: float
     output_tokens: int
     """Expected length of the answer."""
     teaches_tokens: bool
-    """Whether the answer's token count tells how many tokens this model makes of a byte of text."""
+    """Whether the answer's token count tells how many tokens a byte of text makes in this model."""
     body: bytes
-    """As it came, but for `model` where the one asked for is a name for it, `cache_salt` where the gateway makes salts,
-    and `priority` where engines are told."""
+    """The body as it came, except for `model` if the client used another name for it, `cache_salt` if the gateway makes
+    salts, and `priority` if engines get it."""
     prompts: int = 1
-    """`keys` and `prompt_bytes` are the first one's."""
+    """Number of prompts; `keys` and `prompt_bytes` are those of the first."""
     priority: int = 0
-    """Higher is sooner."""
+    """Higher is served sooner."""
     ttft_slo_s: float | None = None
     """Seconds in which the client wants the first token."""
     continues: tuple[str, str] | None = None
-    """What an engine has of the conversation: the field that names it, and the id in it."""
+    """The conversation that an engine keeps and the request continues: the field that names it, and the id there."""
     stores: bool = False
     """Whether the engine is to keep the answer for a later request."""
     session: int = 0
-    """What the client calls its session (`hints.py`); 0: nothing."""
+    """The client's session as a number (`hints.py`); 0 without one."""
     is_by_load: bool = False
-    """Whether nothing of it is in a cache of prefixes: its answer says nothing of that."""
+    """Whether the request has no prefix to cache, so that its answer tells nothing about caches."""
     is_named: bool = False
-    """Whether `model` is what a name of the operator stands for."""
+    """Whether the client asked by one of the operator's names, which stands for `model`."""
     only: PodId | None = None
-    """The one pod that it can go to; None: any."""
+    """The only pod that the request can go to; None: any."""
+    upload: Upload | None = None
+    """The body, if it is sent to the engine as it comes; `body` is then the beginning of the file."""
+    resource: tuple[str, str] | None = None
+    """Method, and path with query, if the request is not a POST to `endpoint`."""
+
+
+inbound_by_load = partial(Inbound, stream=False, keys=(), prompt_bytes=0, teaches_tokens=False, is_by_load=True)
+"""Makes an Inbound without a prefix to cache."""
 
 
 class Reader:
@@ -99,10 +111,10 @@ class Reader:
         wakes_models: bool = False,
         names: Names | None = None,
     ) -> None:
-        """`policies`: names a request may choose from by header; None: it may not. `isolation`: tenants' salts.
-        `engine_priority`: sign of the field `priority` that engines get, 1 where higher is sooner for them; None:
-        they get none but the client's. `wakes_models`: requests for known models that no engine serves are read too.
-        `names`: that stand for models.
+        """`policies`: names that a request may choose from by header; None: it may not. `isolation`: tenants' salts.
+        `engine_priority`: sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None:
+        they get only the client's. `wakes_models`: accept requests for known models that no engine serves. `names`:
+        names that stand for models.
         """
         self._names = names or Names()
         self._engine_priority = engine_priority
@@ -121,37 +133,36 @@ class Reader:
         incoming: Mapping[str, str],
         tenant: Tenant = DEFAULT,
         meant: str | None = None,
+        priority: int | None = None,
     ) -> Inbound:
-        """The request of `tenant` in `body`; without an endpoint, the one that the body's fields belong to. `meant`:
-        the model for which a name in it stands, where that is known already.
+        """Return the request of `tenant` in `body`. `endpoint`: None to infer it from the body's fields. `meant`: the
+        model that a name in the body stands for, if that is known already.
 
-        Raises NamesCache for one that has to be put together first.
+        Raises NamesCache if a named cache's contents have to be put in front first.
         """
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
         if FIELD in fields:
-            raise NamesCache(fields)
+            if fields[FIELD] is not None:
+                raise NamesCache(fields)
+            del fields[FIELD]  # null: no cache, and engines do not know the field
+            body = orjson.dumps(fields)
         if endpoint is None:
-            endpoint = _endpoint_of(fields)
+            endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)
         is_response = endpoint is Endpoint.RESPONSES
-        if is_response and fields.get("background"):
-            raise BadRequest(
-                "background is not supported: a response could not be asked for later; leave the field out",
-                param="background",
-                code="unsupported_parameter",
-            )
         name = meant or self._meant(head.model, tenant, (endpoint, fields))
         model, adapter = self._model(name, tenant)
         salt = head.salt
-        priority = _priority(incoming.get(headers.PRIORITY), tenant)
+        asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
+        priority = asked_priority if priority is None else priority
         new: dict[str, str | int] = {}
         if name is not None and name != head.model:
             new["model"] = name
         if self._isolation is not None and (tenant.is_isolated or (salt and self._isolation.has_secret)):
             salt = self._isolation.salt(tenant, salt)
             new["cache_salt"] = salt
-        # Engines take it at OpenAI's endpoints only.
+        # Engines accept `priority` only at OpenAI's endpoints.
         has_priority = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
         if self._engine_priority is not None and has_priority and (priority or "priority" in fields):
             new["priority"] = self._engine_priority * priority
@@ -161,7 +172,7 @@ class Reader:
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
         size, media = len(head.canonical), head.media_parts
-        media_tokens = media * (MEDIA_TOKENS - MEDIA_BYTES * tokens_per_byte)  # beyond what their canonical bytes make
+        media_tokens = media * (MEDIA_TOKENS - MEDIA_BYTES * tokens_per_byte)  # beyond those of their canonical bytes
         prompt_tokens = (size + head.further_bytes) * tokens_per_byte + media_tokens
         return Inbound(
             endpoint=endpoint,
@@ -184,8 +195,16 @@ class Reader:
             is_named=name is not None and name != head.model,
         )
 
-    def read_by_load(self, path: str, body: bytes, incoming: Mapping[str, str], tenant: Tenant = DEFAULT) -> Inbound:
-        """The request of `tenant` to a path whose requests have no keys. It is as long as its body."""
+    def read_by_load(
+        self,
+        path: str,
+        body: bytes,
+        incoming: Mapping[str, str],
+        tenant: Tenant = DEFAULT,
+        priority: int | None = None,
+    ) -> Inbound:
+        """Return the request of `tenant` to a path whose requests have no keys. Its length is that of its body."""
+        asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
         asked = asked_model(fields, is_required=path not in BY_LOAD)
         name = self._meant(asked, tenant, body)
@@ -197,22 +216,57 @@ class Reader:
             new["cache_salt"] = self._isolation.salt(tenant, "")
         estimate = self._estimates.of(model)
         prompt_tokens = 1 if path in FREE else max(1, round(len(body) * estimate.tokens_per_byte))
-        return Inbound(
+        return inbound_by_load(
             endpoint=path,
             model=model,
-            stream=False,
             policy=policy,
-            keys=(),
-            prompt_bytes=0,
             prompt_tokens=prompt_tokens,
             tokens_per_stride=self._stride * estimate.tokens_per_byte,
             output_tokens=max(1, round(estimate.output_tokens)) if path in LONG else 1,
-            teaches_tokens=False,
             body=with_fields(body, fields, new) if new else body,
-            priority=_priority(incoming.get(headers.PRIORITY), tenant),
+            priority=asked_priority if priority is None else priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
-            is_by_load=True,
+        )
+
+    def only_model(self, tenant: Tenant) -> str | None:
+        """Return the only model that the tenant can ask for; None if there are none or several."""
+        allowed = list(filter(tenant.may_use, self._fleet.models()))
+        return allowed[0] if len(allowed) == 1 else None
+
+    def read_upload(
+        self, path: str, upload: Upload, size: int, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
+    ) -> Inbound:
+        """Return the request of `tenant` with a form of about `size` bytes, once enough has come to choose a pod."""
+        policy, words = self._policy(incoming.get(headers.POLICY)), upload.sample
+        asked = upload.model or None
+        only = self.only_model(tenant) if asked is None else None
+        name = only or self._meant(asked, tenant, words)
+        model, _ = self._model(name, tenant)
+
+        def check(late: str) -> None:
+            meant = self._meant(late or None, tenant, words)
+            if self._model(meant, tenant)[0] != model or (meant or model) != (name or model):
+                raise BadRequest(
+                    f"model is {quoted(late)}, and the upload has begun for {quoted(name or model)}: put the field "
+                    "model before the file in the form",
+                    param="model",
+                )
+
+        upload.begin(name or model, check)
+        estimate = self._estimates.of(model)
+        return inbound_by_load(
+            endpoint=path,
+            model=model,
+            policy=policy,
+            prompt_tokens=max(1, round(size / AUDIO_TOKEN_BYTES)),
+            tokens_per_stride=self._stride * estimate.tokens_per_byte,
+            output_tokens=max(1, round(estimate.output_tokens)),
+            body=words,
+            priority=_priority(incoming.get(headers.PRIORITY), tenant),
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, {}, tenant.name),
+            upload=upload,
         )
 
     def _policy(self, asked: str | None) -> str:
@@ -233,30 +287,37 @@ class Reader:
     def _meant(
         self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]
     ) -> str | None:
-        """The name that engines are asked for. `words`: what tells the conversation from others, or where it is.
+        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or where to find
+        them.
 
-        Raises Forbidden: the tenant has to be allowed the name that it asks for and the one that this stands for.
+        Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
         """
         name = self._names.default if asked is None else asked
-        if name is None or name not in self._names:
+        own, adapter = ("", "") if name is None else self._names.split(name)
+        if name is None or not own or (adapter and self._is_known(name)):
             return name
         check_allowed(tenant, name)
         known = words if isinstance(words, bytes) else first_words(*words)
-        return self._names.model(name, tenant, self._is_served, known)
+        return self._names.model(own, tenant, self._is_served, known, partial(self._on, adapter) if adapter else str)
+
+    def _on(self, adapter: str, model: str) -> str:
+        """Return the engines' name for the adapter on that model: vLLM lists it by its own name, SGLang wants both."""
+        is_listed = any(adapter in pod.facts.adapters for pod in self._fleet.pods(model))
+        return adapter if is_listed else f"{model}:{adapter}"
 
     def _is_served(self, name: str) -> bool:
         return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
 
     def _model(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
-        """The names of the model and of the adapter on it, empty without one.
+        """Return the name of the model and that of the adapter on it, empty without one.
 
-        SGLang is asked for `model:adapter` and does not list that; other engines list each adapter as a model. An
-        adapter that does not exist is for the engine to refuse.
+        SGLang accepts `model:adapter` but does not list it; other engines list each adapter as a model. The engine
+        refuses an adapter that does not exist.
         """
         if name is not None:
             check_allowed(tenant, name)
             base, _, adapter = name.rpartition(":")
-            if adapter and not self._is_known(name) and self._is_known(base):
+            if adapter and self._is_on(base, name):
                 name = base
             else:
                 adapter = ""
@@ -268,22 +329,32 @@ class Reader:
             raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
         allowed = [name for name in served if tenant.may_use(name)]
         if len(allowed) != 1:
-            known = ", ".join(sorted(allowed)) or "none that this API key may use is served"
-            raise BadRequest(f"model is required, one of: {known}", param="model")
+            which = f"one of: {', '.join(sorted(allowed))}" if allowed else "but no model that this key may use is up"
+            raise BadRequest(f"model is required, {which}", param="model")
         return allowed[0], ""
+
+    def _is_on(self, base: str, name: str) -> bool:
+        """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
+        from the start, so for such a name only served models count."""
+        served = self._fleet.models()
+        if name in served:
+            return False
+        return self._is_known(base) and (
+            not self._fleet.is_known(name) or (base in served and name in self._names.models)
+        )
 
     def _is_known(self, name: str) -> bool:
         return name in self._fleet.models() or self._fleet.is_known(name)
 
 
 def check_allowed(tenant: Tenant, name: str) -> None:
-    """Raises Forbidden if the tenant may not ask for that name; whether there is such a model is not told."""
+    """Raise Forbidden if the tenant may not ask for that name. The error does not tell whether the model exists."""
     if not tenant.may_use(name):
         raise not_allowed(name)
 
 
 def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:
-    """The model of that name. Raises ModelNotFound, or Unavailable for one that no engine serves at the moment."""
+    """Return the model of that name. Raises ModelNotFound, or Unavailable if no engine serves it at the moment."""
     known = fleet.models()
     if name in known:
         return known[name]
@@ -296,7 +367,7 @@ def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel
 
 
 def _priority(asked: str | None, tenant: Tenant) -> int:
-    """Raises BadRequest, naming the header, for what is no number that the tenant may use."""
+    """Return the priority. Raises BadRequest, naming the header, if it is no number that the tenant may use."""
     if asked is None:
         return 0
     if _NUMBER.fullmatch(asked) is None or not LOWEST_PRIORITY <= int(asked) <= tenant.highest_priority:
@@ -309,7 +380,7 @@ def _priority(asked: str | None, tenant: Tenant) -> int:
 
 
 def _ttft_slo_s(asked: str | None) -> float | None:
-    """Raises BadRequest, naming the header, for what is no number of milliseconds."""
+    """Return the wanted time to the first token in seconds. Raises BadRequest, naming the header, if it is invalid."""
     if asked is None:
         return None
     if _NUMBER.fullmatch(asked) is None or int(asked) < 1:
@@ -320,9 +391,8 @@ def _ttft_slo_s(asked: str | None) -> float | None:
     return int(asked) / 1000
 
 
-def _endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
-    """The generating endpoint that a body is for. A chat without a system text may be for either of two: its keys are
-    the same there."""
+def endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
+    """Return the generating endpoint that a body is for. A chat without a system text fits two, with the same keys."""
     if "messages" not in fields:
         return Endpoint.RESPONSES if "input" in fields else Endpoint.COMPLETIONS
     return Endpoint.MESSAGES if "system" in fields else Endpoint.CHAT

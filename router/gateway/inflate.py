@@ -1,4 +1,4 @@
-"""Compressed bodies, inflated slice by slice: no slice holds the loop, and the caller counts each before the next."""
+"""Inflate compressed bodies slice by slice: no slice blocks the loop, and the caller counts each before the next."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ INPUT_SLICE_BYTES = 2**16
 OUTPUT_SLICE_BYTES = 2**18
 """About a millisecond of inflating."""
 MAX_MEMBERS = 64
-"""Of one gzip body: each costs a new inflater and a copy of what follows it."""
+"""Most members of one gzip body: each costs a new inflater and a copy of the data after it."""
 
 _GZIP = 16 + zlib.MAX_WBITS
 _ZLIB = zlib.MAX_WBITS
 _RAW = -zlib.MAX_WBITS
 _ZLIB_METHOD = 8
-"""The lower half of a zlib stream's first byte (RFC 1950). Some clients send `deflate` without that head."""
+"""The lower half of a zlib stream's first byte (RFC 1950). Some clients send `deflate` without zlib's header."""
 
 
 class NotCompressed(Exception):
@@ -25,7 +25,7 @@ class NotCompressed(Exception):
 
 
 class Inflater:
-    """One body. `inflate` its pieces as they come, then `finish`."""
+    """Inflates one body. Call `inflate` for each piece as it comes, then `finish`."""
 
     def __init__(self, encoding: str) -> None:
         """`encoding`: `gzip` or `deflate`."""
@@ -34,7 +34,7 @@ class Inflater:
         self._now: zlib._Decompress | None = None
 
     def inflate(self, piece: bytes) -> Iterator[bytes]:
-        """What `piece` makes, in slices of OUTPUT_SLICE_BYTES at most; some are empty. Raises NotCompressed."""
+        """Yield the output of `piece` in slices of at most OUTPUT_SLICE_BYTES; some are empty. Raises NotCompressed."""
         for start in range(0, len(piece), INPUT_SLICE_BYTES):
             yield from self._slices(piece[start : start + INPUT_SLICE_BYTES])
 
@@ -60,7 +60,7 @@ class Inflater:
         return zlib.decompressobj(_ZLIB if data[0] & 0xF == _ZLIB_METHOD else _RAW)
 
     def finish(self) -> Iterator[bytes]:
-        """What is left, when no more pieces come. Raises NotCompressed where the end is missing."""
+        """Yield the rest of the output after the last piece. Raises NotCompressed if the end is missing."""
         while self._now is not None and not self._now.eof:
             made = self._now.decompress(b"", OUTPUT_SLICE_BYTES)
             if not made:
@@ -71,7 +71,7 @@ class Inflater:
 
 
 def inflater_for(encoding: str | None) -> Inflater | None:
-    """For a Content-Encoding; None where there is nothing to inflate. Raises UnsupportedEncoding."""
+    """Return an inflater for a Content-Encoding; None if there is nothing to inflate. Raises UnsupportedEncoding."""
     name = (encoding or "identity").strip().lower()
     if name == "identity":
         return None

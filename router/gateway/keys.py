@@ -1,4 +1,4 @@
-"""Who may ask: API keys in a file, as a mounted Secret has them, and those of the tenants' file."""
+"""API keys of clients, from a file such as a mounted Secret, and from the tenants' file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from router.telemetry.metrics import Metrics
 from router.tenants.tenant import DEFAULT, Tenant, TenantKey
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
-"""For kubelets, which have no key; nothing there tells of requests or caches."""
+"""Paths open without a key, for kubelets, which have none. They reveal nothing of requests or caches."""
 KEY_ID_CHARS = 12
 TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
-"""Where a request keeps whose key it showed."""
+"""The request's entry for the tenant whose key it showed."""
 
 
 class ExpiredKey(Unauthorized):
-    """401: the key was valid until some time ago. `tenant`: whose it was."""
+    """401: the key has expired. `tenant`: its owner."""
 
     def __init__(self, tenant: Tenant, expired_s: float) -> None:
         when = datetime.fromtimestamp(expired_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -31,7 +31,7 @@ class ExpiredKey(Unauthorized):
 
 
 class ClientKeys:
-    """The keys that clients may show, and whose they are."""
+    """The keys that clients may show, and the tenants that own them."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since 1970."""
@@ -41,12 +41,12 @@ class ClientKeys:
         self._owners: dict[bytes, tuple[Tenant, TenantKey]] = {}
 
     def use(self, keys: Sequence[str]) -> None:
-        """From now on these of the file that names no tenants, and no others of it."""
+        """Replace the keys of the file that names no tenants."""
         self._plain = frozenset(map(digest_of, keys))
         self._join()
 
     def use_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """From now on the keys of these tenants, and of no others."""
+        """Replace the tenants and their keys."""
         self._tenants = tenants
         self._join()
 
@@ -55,8 +55,14 @@ class ClientKeys:
         self._owners = {digest: (default, TenantKey(digest)) for digest in self._plain}
         self._owners |= {key.digest: (tenant, key) for tenant in self._tenants for key in tenant.keys}
 
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the tenant of that name; None if there is none."""
+        return next(
+            (tenant for tenant in self._tenants if tenant.name == name), DEFAULT if name == DEFAULT.name else None
+        )
+
     def admit(self, authorization: str | None) -> Tenant:
-        """Whose key it is, for `Bearer` and one of the keys. Raises Unauthorized."""
+        """Return the owner of the key in `authorization`, which must be `Bearer` and a key. Raises Unauthorized."""
         if authorization is None:
             raise Unauthorized(
                 "no API key given: send the header 'Authorization: Bearer KEY', or x-api-key", code="missing_api_key"
@@ -72,13 +78,13 @@ class ClientKeys:
 
 
 def tenant_of(request: web.Request) -> Tenant:
-    """Who asks."""
+    """Return the tenant that sent the request."""
     tenant: Tenant = request.get(TENANT, DEFAULT)
     return tenant
 
 
 def counting_refusals(metrics: Metrics) -> Callable[[Unauthorized], None]:
-    """Counts those who are not let in."""
+    """Return a function that counts refused requests."""
 
     def refused(error: Unauthorized) -> None:
         metrics.unauthorized()
@@ -89,21 +95,26 @@ def counting_refusals(metrics: Metrics) -> Callable[[Unauthorized], None]:
 
 
 def key_id_of(request: web.Request) -> str | None:
-    """The beginning of the SHA-256 of the key that was shown, in hex; None where no key is asked for.
+    """Return the beginning of the SHA-256 of the key that was shown, in hex; None if no key is required.
 
-    The tenants' file has the whole of it, so whose key it was can be found, and the key cannot.
+    The tenants' file has the whole hash, so the owner can be found from it but the key cannot.
     """
     return key_id_shown(authorization_of(request.headers) if TENANT in request else None)
 
 
+def client_of(request: web.Request) -> tuple[str | None, str]:
+    """Return the id of the key that a request showed, and the client's address."""
+    return key_id_of(request), request.remote or ""
+
+
 def key_id_shown(shown: str | None) -> str | None:
-    """The same of an Authorization header."""
+    """Return the same as `key_id_of` for an Authorization header."""
     digest = None if shown is None else digest_shown(shown)
     return None if digest is None else digest.hex()[:KEY_ID_CHARS]
 
 
 def require_key(keys: ClientKeys, on_refusal: Callable[[Unauthorized], None]) -> Middleware:
-    """A middleware that lets nothing but OPEN_PATHS pass without a key, and notes whose it is."""
+    """Return a middleware that lets only OPEN_PATHS pass without a key, and notes the key's owner."""
 
     @web.middleware
     async def check(

@@ -1,8 +1,8 @@
-"""What an engine says of itself when it does not do what was asked: known words of vLLM and SGLang, and no others.
+"""Recognize an engine's state from its error messages: known texts of vLLM and SGLang, and no others.
 
-Statuses do not tell: a vLLM that drains answers 500 to every new request, one that is full 503 without Retry-After, and
-one whose core was killed 500, or an error event in a stream. The words stand at the beginning of the message, which no
-client can put there: what errors quote of a request comes later.
+Statuses do not tell it. A vLLM that drains answers 500 to every new request, and a full one 503 without Retry-After. A
+vLLM whose core was killed answers 500, or sends an error event in a stream. The known text stands at the beginning of
+the message, where no client can put it: errors quote the request only later.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import orjson
 from router.gateway.outcome import Outcome
 
 MAX_BYTES = 2**14
-"""Of a body that is looked at. These engines' own errors have some hundred bytes."""
+"""Longest body that is searched. The errors of these engines have some hundred bytes."""
 
 GAVE_UP = "the engine gave the answer up"
 
 _WORDS = {
-    # vLLM 0.32 between SIGTERM and its end (--shutdown-timeout): what is new finds the thread pool closed.
+    # vLLM 0.32 between SIGTERM and its end (--shutdown-timeout): new requests find the thread pool closed.
     "cannot schedule new futures after": Outcome.LEAVING,
     "server shutting down": Outcome.LEAVING,
     "server is shutting down": Outcome.LEAVING,
     "the engine is draining": Outcome.LEAVING,
-    # vLLM, once its core process is gone: for the few seconds until the server ends, too.
+    # vLLM, once its core process is gone, also for the few seconds until the server ends.
     "enginecore encountered an issue": Outcome.DEAD,
     "background loop has errored": Outcome.DEAD,
     # vLLM's --max-num-queued-reqs and --max-num-queued-tokens, SGLang's --max-queued-requests.
@@ -38,13 +38,13 @@ _EVENT = re.compile(rb"data: ?[^\r\n]*")
 
 
 def meaning(message: str) -> Outcome | None:
-    """What an engine's error message says of the engine; None: nothing that is known."""
+    """Return what an engine's error message says of the engine; None if the text is not known."""
     said = message.strip().lower()
     return next((outcome for words, outcome in _WORDS.items() if said.startswith(words)), None)
 
 
 def meaning_of_body(body: bytes) -> Outcome | None:
-    """The same of an error's whole body, in OpenAI's shape or in SGLang's, which has the message outside."""
+    """Return the meaning of an error's whole body, in OpenAI's format or SGLang's, with the message at the top."""
     if not body or len(body) > MAX_BYTES:
         return None
     try:
@@ -57,15 +57,15 @@ def meaning_of_body(body: bytes) -> Outcome | None:
 
 
 def is_aborted(answer: bytes) -> bool:
-    """Whether an engine gave up an answer and calls it finished: vLLM on SIGTERM, /sleep and /pause.
+    """Whether an engine gave up an answer and calls it finished, as vLLM does on SIGTERM, /sleep and /pause.
 
-    A quote inside generated text is escaped, so the words are the engine's own.
+    A quote inside generated text is escaped, so the reason found is the engine's own.
     """
-    return b'"abort"' in answer and _ABORTED.search(answer) is not None
+    return answer.find(b'"abort"') >= 0 and _ABORTED.search(answer) is not None
 
 
 def before_abort(events: bytes) -> int | None:
-    """How many bytes of `events` come before the first one that is_aborted; None without such an event."""
-    if b'"abort"' not in events:
+    """Return how many bytes of `events` come before the first one that `is_aborted`; None if there is none."""
+    if events.find(b'"abort"') < 0:
         return None
     return next((event.start() for event in _EVENT.finditer(events) if _ABORTED.search(event[0])), None)

@@ -1,4 +1,4 @@
-"""What this gateway has learnt of models and their pods, gathered for others; what others had learnt, put to use."""
+"""Collect what this gateway has learnt of models and pods for other gateways, and use what they have learnt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Learning:
         return self._fleet.engines_by_model()
 
     def learnt(self, model: str) -> Learnt | None:
-        """See LearntSource. Takes time in the model's pods."""
+        """See LearntSource. Takes time proportional to the model's pods."""
         pods = [pod for pod in self._fleet.pods(model) if pod.model == model]
         speeds: dict[str, LearntSpeed] = {}
         factors: dict[PodId, LearntFactor] = {}
@@ -42,7 +42,7 @@ class Learning:
         return Learnt(tokens, speeds, factors, rooms) if tokens or speeds or rooms else None
 
     def expect(self, model: str, learnt: Learnt) -> None:
-        """See LearntSource. For a gateway that knows no pod yet."""
+        """See LearntSource. Call it before the gateway knows any pod."""
         if learnt.tokens is not None:
             self._estimates.begin_with(model, learnt.tokens)
         self._fleet.speeds.expect(model, learnt.speeds, learnt.factors)

@@ -1,4 +1,4 @@
-"""What bounds a request on its way through the fleet."""
+"""The bounds of a request on its way through the fleet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Deadlines in seconds, how many further pods to try, and what clients are told."""
+    """Deadlines in seconds, the number of further pods to try, and what answers may tell clients."""
 
     first_byte_s: float
     idle_s: float
@@ -17,4 +17,4 @@ class Limits:
     resumes: bool = True
     """Whether another pod is asked for the rest of a stream that breaks."""
     hedge_after_s: float = 0.0
-    """Without a first byte, after which a second pod is asked too; 0: none is."""
+    """Seconds without a first byte until a second pod is asked too; 0: never."""

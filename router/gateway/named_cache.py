@@ -1,8 +1,8 @@
-"""A named cache: a beginning of prompts that a client stores once and then names. Pure.
+"""A named cache: the beginning of a prompt that a client stores once and then names. Pure.
 
-It is a definition, not KV: a request that names it is sent on with its contents in front, so its prefix keys lead to a
-pod that has the KV, and any other pod computes it anew. Fields as in Gemini's API, contents as in the chat APIs.
-Meanings: https://ai.google.dev/api/caching
+A named cache is a definition, not KV. The gateway puts its contents in front of a request that names it. So the
+request's prefix keys lead to a pod that has the KV, and any other pod computes the KV anew. The fields are those of
+Gemini's API, the contents those of the chat APIs. Their meaning: https://ai.google.dev/api/caching
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import MAX_LISTED, Endpoint
 
 FIELD = "cached_content"
-"""Of a request: the name of the cache that it goes on from."""
+"""Field of a request that names the cache it begins with."""
 PREFIX = "caches/"
 DEFAULT_TTL_S = 3600.0
 MAX_DISPLAY_CHARS = 128
 MAX_MARKS = 4
-"""`cache_control` marks that a request may have."""
+"""Most `cache_control` marks that a request may have."""
 SHORT_S = 300.0
-"""The shorter lifetime of such a mark; the longer one is an hour."""
+"""The shorter lifetime of a mark, in seconds; the longer one is an hour."""
 _ENDPOINTS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 _CONTENTS = ("system", "messages", "tools")
 _TIMES = {"ttl": "ttl", "expireTime": "expire_time", "expire_time": "expire_time"}
@@ -40,7 +40,7 @@ _TEXTS = (str, list)
 
 @dataclass(frozen=True, slots=True)
 class CacheMeta:
-    """All of a named cache but its contents. Times in seconds since 1970."""
+    """All of a named cache except its contents. Times are in seconds since 1970."""
 
     id: str
     model: str
@@ -51,10 +51,10 @@ class CacheMeta:
     size: int
     """Bytes of the contents."""
     tokens: int
-    """Of the contents, estimated from their bytes."""
+    """Tokens of the contents, estimated from their bytes."""
 
     def shown(self) -> dict[str, Any]:
-        """As clients see it."""
+        """Return the metadata as clients see it."""
         name = {"displayName": self.display_name} if self.display_name else {}
         return {
             "name": PREFIX + self.id,
@@ -69,17 +69,17 @@ class CacheMeta:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a client asks to store."""
+    """A cache that a client asks to store."""
 
     model: str
     display_name: str
     until_s: float
     contents: bytes
-    """JSON object with `system`, `messages` and `tools`, as far as they were given."""
+    """JSON object with those of `system`, `messages` and `tools` that were given."""
 
 
 class NamesCache(BadRequest):
-    """The request goes on from a named cache. Who can put its contents in front does; elsewhere it is refused."""
+    """The request begins with a named cache. The caller puts the contents in front, or refuses the request."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__(f"{FIELD} is not read here: send the whole request", param=FIELD)
@@ -88,12 +88,12 @@ class NamesCache(BadRequest):
 
 
 def new_id() -> str:
-    """128 random bits: nobody guesses another's."""
+    """Return an id of 128 random bits, so nobody can guess another tenant's."""
     return secrets.token_hex(16)
 
 
 def id_of(name: object, param: str = FIELD) -> str:
-    """The id in `caches/ID`. Raises BadRequest for what is no name of a cache."""
+    """Return the id in `caches/ID`. Raises BadRequest if `name` is no name of a cache."""
     if not isinstance(name, str) or not name.startswith(PREFIX):
         raise BadRequest(f"{param} must be the name of a cache, such as 'caches/5f2b...'", param=param)
     return name.removeprefix(PREFIX)
@@ -105,7 +105,7 @@ def is_id(text: str) -> bool:
 
 
 def parse_new(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> Wanted:
-    """What the body of a POST asks for. Raises BadRequest naming the field at fault."""
+    """Return what the body of a POST asks to store. Raises BadRequest, naming the field at fault."""
     _check_names(fields, {"model", "displayName", "display_name", *_CONTENTS, *_TIMES})
     model = fields.get("model")
     if not isinstance(model, str) or not model:
@@ -130,7 +130,7 @@ def parse_new(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> Want
 
 
 def parse_renewal(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> float:
-    """Until when the body of a PATCH asks to keep a cache. Raises BadRequest: nothing else can be changed."""
+    """Return until when the body of a PATCH asks to keep a cache. Raises BadRequest if it asks for another change."""
     _check_names(fields, _TIMES)
     until_s = parse_expiry(fields, now_s, max_ttl_s)
     if until_s is None:
@@ -139,7 +139,7 @@ def parse_renewal(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> 
 
 
 def parse_expiry(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> float | None:
-    """Until when a body asks to keep a cache; None: it does not say. Raises BadRequest."""
+    """Return until when a body asks to keep a cache; None if it does not say. Raises BadRequest."""
     given = {_TIMES[name]: value for name, value in fields.items() if name in _TIMES and value is not None}
     if len(given) > 1:
         raise BadRequest("give ttl or expireTime, not both", param="ttl")
@@ -156,7 +156,7 @@ def parse_expiry(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> f
     until_s = _seconds(given["expire_time"])
     if until_s is None or not now_s < until_s <= now_s + max_ttl_s:
         raise BadRequest(
-            f"expireTime must be a time to come within {max_ttl_s:g} s, such as '2026-01-31T12:00:00Z'; "
+            f"expireTime must be in the future, within {max_ttl_s:g} s, such as '2026-01-31T12:00:00Z'; "
             f"got {quoted(str(given['expire_time']))}",
             param="expireTime",
         )
@@ -171,10 +171,10 @@ def expanded(
     *,
     mark_s: float | None = None,
 ) -> bytes:
-    """The body with the contents in front of the request's own messages, and without the name of the cache.
+    """Return the body with the contents in front of the request's own messages, and without the name of the cache.
 
-    `mark_s`: ask the engine to keep the contents; seconds for which the cache lives still. Raises BadRequest for a
-    request that cannot go on from it.
+    `mark_s`: if given, ask the engine to keep the contents for the cache's remaining life, in seconds. Raises
+    BadRequest if the request cannot begin with this cache.
     """
     if endpoint not in _ENDPOINTS:
         raise BadRequest(f"{FIELD} is for chats and messages, and not for {endpoint}", param=FIELD)
@@ -209,7 +209,7 @@ def expanded(
 
 
 def _marked(contents: dict[str, Any], mark: Mapping[str, str]) -> dict[str, Any]:
-    """The contents with a mark at their end, where that is a text: what an engine reads as `cache_control`."""
+    """Return the contents with a `cache_control` mark for engines at their end, if that is a text."""
     if messages := contents.get("messages"):
         last = messages[-1]
         content = _marked_content(last.get("content"), mark)
@@ -240,7 +240,7 @@ def _time(seconds: float) -> str:
 
 
 def _seconds(text: object) -> float | None:
-    """A time of RFC 3339 in seconds since 1970."""
+    """Convert a time of RFC 3339 to seconds since 1970."""
     try:
         found = datetime.fromisoformat(text) if isinstance(text, str) and len(text) <= 40 else None
         if found is None or found.tzinfo is None:

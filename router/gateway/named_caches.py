@@ -1,4 +1,4 @@
-"""`/v1/caches`: beginnings of prompts that clients store and name; and requests that name one."""
+"""`/v1/caches`: clients store beginnings of prompts under names, and send requests that name one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAGE = 50
 MAX_PAGE = 1000
 _MARK = b'"cache_control"'
 KEEPS = "cache_control"
-"""In the model card's `accepts`: an engine that keeps what is marked so."""
+"""Entry in the model card's `accepts` of an engine that keeps marked contents."""
 
 
 class NoSuchCache(ModelNotFound):
@@ -90,8 +90,8 @@ class NamedCaches:
     async def expand(
         self, endpoint: Endpoint, fields: dict[str, Any], body: bytes, tenant: Tenant, admitted: Admitted
     ) -> bytes:
-        """The body that engines get for `fields`, which are those of `body`. Raises ApiError where the request cannot
-        go on from the cache that it names."""
+        """Return the body that engines get for `fields`, the fields of `body`. Raises ApiError if the request cannot
+        begin with the cache that it names."""
         self._check_enabled()
         cache_id = id_of(fields[FIELD])
         found = await self._store.get(tenant.name, cache_id) if is_id(cache_id) else None
@@ -115,15 +115,15 @@ class NamedCaches:
         return await self._answer(request, self._create)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/caches`: by pages of `pageSize`, each telling the `pageToken` of the next."""
+        """`GET /v1/caches`: return a page of `pageSize` entries, with the `pageToken` of the next page."""
         return await self._answer(request, self._list)
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/caches/{id}`: all but the contents."""
+        """`GET /v1/caches/{id}`: return all except the contents."""
         return await self._answer(request, self._get)
 
     async def renew(self, request: web.Request) -> web.StreamResponse:
-        """`PATCH /v1/caches/{id}`: until when it is kept."""
+        """`PATCH /v1/caches/{id}`: change until when the cache is kept."""
         return await self._answer(request, self._renew)
 
     async def remove(self, request: web.Request) -> web.StreamResponse:
@@ -195,13 +195,13 @@ class NamedCaches:
             raise BadRequest("named caches are switched off here: --named-caches is 0", code="unsupported_parameter")
 
     def _tokens(self, model: str, fields: dict[str, Any]) -> int:
-        """Of the contents, estimated. Raises BadRequest for contents that no engine could read."""
+        """Estimate the tokens of the contents. Raises BadRequest for contents that no engine could read."""
         messages = chat_messages(fields.get("system"), fields.get("messages") or [])
         canonical = canonical_chat(messages, chat_tools(fields.get("tools") or ()))
         return max(1, round(len(canonical) * self._estimates.of(model).tokens_per_byte))
 
     def _keeps(self, model: str) -> bool:
-        """Whether the engines of this model keep what is marked, by what one says of it."""
+        """Whether the engines of this model keep marked contents, by one engine's model card."""
         card = self._fleet.models().get(model)
         try:
             accepts = orjson.loads(card.card).get("accepts") if card is not None else None
@@ -215,7 +215,7 @@ def _token(meta: CacheMeta) -> str:
 
 
 def _place(token: str) -> tuple[float, str]:
-    """Behind which entry a page begins. Raises BadRequest."""
+    """Return the entry after which a page begins. Raises BadRequest."""
     if not token:
         return (0.0, "")
     try:
@@ -224,4 +224,4 @@ def _place(token: str) -> tuple[float, str]:
             return float(created_s), cache_id
     except (ValueError, TypeError, binascii.Error):
         pass
-    raise BadRequest("pageToken must be the nextPageToken of a page before", param="pageToken")
+    raise BadRequest("pageToken must be the nextPageToken of an earlier page", param="pageToken")

@@ -1,4 +1,4 @@
-"""Names that stand for models: an alias for one, a split for several of which each conversation keeps to one. Pure."""
+"""Names that stand for models: an alias for one model, or a split of conversations over several models. Pure."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from router.tenants.tenant import DEFAULT, Tenant
 NOT_ALLOWED = "model_not_allowed"
 """Code of the error for a model that the tenant may not use."""
 PROMPT_BYTES = 256
-"""Of a prompt without messages, so many bytes tell one conversation from another."""
+"""In a prompt without messages, this many bytes tell one conversation from another."""
 
 Shares = tuple[tuple[str, int], ...]
 
 
 class Names:
-    """The operator's names. What a name stands for is never looked up a second time: there are no chains."""
+    """The operator's names. What a name stands for is not looked up as a name again, so there are no chains."""
 
     def __init__(self, shares: Mapping[str, Shares] | None = None, default: str | None = None) -> None:
-        """`shares`: models by name, with their weights. `default`: asked for by requests that name nothing."""
+        """`shares`: models by name, with their weights. `default`: name for requests that give none."""
         self._shares = shares or {}
         self.default = default
 
@@ -37,17 +37,34 @@ class Names:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model that a name stands for, each once."""
+        """Return every model that a name stands for, each once."""
         return tuple(dict.fromkeys(model for shares in self._shares.values() for model, _ in shares))
 
-    def model(self, name: str, tenant: Tenant, is_served: Callable[[str], bool], words: bytes) -> str:
-        """The model that `name` stands for in the conversation of `tenant` with these first `words`.
+    def split(self, name: str) -> tuple[str, str]:
+        """Split `name` or `name:adapter` into the operator's name and the adapter on its model. Both are empty if it
+        is no such name."""
+        if name in self._shares:
+            return name, ""
+        own, _, adapter = name.rpartition(":")
+        return (own, adapter) if adapter and own in self._shares else ("", "")
 
-        Equal on every gateway with the same names. A model without an engine gets nothing while another of the split
-        has one. When a weight changes, only the conversations in the part that moves change over. Raises Forbidden
-        where the tenant may use none of the models.
+    def model(
+        self,
+        name: str,
+        tenant: Tenant,
+        is_served: Callable[[str], bool],
+        words: bytes,
+        behind: Callable[[str], str] = str,
+    ) -> str:
+        """Return the model that `name` stands for in the conversation of `tenant` with these first `words`.
+
+        `behind`: returns what the request runs on for one of the models: the model itself, or an adapter on it.
+
+        The result is equal on every gateway with the same names. A model without an engine gets nothing while another
+        of the split has one. If a weight changes, only the conversations in the shifted share change their model.
+        Raises Forbidden if the tenant may use none of the models.
         """
-        allowed = self._allowed(name, tenant)
+        allowed = self._allowed(name, tenant, behind)
         if not allowed:
             raise not_allowed(name)
         if len(allowed) == 1:
@@ -60,30 +77,30 @@ class Names:
         return model
 
     def cards(self, models: Mapping[str, ServedModel], tenant: Tenant = DEFAULT) -> dict[str, bytes]:
-        """The model cards of the names that the tenant may ask for, where a model that they stand for is known."""
+        """Return the model cards of the names that the tenant may ask for and that stand for a known model."""
         found = {}
         for name in self._shares:
             if tenant.may_use(name):
-                cards = [
-                    orjson.loads(models[model].card) for model, _ in self._allowed(name, tenant) if model in models
-                ]
+                served = (_served(model, models) for model, _ in self._allowed(name, tenant))
+                cards = [orjson.loads(model.card) for model in served if model is not None]
                 if cards:
                     found[name] = orjson.dumps(_card(name, cards))
         return found
 
-    def _allowed(self, name: str, tenant: Tenant) -> Shares:
-        return tuple(share for share in self._shares[name] if share[1] and tenant.may_use(share[0]))
+    def _allowed(self, name: str, tenant: Tenant, behind: Callable[[str], str] = str) -> Shares:
+        shares = ((behind(model), weight) for model, weight in self._shares[name] if weight)
+        return tuple(share for share in shares if tenant.may_use(share[0]))
 
 
 def not_allowed(name: str) -> Forbidden:
-    """The tenant may not ask for that name; whether there is such a model is not told."""
+    """Return the error of a name that the tenant may not ask for. It does not tell whether the model exists."""
     return Forbidden(f"this API key may not use model {quoted(name)}", param="model", code=NOT_ALLOWED)
 
 
 def first_words(endpoint: Endpoint, fields: Mapping[str, Any]) -> bytes:
-    """What tells a conversation from others and is the same in each of its turns: its first user message.
+    """Return the first user message, which tells a conversation from others and is the same in each of its turns.
 
-    A prompt without messages has its first PROMPT_BYTES in place of that. Empty for what is no request: others say so.
+    For a prompt without messages, return its first PROMPT_BYTES. Empty for an invalid request, which is refused later.
     """
     try:
         if endpoint is Endpoint.COMPLETIONS:
@@ -103,7 +120,7 @@ def _first_message(messages: object) -> bytes:
 
 
 def _pick(shares: Shares, digest: int) -> str:
-    """The model whose part of the weights, side by side in their order, holds the place that a 64-bit digest names."""
+    """Return the model at the point that a 64-bit digest selects when the weights are laid end to end."""
     place = digest * sum(weight for _, weight in shares) >> 64
     for model, weight in shares:
         if place < weight:
@@ -112,8 +129,13 @@ def _pick(shares: Shares, digest: int) -> str:
     raise AssertionError("a place beyond all weights")
 
 
+def _served(model: str, models: Mapping[str, ServedModel]) -> ServedModel | None:
+    """Return the model, or the base model of `model:adapter`, which engines do not list."""
+    return models.get(model) or models.get(model.rpartition(":")[0])
+
+
 def _card(name: str, cards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first model's card under another name, with the shortest context of all: a request fits each of them."""
+    """Return the first model's card under another name, with the shortest context of all, so a request fits each."""
     card = {**cards[0], "id": name}
     lengths = [length for one in cards if isinstance(length := one.get("max_model_len"), int)]
     return {**card, "max_model_len": min(lengths)} if lengths else card

@@ -1,4 +1,4 @@
-"""Somebody who looks on: told of decisions and of requests that have ended, and asked nothing about them."""
+"""The interface of an observer, which is told of decisions and of ended requests, but decides nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Called on the way of every request, so it waits for nothing and costs next to nothing while nobody looks."""
+    """Called in the path of every request, so it must not wait, and must cost almost nothing while nobody watches."""
 
     def wants_scores(self) -> bool:
-        """Whether the next decision is to be made with every pod's score, which costs about as much again."""
+        """Whether the next decision has to include every pod's score, which doubles its cost."""
         ...
 
     def scored(self, seconds: float) -> None:
-        """So long the scores took."""
+        """Record the seconds that the scores took."""
         ...
 
     def ended(self, exchange: Exchange) -> None:
-        """A request has ended, whatever came of it."""
+        """Record a request that has ended, whatever its outcome."""
         ...

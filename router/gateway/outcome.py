@@ -1,4 +1,4 @@
-"""What became of a request at a pod, and what follows from it: the one table of both."""
+"""The outcomes of a request at a pod, and the consequences of each, in one table."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from typing import NamedTuple
 
 
 class Outcome(Enum):
-    """What became of an attempt."""
+    """The outcome of an attempt."""
 
     ANSWERED = auto()
     """The pod did what was asked."""
     REFUSED = auto()
-    """The request is wrong: a redirect, or a 4xx but 429."""
+    """The request is wrong: a redirect, or a 4xx except 429."""
     FULL = auto()
-    """The pod has no room: 429, 503 with Retry-After, and TURNED_AWAY where it answers other requests."""
+    """The pod has no room: 429, 503 with Retry-After, or TURNED_AWAY by a pod that answers other requests."""
     TURNED_AWAY = auto()
-    """503 without a word of when: the pod read nothing of the request, by a defect or because it is full."""
+    """503 without Retry-After: the pod did not process the request, because of a defect or because it is full."""
     UNABLE = auto()
-    """Another pod may be able to: 501, an answer that is too large."""
+    """Another pod may be able to answer: 501, an answer that is too large."""
     BROKEN = auto()
     """Another 5xx, a connection that broke off, an error event, a stream without a byte."""
     SILENT = auto()
     """Nothing came in time."""
     UNREACHABLE = auto()
-    """No connection came about."""
+    """No connection could be made."""
     LEAVING = auto()
-    """The pod says that it shuts down: it takes nothing more, and what it has it ends well."""
+    """The pod says that it shuts down: it takes no new requests, and completes those that it has."""
     DEAD = auto()
-    """The pod says that its engine has died, perhaps of this request."""
+    """The pod says that its engine has died, perhaps because of this request."""
     ABORTED = auto()
-    """The pod gave the answer up, and calls it finished: it shuts down, goes to sleep or is paused."""
+    """The pod gave up the answer but calls it finished: it shuts down, goes to sleep or is paused."""
     CLIENT_GONE = auto()
-    """Nobody is there to take the answer."""
+    """The client has left."""
 
     __hash__ = object.__hash__
-    """An enumeration's own is no C function, and what follows from an outcome is looked up several times a request."""
+    """Enum's own is no C function, and the consequences of an outcome are looked up several times per request."""
 
     @property
     def is_retried(self) -> bool:
-        """Whether another pod is asked while the client has seen nothing; else the answer is passed on."""
+        """Whether another pod is tried, if the client has seen nothing yet; else the answer is passed on."""
         return _COURSES[self].retry
 
     @property
     def is_blamed(self) -> bool:
-        """Whether it counts against the pod, unless it is the request."""
+        """Whether the outcome counts against the pod, unless the request is at fault."""
         return _COURSES[self].blame
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the pod is left at once, by its own word: it neither counts as a failure nor is held against it."""
+        """Whether the pod said that it leaves: it gets no more requests, and the attempt does not count as a fault."""
         return self in (Outcome.LEAVING, Outcome.DEAD)
 
     @property
@@ -86,13 +86,13 @@ FAILURES = {
     "timeout": Outcome.SILENT,
     "too_large": Outcome.UNABLE,
 }
-"""By the reason that metrics give for an attempt without an answer."""
+"""Outcomes by the metrics' reason for an attempt without an answer."""
 
 _STATUSES = {429: Outcome.FULL, 501: Outcome.UNABLE, 503: Outcome.TURNED_AWAY}
 
 
 def of_status(status: int, *, says_when: bool) -> Outcome:
-    """The outcome of an answer with that status. `says_when`: it has Retry-After."""
+    """Return the outcome of an answer with that status. `says_when`: the answer has Retry-After."""
     if status < 300:
         return Outcome.ANSWERED
     if status == 503 and says_when:

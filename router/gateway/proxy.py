@@ -21,8 +21,9 @@ from router.gateway.begun import Begun, Passed, RestBody, no_stream
 from router.gateway.blame import Blame
 from router.gateway.chooser import Choice, Chooser
 from router.gateway.conversations import Conversations
-from router.gateway.door import leave_gate
+from router.gateway.door import leaving_gate
 from router.gateway.engine_client import Answer, EngineClient
+from router.gateway.errors import OutOfResources
 from router.gateway.exchange import Exchange
 from router.gateway.headers import UpstreamHeaders, answer_headers
 from router.gateway.hedge import Hedges, Race, Steps
@@ -30,25 +31,26 @@ from router.gateway.inbound import Inbound
 from router.gateway.limits import Limits
 from router.gateway.outcome import Outcome
 from router.gateway.reach import NoSuchPath, Reach, is_unknown_path
+from router.gateway.record import Record
 from router.gateway.relay import ClientStalled, Relay, Source, UpstreamBroke, send_whole
-from router.gateway.resume import RESUMED, Way
-from router.gateway.said import Record
+from router.gateway.resume import RESUMED
 from router.gateway.sessions import restore
-from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer
+from router.gateway.upstream import Opened, PodFailed, failure_of, open_answer, target_of
 from router.gateway.usage import Tail, header_usage, whole_usage
 from router.gateway.waiting import WaitingRoom
+from router.gateway.ways import Way
 from router.overload.retries import RetryBudget
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
 WHOLE_ATTEMPT_SHARE = 0.5
-"""Of the request's time that is left, for an answer that is no stream while another pod may still be tried."""
+"""Share of the remaining time that an attempt at a whole answer may take while another pod is left to try."""
 MAX_DEFECTS = 2
-"""Pods that may break over one request. Of two it is likely the request that breaks them: it is spread no further."""
+"""Pods that may break on one request. If two break, the request is the likely cause, so no third pod gets it."""
 
 
 class Proxy:
-    """The way of a request through the fleet."""
+    """Carries requests to pods and their answers back to clients."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Proxy:
         self._limits = limits
         self._begin = attempts.begin
         self._inside = 0
-        """Requests on their way through here."""
+        """Requests that the proxy is handling."""
         self._retries = RetryBudget()
         self._hedges = Hedges(limits.hedge_after_s, fleet, chooser, room, metrics) if limits.hedge_after_s else None
         self._clock = asyncio.get_running_loop().time
@@ -83,13 +85,13 @@ class Proxy:
     async def forward(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
     ) -> web.StreamResponse:
-        """The answer, which is sent. Raises ApiError when there is none to pass on."""
+        """Send the answer to the client and return it. Raises ApiError if there is none to pass on."""
         self._inside += 1
         try:
             return await self._forward(request, exchange, inbound, admitted)
         finally:
             self._inside -= 1
-            self._blame.settle(exchange)  # where the client has left between two attempts
+            self._blame.settle(exchange)  # in case the client has left between two attempts
 
     async def _forward(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted
@@ -103,7 +105,7 @@ class Proxy:
                 if again is None:
                     break
                 choice = again
-                # A pod that only said that it leaves has done nothing: to go elsewhere then adds no load.
+                # A pod that only said that it leaves has done no work, so another attempt adds no load.
                 is_on_budget = attempts[-1].outcome is not Outcome.LEAVING
                 if is_on_budget and not self._retries.take(self._inside):
                     self._chooser.undo(inbound, choice)
@@ -143,11 +145,12 @@ class Proxy:
         )
 
     async def _choose_again(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> Choice | None:
-        """Where a request goes that has failed; None: nowhere.
+        """Choose a pod for the next attempt of a request that has failed; None if there is none.
 
-        It waits if that is because every pod is full, and where the last pod has left.
+        The request waits if every pod is full, or if the last pod has left. An upload that cannot be sent again from
+        its beginning gets no further attempt.
         """
-        if inbound.only is not None:
+        if inbound.only is not None or (inbound.upload is not None and not inbound.upload.is_replayable):
             return None
         tried = self._reach.lacking(inbound) | {attempt.pod.pod_id for attempt in exchange.attempts}
         full = self._room.full(inbound.model)
@@ -155,19 +158,22 @@ class Proxy:
         try:
             if (full is None and was_full) or not self._fleet.pods(inbound.model):
                 return self._chooser.choose(inbound, await self._place(request, inbound, exchange))
-            return self._chooser.choose(inbound, self._blame.to_avoid(inbound, tried | (full or set())))
+            avoided = tried | (full or set())
+            if not was_full and all(pod.pod_id in avoided for pod in self._fleet.pods(inbound.model)):
+                avoided = tried  # all others are full: one of them queues the request
+            return self._chooser.choose(inbound, self._blame.to_avoid(inbound, avoided))
         except (NoSuchPath, TooManyRequests, Unavailable):
             return None
 
     async def _place(self, request: web.Request, inbound: Inbound, exchange: Exchange) -> Set[PodId]:
-        """Pods to avoid, once the request may go to another. Raises as `Reach.place`."""
-        return await self._reach.place(inbound, exchange, partial(leave_gate, request))
+        """Wait until some pod may take the request, and return the pods to avoid. Raises as `Reach.place`."""
+        return await self._reach.place(inbound, exchange, leaving_gate(request))
 
     def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound) -> float:
-        """When an attempt is given up: it begins to answer by then, or has answered where the answer is no stream.
+        """Return when to give up an attempt: by then a stream has to begin, or a whole answer to be complete.
 
-        Of a whole answer nothing is seen while it is made, so a pod that hangs looks like one that is busy. It must not
-        take the time of all attempts; half of it leaves room for a long answer here and for one elsewhere.
+        A whole answer shows nothing while the pod makes it, so a pod that hangs looks busy. Such a pod must not take
+        the time of all attempts: half of it leaves room for a long answer here and another one elsewhere.
         """
         now_s = self._clock()
         if inbound.stream:
@@ -175,7 +181,7 @@ class Proxy:
         if exchange.spent > self._limits.retries or inbound.only is not None:
             return exchange.deadline_s
         pods, attempts = self._fleet.pods(inbound.model), exchange.attempts
-        if len(pods) <= len(attempts):  # else there is one that was not tried
+        if len(pods) <= len(attempts):  # if there are more pods, one of them was not tried
             tried = {attempt.pod.pod_id for attempt in attempts}
             if all(pod.pod_id in tried for pod in pods):
                 return exchange.deadline_s
@@ -190,10 +196,10 @@ class Proxy:
         attempt: Attempt,
         race: Race | None = None,
     ) -> web.StreamResponse | None:
-        """The attempt, counted on its pod while it lasts; one that comes to nothing is undone in the index.
+        """Run the attempt, counted on its pod while it lasts. An attempt that never ran is undone in the index.
 
-        The answer where the client has all that it gets; None: another pod may do better, as `attempt` says, or give
-        the rest of what `exchange.begun` has the beginning of.
+        Return the response once the client has all that it will get. None: another pod may do better, as `attempt`
+        says, or `exchange.answer` is to be sent, or `exchange.begun` needs its rest.
         """
         opened: Opened | None = None
         deadline_s = self._attempt_deadline_s(exchange, inbound)
@@ -201,10 +207,10 @@ class Proxy:
             with attempt:
                 opened = await open_answer(
                     self._client,
-                    attempt.pod.targets[inbound.endpoint],
-                    inbound.body,
+                    target_of(attempt.pod, inbound),
+                    inbound.upload or inbound.body,
                     self._upstream.of(
-                        request.raw_headers,
+                        request.raw_headers if inbound.upload is None else inbound.upload.fields(request.raw_headers),
                         exchange.request_id,
                         attempt.pod,
                         attempt.session_id,
@@ -212,7 +218,7 @@ class Proxy:
                     ),
                     deadline_s,
                     admitted.keep,
-                    partial(leave_gate, request),
+                    leaving_gate(request),
                 )
                 outcome = opened.outcome
                 if outcome is Outcome.REFUSED and is_unknown_path(opened.response.status, opened.first):
@@ -229,21 +235,24 @@ class Proxy:
                     race.won_by(attempt)
                 if outcome is not Outcome.REFUSED:
                     body = await self._body(exchange, opened, deadline_s)
-                now_s = self._clock()
-                attempt.first_byte_s = now_s
+                now_s = attempt.first_byte_s = self._clock()
                 if exchange.begun is None:
                     exchange.first_byte_s = now_s
                 attempt.outcome = outcome
+                if outcome is not Outcome.REFUSED or exchange.begun is None:
+                    exchange.error = None
                 if outcome is Outcome.REFUSED:
                     exchange.forget_faults()  # the request is wrong: no pod is to blame
                     exchange.answer = self._whole_answer(opened, exchange, attempt.choice)
                     return None
                 attempt.has_run = True
                 self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
-                self._end_retry(attempt)
+                if attempt.is_on_budget:
+                    self._end_retry(attempt)
                 attempt.pod.faults.began(now_s)
-                self._blame.settle(exchange, is_made_good=True)
-                if inbound.prompts == 1:  # the headers of a stream know nothing yet of other prompts
+                if len(exchange.attempts) > 1:
+                    self._blame.settle(exchange, is_made_good=True)
+                if inbound.prompts == 1:  # with several, the headers of a stream tell only of the first
                     exchange.usage = header_usage(opened.response.headers)
                     attempt.first_token(exchange.usage.cached_tokens)
                 if not opened.is_whole:
@@ -260,18 +269,18 @@ class Proxy:
             attempt.ended_s = self._clock()
             if opened is not None:
                 opened.close()
-            self._end_retry(attempt)
+            if attempt.is_on_budget:
+                self._end_retry(attempt)
             if not attempt.has_run:
                 attempt.undone(self._chooser.undo(inbound, attempt.choice))
 
     def _end_retry(self, attempt: Attempt) -> None:
-        """It has begun to answer, or will not: it may have been a further attempt until now."""
-        if attempt.is_on_budget:
-            attempt.is_on_budget = False
-            self._retries.give_back()
+        """Take the attempt off the retry budget: it has begun to answer, or it has failed."""
+        attempt.is_on_budget = False
+        self._retries.give_back()
 
     async def _body(self, exchange: Exchange, opened: Opened, deadline_s: float) -> Source:
-        """What is read of an answer that is passed on. Raises PodFailed where it is no rest of what has begun."""
+        """Return the body to pass on. Raises PodFailed if it cannot continue the answer that has begun."""
         if exchange.begun is None:
             return opened.response
         if not opened.is_stream:
@@ -291,7 +300,7 @@ class Proxy:
         opened: Opened,
         body: Source,
     ) -> web.StreamResponse | None:
-        """Send the answer as it comes: the client sees the head. None: another pod may give the rest."""
+        """Pass the answer on as it comes, after its head. None: another pod may give the rest."""
         begun, on_first_sent = exchange.begun, None
         tail = Tail()
         is_ended = is_broken = False
@@ -331,7 +340,7 @@ class Proxy:
             if inbound.prompts == 1:
                 attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
             if not is_ended and request.transport is not None:
-                request.transport.abort()  # so that nothing can end the answer as if it were whole
+                request.transport.abort()  # so that nothing can end the answer as if it were complete
         return begun.response if begun is not None else web.Response()
 
     async def _begin_answer(
@@ -351,19 +360,19 @@ class Proxy:
         writer = await response.prepare(request)
         assert writer is not None  # only a HEAD request has none
         is_kept = self._limits.resumes and opened.is_stream and inbound.prompts == 1
-        is_kept &= inbound.endpoint in RESUMED
+        is_kept &= inbound.endpoint in RESUMED and inbound.resource is None
         record = Record(Endpoint(inbound.endpoint), admitted.keep) if is_kept else None
         return Begun(response, writer, opened.is_stream, record)
 
     async def _stop(self, request: web.Request, exchange: Exchange, inbound: Inbound, begun: Begun) -> bool:
-        """A pod broke its stream. False: another one is to give the rest; else it is over for the client.
+        """End the answer whose stream a pod broke, or return False if another pod is to give the rest.
 
         Raises ClientStalled or ConnectionError.
         """
-        if await self._end_complete(inbound, begun):
+        if await self._end_complete(exchange, inbound, begun):
             return True
         assert begun.relay is not None
-        why = begun.obstacle() or self._why_no_rest(exchange, inbound, begun)
+        why = begun.obstacle(inbound) or self._why_no_rest(exchange, inbound, begun)
         if not why:
             exchange.breaks += 1
             return False
@@ -372,7 +381,7 @@ class Proxy:
         return True
 
     def _why_no_rest(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> str:
-        """Why no pod is asked for the rest, as metrics have it; empty where one can be."""
+        """Return why no pod is asked for the rest, as the label in the metrics; empty if one can be asked."""
         is_late = exchange.spent > self._limits.retries or self._clock() >= exchange.deadline_s
         if is_late or begun.defects >= MAX_DEFECTS:
             return "failed"
@@ -385,7 +394,26 @@ class Proxy:
     async def _go_on(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted, begun: Begun
     ) -> web.StreamResponse:
-        """The rest of a stream from another pod, or an error event at its end."""
+        """Send the rest of a stream from another pod, or an error event at its end."""
+        is_over = False
+        try:
+            response = await self._rest(request, exchange, inbound, admitted, begun)
+            if response is None and not await self._end_complete(exchange, inbound, begun):
+                self._metrics.attempt_broke("failed")
+                await self._end_broken(request, begun)
+            is_over = True
+            return response or begun.response
+        except (ClientStalled, ConnectionError) as error:
+            exchange.client_left(error)
+            return begun.response
+        finally:
+            if not is_over and request.transport is not None:
+                request.transport.abort()  # else aiohttp would write a second head into the answer
+
+    async def _rest(
+        self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted, begun: Begun
+    ) -> web.StreamResponse | None:
+        """Send the rest of a stream from another pod. Return None if no pod gave all of it."""
         while not self._why_no_rest(exchange, inbound, begun):
             found = self._ways(exchange, inbound, begun)
             assert found is not None
@@ -393,10 +421,14 @@ class Proxy:
             asked = begun.rest(inbound, way)
             others = {pod.pod_id for pod in self._fleet.pods(inbound.model)} - able
             attempt = self._begin(exchange, asked, self._chooser.choose(asked, others))
-            response = await self._try(request, exchange, asked, admitted, attempt)
+            try:
+                response = await self._try(request, exchange, asked, admitted, attempt)
+            except OutOfResources as error:  # another pod would not help, and the client has the head of the answer
+                exchange.error = error.message
+                break
             if response is not None:
                 return response
-            if attempt.has_run:  # it gave a part of the rest
+            if attempt.has_run:  # the pod gave a part of the rest
                 continue
             assert attempt.outcome is not None
             if not attempt.outcome.is_retried:
@@ -405,18 +437,13 @@ class Proxy:
             begun.defects += attempt.outcome.is_risky
         self._blame.settle(exchange)
         begun.refused(exchange.answer)
-        try:
-            if not await self._end_complete(inbound, begun):
-                self._metrics.attempt_broke("failed")
-                await self._end_broken(request, begun)
-        except (ClientStalled, ConnectionError) as error:
-            exchange.client_left(error)
-            if request.transport is not None:
-                request.transport.abort()
-        return begun.response
+        return None
 
-    async def _end_complete(self, inbound: Inbound, begun: Begun) -> bool:
-        """Add the end, where nothing else is missing. Raises ClientStalled or ConnectionError."""
+    async def _end_complete(self, exchange: Exchange, inbound: Inbound, begun: Begun) -> bool:
+        """Send the end of the answer if nothing else is missing; return whether it did.
+
+        Raises ClientStalled or ConnectionError.
+        """
         missing = begun.ending(inbound)
         if missing is None:
             return False
@@ -425,24 +452,25 @@ class Proxy:
         if missing:
             await begun.relay.say(missing)
         await begun.response.write_eof()
+        exchange.error = None
         return True
 
     async def _end_broken(self, request: web.Request, begun: Begun) -> None:
-        """Say so. No last chunk: nobody takes the answer for whole, and no client pools the connection.
+        """Send an error event and close the connection, without the last chunk.
 
-        Raises ClientStalled or ConnectionError.
+        So no client takes the answer for complete or reuses the connection. Raises ClientStalled or ConnectionError.
         """
         assert begun.broke is not None
         assert begun.relay is not None
         self._metrics.broke()
         begun.response.force_close()
         if begun.is_stream:
-            await begun.relay.end_with(begun.broke.last_event(request.path))
+            await begun.relay.end_with(begun.broke.last_event(request.path, begun.next_number))
         if request.transport is not None:
             request.transport.close()
 
     async def _send_whole(self, request: web.Request, exchange: Exchange, answer: web.Response) -> web.StreamResponse:
-        """Send an answer that is here already; its pod is done with it."""
+        """Send an answer that has been received whole."""
         try:
             await send_whole(request, answer, idle_s=self._limits.idle_s, deadline_s=exchange.deadline_s)
         except (ClientStalled, ConnectionError) as error:
@@ -457,7 +485,7 @@ class Proxy:
         )
 
     def _headers(self, upstream: Answer, exchange: Exchange, choice: Choice) -> CIMultiDict[str]:
-        """The engine's headers, why the request went there, and what the tenant has left."""
+        """Return the engine's headers, those that tell why the request went there, and the tenant's rate limits."""
         tells_cache = self._limits.tells_cache and exchange.tenant.tells_cache
         passed = answer_headers(upstream.headers, tells_cache=tells_cache)
         restore(passed, exchange)
@@ -468,6 +496,5 @@ class Proxy:
         passed[headers.REQUEST_ID] = exchange.request_id
         if exchange.inbound is not None and exchange.inbound.endpoint in MESSAGE_PATHS:
             passed[headers.MESSAGE_REQUEST_ID] = exchange.request_id
-        if exchange.rate_headers:
-            passed.update(exchange.rate_headers)
+        passed.update(exchange.rate_headers)
         return passed

@@ -1,4 +1,4 @@
-"""Which pods a request may go to: with room, with what it goes on with, and with an answer to its path."""
+"""Find the pods that a request may go to: with room, with its conversation, and with support for its path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from router.gateway.waiting import WaitingRoom
 from router.routing.types import PodId
 
 LACK_TTL_S = 60.0
-"""So long a pod is not asked for a path that it does not know. It may be another release by then, or more paths."""
+"""For this time a pod that does not know a path gets no request to it. Later it may run another release."""
 MAX_LACKS = 4096
-"""Pods and paths that are remembered; those of clients with paths of their own among them."""
+"""Most pairs of pod and path that are remembered, including paths that clients invent."""
 _NONE: frozenset[PodId] = frozenset()
 
 
@@ -28,10 +28,10 @@ class NoSuchPath(ApiError):
 
 
 def is_unknown_path(status: int, body: bytes) -> bool:
-    """Whether an engine's error says that it does not know the path: not a model, nor anything else, that is missing.
+    """Whether an engine's error says that the path is unknown, and not that a model or anything else is missing.
 
-    405, and 404 with the words of the servers that are known: FastAPI's `detail`, vLLM's and our own `Not Found` at the
-    end of a message, or no JSON at all.
+    That is 405, or 404 with the text of a known server: FastAPI's `detail`, `Not Found` at the end of a message as from
+    vLLM and our own engine, or no JSON at all.
     """
     if status != 404:
         return status == 405
@@ -49,19 +49,19 @@ def is_unknown_path(status: int, body: bytes) -> bool:
 
 
 class Reach:
-    """Where a request may go. Which paths a pod does not know is learnt from its answers."""
+    """Decides where a request may go. It learns from a pod's answers which paths the pod does not know."""
 
     def __init__(self, fleet: Fleet, room: WaitingRoom, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._room = room
         self._clock = clock
         self._lacks: dict[tuple[PodId, str], float] = {}
-        """Until when, the oldest first."""
+        """Pods and the paths they lack, with the time until which this holds, oldest first."""
 
     async def place(
         self, inbound: Inbound, exchange: Exchange, on_wait: Callable[[], None] = lambda: None
     ) -> Set[PodId]:
-        """Wait until a pod may take the request: one that is not among those returned. `on_wait`: see `WaitingRoom`.
+        """Wait until a pod may take the request, and return the pods to avoid. `on_wait`: see `WaitingRoom`.
 
         Raises NoSuchPath, and as `WaitingRoom.place`.
         """
@@ -79,7 +79,7 @@ class Reach:
             raise NoSuchPath(
                 f"no engine of model {quoted(inbound.model)} answers {quoted(inbound.endpoint)}", code="unknown_path"
             )
-        return out | lacking if able - out else lacking  # where all that are able are full, one of them queues it
+        return out | lacking if able - out else lacking  # if all able pods are full, one of them queues it
 
     def _all_but(self, inbound: Inbound, pod_id: PodId) -> Set[PodId]:
         others = {pod.pod_id for pod in self._fleet.pods(inbound.model)}
@@ -92,7 +92,7 @@ class Reach:
         return others - {pod_id}
 
     def lacks(self, pod_id: PodId, inbound: Inbound) -> None:
-        """The pod does not know the path of the request."""
+        """Record that the pod does not know the path of the request."""
         key = (pod_id, inbound.endpoint)
         self._lacks.pop(key, None)
         self._lacks[key] = self._clock() + LACK_TTL_S
@@ -100,7 +100,7 @@ class Reach:
             del self._lacks[next(iter(self._lacks))]
 
     def lacking(self, inbound: Inbound) -> Set[PodId]:
-        """Pods that lately did not know the path."""
+        """Return the pods that lately did not know the path."""
         if not self._lacks:
             return _NONE
         now_s = self._clock()

@@ -1,4 +1,4 @@
-"""A request read: put together and bound to a pod where an engine or a named cache has the beginning of it."""
+"""Read a request, and add its named cache or bind it to the pod that has its conversation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from engine.contract.requests import Endpoint
 from router.gateway.admission import Admitted
 from router.gateway.conversations import Conversations
 from router.gateway.exchange import Exchange
-from router.gateway.inbound import Inbound, Reader
+from router.gateway.inbound import Inbound, Reader, endpoint_of
 from router.gateway.named_cache import NamesCache
 from router.gateway.named_caches import NamedCaches
+from router.tenants.tenant import Tenant
 
-KEYED = frozenset(str(endpoint) for endpoint in Endpoint)
-"""Paths whose requests have prefixes; those of others are read as such that go by load."""
+KEYED = {str(endpoint): endpoint for endpoint in Endpoint}
+"""Endpoints by path whose requests have prefixes. Requests to other paths are routed by load."""
 
 
 class Reading:
-    """What a body says, and what is kept elsewhere of the same conversation."""
+    """Reads requests, with the parts of a conversation that are kept elsewhere."""
 
     def __init__(self, reader: Reader, named_caches: NamedCaches, conversations: Conversations) -> None:
         self._reader = reader
@@ -34,29 +35,43 @@ class Reading:
         admitted: Admitted,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Inbound:
-        """The request to `path`, `raw_path` as it was sent. `on_wait`: called where it has to wait. Raises ApiError."""
+        """Return the request to `path`, sent as `raw_path`. `on_wait` is called before a wait. Raises ApiError."""
         tenant = exchange.tenant
-        if path not in KEYED:
-            return self._reader.read_by_load(raw_path, body, incoming, tenant)
-        endpoint = Endpoint(path)
+        endpoint = KEYED.get(path)
+        if endpoint is None:
+            return self._reader.read_by_load(raw_path, body, incoming, tenant, exchange.priority)
         try:
-            inbound = self._reader.read(endpoint, body, incoming, tenant)
+            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=exchange.priority)
         except NamesCache as named:
             body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
-            inbound = self._reader.read(endpoint, body, incoming, tenant)
+            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=exchange.priority)
         if inbound.continues is None:
             return inbound
         on_wait()
         return await self._placed(endpoint, incoming, exchange, inbound, body)
 
+    async def explained(self, body: bytes, incoming: Mapping[str, str], tenant: Tenant, admitted: Admitted) -> Inbound:
+        """Return the request of `tenant` in `body`, which is not sent. Its fields tell its endpoint.
+
+        Raises ApiError.
+        """
+        try:
+            return self._reader.read(None, body, incoming, tenant)
+        except NamesCache as named:
+            whole = await self._named_caches.expand(endpoint_of(named.fields), named.fields, body, tenant, admitted)
+            return self._reader.read(None, whole, incoming, tenant)
+
     async def _placed(
         self, endpoint: Endpoint, incoming: Mapping[str, str], exchange: Exchange, inbound: Inbound, body: bytes
     ) -> Inbound:
-        """The request, bound to the pod that has its conversation. A name stands for the model that was there before:
-        what an engine keeps says nothing of the first user message. Raises ApiError."""
+        """Return the request, bound to the pod that has its conversation. Raises ApiError.
+
+        A name stands for the model that the conversation used before, since its first user message is not here.
+        """
         place = await self._conversations.place(inbound, exchange.tenant.name)
         if place is None:
             return inbound
         if inbound.is_named and place.model != inbound.model:
-            inbound = self._reader.read(endpoint, body, incoming, exchange.tenant, meant=place.model)
+            tenant, model = exchange.tenant, place.model
+            inbound = self._reader.read(endpoint, body, incoming, tenant, meant=model, priority=exchange.priority)
         return self._conversations.bound(inbound, place)

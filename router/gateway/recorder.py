@@ -1,4 +1,4 @@
-"""The end of a request: what metrics, beliefs, traces, accounts and the log get of it."""
+"""Report the end of a request to metrics, the chooser, traces, tenants' accounts and the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.fleet.lack import Lacks
 from router.gateway.accounts import Accounts
 from router.gateway.chooser import Chooser
 from router.gateway.conversations import Conversations
-from router.gateway.errors import Forbidden, Lacking, NoEngine, UpstreamError
+from router.gateway.errors import Forbidden, NoEngine, OutOfResources, UpstreamError
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import Inbound
 from router.gateway.names import NOT_ALLOWED
@@ -25,11 +25,11 @@ from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 
 MAX_ERROR_CHARS = 1024
-"""Of an error in a request's log line: engines may say much."""
+"""Longest error text in a request's log line: engines may send long ones."""
 
 
 class Recorder:
-    """Told of every request that ends. `observer`: who looks on, if anybody does."""
+    """Records every request that ends. `observer`: told of each too, if there is one."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class Recorder:
         self.observer: Observer | None = None
 
     def refused(self, exchange: Exchange, error: ApiError) -> None:
-        """The client gets `error` in place of an answer."""
+        """Record that the client gets `error` instead of an answer."""
         exchange.status = error.status
         exchange.error = error.detail if isinstance(error, UpstreamError) else error.message
         if isinstance(error, NoEngine):
             self._metrics.unserved(error.model)
-        elif isinstance(error, Lacking):
+        elif isinstance(error, OutOfResources):
             self._lacks.note(error.lack)
         elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
             self._metrics.tenants.refused(exchange.tenant.name, "model")
 
     def ended(self, exchange: Exchange, path: str, who: Callable[[], tuple[str | None, str]]) -> None:
-        """The request for `path` has ended, whatever came of it.
+        """Record that the request for `path` has ended, whatever its outcome.
 
-        `who`: by which key, as the log has it, and from where; asked where that is logged.
+        `who` returns the key's id and the client's address; called only if they are logged.
         """
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
         if exchange.keeps:
@@ -126,7 +126,7 @@ class Recorder:
         )
 
     def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
-        """How the choice looks now that the answer is known."""
+        """Compare the choice with its rival, now that the actual time is known."""
         tokens = exchange.usage.prompt_tokens
         self._metrics.looked_back(
             regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)

@@ -1,4 +1,4 @@
-"""What the request path and readiness ask of the registry, with or without one."""
+"""The interface of the registry for the request path and readiness, with or without Redis."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from router.routing.types import PodId
 
 
 class RegistryView(Protocol):
-    """The registry as the gateway looks at it; `RegistryReader` is the real one. Nothing here waits."""
+    """The registry as the gateway sees it; `RegistryReader` is the real one. No method waits."""
 
     def reports(self, pod: PodId) -> bool:
-        """Whether the pod publishes what it holds."""
+        """Whether the pod publishes what its cache holds."""
 
     @property
     def expired(self) -> bool:
-        """Whether every lease has run out."""
+        """Whether all leases have expired."""
 
     def status(self) -> RegistryStatus:
-        """Counters and state."""
+        """Return counters and state."""
 
 
 class WithEvents:
-    """A registry, and the KV events of engines that publish to none."""
+    """A registry, together with the KV events of engines that do not publish to it."""
 
     def __init__(self, registry: RegistryView, events: EventFeed) -> None:
         self._registry = registry
         self._events = events
 
     def reports(self, pod: PodId) -> bool:
-        """Whether the pod says what it holds, to the registry or in events."""
+        """Whether the pod publishes what its cache holds, to the registry or in events."""
         return self._registry.reports(pod) or self._events.reports(pod)
 
     @property
     def expired(self) -> bool:
-        """Whether every lease has run out, and no engine's events are heard."""
+        """Whether all leases have expired and no engine's events are received."""
         return self._registry.expired and not self._events.is_any_reporting
 
     def status(self) -> RegistryStatus:
-        """The registry's."""
+        """Return the registry's status."""
         return self._registry.status()
 
 
 class NoRegistry:
-    """A gateway without Redis: it knows what it routed itself."""
+    """The registry of a gateway without Redis, which knows only what it routed itself."""
 
     expired = False
 
     def reports(self, pod: PodId) -> bool:
-        """No pod does."""
+        """Return False: no pod reports."""
         return False
 
     def status(self) -> RegistryStatus:
-        """An empty registry."""
+        """Return the status of an empty registry."""
         return RegistryStatus(
             connected=False,
             pods_known=0,

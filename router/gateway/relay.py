@@ -1,4 +1,4 @@
-"""Copy an answer from an engine to a client: chunk for chunk, unread, or in pieces once it is whole."""
+"""Copy an answer from an engine to a client: chunk by chunk, unparsed, or in pieces once it is complete."""
 
 from __future__ import annotations
 
@@ -14,50 +14,59 @@ from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body as message_error_body
 from engine.contract.requests import Endpoint
 from engine.contract.responses import response_error
-from engine.contract.sse import named_event, sse_event
+from engine.contract.sse import DONE, named_event, sse_event
+from router.gateway.cut_answers import before_end, may_end, tells_reason
+from router.gateway.deadline import Deadline
 from router.gateway.error_events import before_error, engine_error, error_event
 from router.gateway.errors import BadGateway
 from router.gateway.last_words import GAVE_UP, before_abort, meaning
 from router.gateway.outcome import Outcome
-from router.gateway.said import Record
+from router.gateway.record import Record
 from router.gateway.usage import TAIL_BYTES, Tail
 
 HELD_BYTES = 2**18
-"""An event may be this long before its first bytes go out ahead of its last."""
+"""An event that is longer than this, in bytes, is sent before its end has come."""
 LAST_WORD_S = 1.0
-"""How long a client may take to accept the error event that ends a broken stream."""
+"""Seconds that a client may take to accept the error event that ends a broken stream."""
+EARLY_CHUNKS = 8
+"""An answer given up before its first token ends within this many chunks. Later chunks are searched only for `[DONE]`,
+which is cheaper."""
 PIECE_BYTES = 2**14
-"""So much of a whole answer the client has to take within the idle timeout."""
+"""Bytes of a whole answer that the client has to take within each idle timeout."""
 SMALL_BYTES = 2**15
-"""A whole answer up to this is written with its head, in one packet. It fits the transport's buffer, so that writing it
-does not wait."""
+"""A whole answer of up to this many bytes is written with its head, in one packet. It fits the transport's buffer, so
+the write does not wait."""
 REARM_SHARE = 0.25
-"""The idle timer is set anew after this share of it, not on every chunk: that is cheaper, and late by no more. It is
-set for as much longer, so that the last chunk before the next time still has the whole of it."""
+"""The idle timer is set anew only once this share of it has passed, not on every chunk: that is cheaper. It is set
+longer by this share, so every chunk has at least the whole timeout, and the timer is late by this share at most."""
 
 _MAY_FAIL = re.compile(rb'"(?:err|ab)or')
-"""In whatever tells of a failure: `engine_error`, `before_abort`. One look for both costs 0.1 us more than for one."""
+"""Found in every event that `engine_error` or `before_abort` recognizes. One search for both costs 0.1 us more than for
+one."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _SEAM_BYTES = 3
-"""Of the longest of them, all but the last."""
+"""Bytes of the longest end of an event, less one."""
 
 
 class UpstreamBroke(Exception):
     """The engine's stream ended wrongly (BROKEN), or went silent (SILENT), after its first byte."""
 
     def __init__(self, message: str, outcome: Outcome, detail: str | None = None, said: bytes = b"") -> None:
-        """`detail`: for logs. It may name the engine's address. `said`: the engine's own error event, not sent yet."""
+        """`detail`: for logs; may name the engine's address. `said`: the engine's own error event, not sent yet."""
         super().__init__(message)
         self.detail = detail or message
         self.outcome = outcome
         self._said = said
 
-    def last_event(self, path: str = "") -> bytes:
-        """The error event that ends a stream of `path`: in the engine's words, where it has any."""
+    def last_event(self, path: str = "", number: int = 0) -> bytes:
+        """Return the error event that ends a stream of `path`: the engine's own, if it sent one.
+
+        `number`: the event's number, if the path's events have numbers.
+        """
         if path in MESSAGE_PATHS:
             return self._said or named_event("error", message_error_body(BadGateway(str(self))))
-        if path == Endpoint.RESPONSES:
-            return self._said or named_event("error", response_error(BadGateway(str(self))))
+        if path.startswith(Endpoint.RESPONSES):
+            return self._said or named_event("error", response_error(BadGateway(str(self)), number))
         return self._said or sse_event(BadGateway(str(self)).body())
 
 
@@ -70,18 +79,18 @@ class Source(Protocol):
 
     @property
     def is_read(self) -> bool:
-        """Whether it has come to its end, and all of it has been read."""
+        """Whether the body has ended and all of it has been read."""
         ...
 
     async def readany(self) -> bytes:
-        """What has come, at least a byte; empty at the end. Raises OSError where it breaks off."""
+        """Return what has come, at least a byte; empty at the end. Raises OSError if the body breaks off."""
         ...
 
 
 class Relay:
-    """One answer. Of events, the bytes after the last complete one wait for the rest of theirs.
+    """Copies one answer. The bytes after the last complete event are held until that event is complete.
 
-    A client cannot use half an event, and an engine that dies within one would leave it half before the error event.
+    A client cannot use half an event. If an engine died within one, half an event would precede the error event.
     """
 
     def __init__(
@@ -95,7 +104,7 @@ class Relay:
         deadline_s: float,
         record: Record | None = None,
     ) -> None:
-        """`record` gets what was sent, so that another pod can give the rest."""
+        """`record`: gets what was sent, so that another pod can give the rest."""
         self._is_events = is_events
         self.record = record
         self._source = source
@@ -106,31 +115,37 @@ class Relay:
         self._held: list[bytes] = []
         self._held_size = 0
         self._seam = b""
-        """The last bytes that came: an event's end may begin with them."""
+        """The last bytes that came: the end of an event may begin in them."""
         self._is_mid_event = False
 
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
-        """Send `chunk`, which is the beginning, all that follows, and the end. `on_first_sent`: the beginning is sent.
+        """Send the first `chunk` and all that follows, to the end. `on_first_sent` is called once `chunk` is sent.
 
-        An event that tells of the engine's failure, or that it gave up, is not sent. Raises UpstreamBroke for it,
-        ClientStalled, or ConnectionError when the client is gone.
+        An event that tells of the engine's failure, or that the engine gave up, is not sent: it raises UpstreamBroke.
+        Also raises ClientStalled, or ConnectionError if the client is gone.
         """
-        clock = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        clock = loop.time
         read, write, keep, may_fail = self._source.readany, self._sink.write, self._tail.add, _MAY_FAIL.search
         rearm_at_s = 0.0
+        early = EARLY_CHUNKS
         is_events, is_reading, is_ended, record = self._is_events, False, False, self.record
         try:
-            async with asyncio.timeout(None) as limit:
+            with Deadline(loop) as limit:
                 while chunk:
                     now_s = clock()
                     if now_s >= rearm_at_s:
                         rearm_at_s = now_s + REARM_SHARE * self._idle_s
-                        limit.reschedule(min(rearm_at_s + self._idle_s, self._deadline_s))
+                        limit.at(min(rearm_at_s + self._idle_s, self._deadline_s))
                     keep(chunk if len(chunk) <= TAIL_BYTES else chunk[-TAIL_BYTES:])
                     if is_events and (self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS)):
                         chunk = self._complete(chunk)
                     if is_events and may_fail(chunk) is not None:
                         chunk = await self._until_failure(chunk)
+                    if is_events and (early > 0 or chunk.endswith(DONE)):
+                        early -= 1
+                        if may_end(chunk):
+                            chunk = await self._until_cut(chunk)
                     if len(chunk) > PIECE_BYTES:
                         await self._write_pieces(chunk)
                     elif chunk and self._source.is_read and not self._held:
@@ -145,7 +160,7 @@ class Relay:
                         return
                     if record is not None:
                         record.add(chunk)
-                    chunk = b""  # nothing else of it is kept while the next one is waited for
+                    chunk = b""  # so that its memory is free while the next one is awaited
                     is_reading = True
                     try:
                         chunk = await read()
@@ -164,33 +179,53 @@ class Relay:
             raise UpstreamBroke(text, Outcome.SILENT) from None
 
     async def _until_failure(self, chunk: bytes) -> bytes:
-        """`chunk`, where no event in it tells of the engine's failure. Else what is before that is sent.
+        """Return `chunk` if no event in it tells of the engine's failure.
 
-        Raises UpstreamBroke.
+        Otherwise send what comes before that event, and raise UpstreamBroke.
         """
         said, given_up = engine_error(chunk), before_abort(chunk)
         if said is None and given_up is None:
             return chunk
         at = before_error(chunk) if given_up is None else given_up
-        if at:
-            await self._sink.write(chunk[:at])
-            if self.record is not None:
-                self.record.add(chunk[:at])
+        await self._send_before(chunk[:at])
         if given_up is not None or said is None:
             raise UpstreamBroke(GAVE_UP, Outcome.ABORTED)
         raise UpstreamBroke(
             "the engine's stream broke", meaning(said.message) or Outcome.BROKEN, said.message, error_event(chunk[at:])
         )
 
+    async def _until_cut(self, chunk: bytes) -> bytes:
+        """Return the part of `chunk` still to be sent. Raises UpstreamBroke if an answer ends in it that was given up.
+
+        Without a record this cannot be known: the finish reason may be further back than the tail.
+        """
+        record = self.record
+        if tells_reason(chunk) or record is None or not record.is_kept or tells_reason(self._tail.last_bytes()):
+            return chunk
+        at = before_end(chunk)
+        if at is None:
+            return chunk
+        await self._send_before(chunk[:at])
+        if record.is_kept and record.read().is_cut:
+            raise UpstreamBroke(GAVE_UP, Outcome.ABORTED)
+        return chunk[at:]
+
+    async def _send_before(self, events: bytes) -> None:
+        """Send the events that precede one that may end the answer, and record them."""
+        if events:
+            await self._sink.write(events)
+            if self.record is not None:
+                self.record.add(events)
+
     async def _write_pieces(self, chunk: bytes) -> None:
-        """Without a second copy of all of it in the buffers on the way."""
+        """Write `chunk` in pieces, so that no buffer holds a second copy of all of it."""
         for start in range(0, len(chunk), PIECE_BYTES):
             await self._sink.write(chunk[start : start + PIECE_BYTES])
 
     def _complete(self, chunk: bytes) -> bytes:
-        """What may be sent of the held bytes and `chunk`: up to the end of the last complete event.
+        """Return what may be sent of the held bytes and `chunk`: all up to the end of the last complete event.
 
-        Only `chunk` is looked at, and what of an event's end may lie before it: an engine may send byte for byte.
+        It searches only `chunk` and the few bytes before it, since an engine may send byte by byte.
         """
         seam = self._seam if self._held or self._is_mid_event else b""
         seen = seam + chunk
@@ -218,14 +253,14 @@ class Relay:
         return held
 
     async def end_with(self, event: bytes) -> None:
-        """One more event, with an error. What is held of a broken event is left out.
+        """Send one more event, with an error. The held part of a broken event is dropped.
 
         Raises ClientStalled or ConnectionError.
         """
         await self.say(b"\n\n" + event if self._is_mid_event else event)
 
     async def say(self, events: bytes) -> None:
-        """Events that come from no pod, or not from the one that is copied. Raises ClientStalled or ConnectionError."""
+        """Send events that are not from the source being copied. Raises ClientStalled or ConnectionError."""
         try:
             async with asyncio.timeout(LAST_WORD_S):
                 await self._sink.write(events)
@@ -236,8 +271,8 @@ class Relay:
 async def send_whole(request: web.Request, answer: web.Response, *, idle_s: float, deadline_s: float) -> None:
     """Send `answer`, and wait until nothing of it is left in this process.
 
-    The client has `idle_s` for each piece, and for all of them until `deadline_s`, or `idle_s` where that is longer.
-    Raises ClientStalled, or ConnectionError when the client is gone.
+    The client has `idle_s` for each piece. For all of them it has until `deadline_s`, but at least `idle_s`.
+    Raises ClientStalled, or ConnectionError if the client is gone.
     """
     transport, body = request.transport, answer.body
     if transport is None:
@@ -252,7 +287,7 @@ async def send_whole(request: web.Request, answer: web.Response, *, idle_s: floa
             return
     clock = asyncio.get_running_loop().time
     deadline_s = max(deadline_s, clock() + idle_s)
-    transport.set_write_buffer_limits(high=0)  # else the last 64 KiB would count as taken while they wait here
+    transport.set_write_buffer_limits(high=0)  # else the last 64 KiB would count as sent while still here
     try:
         async with asyncio.timeout(idle_s) as limit:
             if is_small:

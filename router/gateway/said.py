@@ -1,77 +1,94 @@
-"""What a stream has told its client so far: kept unread while all goes well, read when its pod breaks."""
+"""The state of an answer so far, read from the events of a stream of a chat or completion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from engine.contract.requests import Endpoint
-from engine.contract.sse import SseDecoder
+from engine.contract.sse import DONE_DATA
 
-FOLD_BYTES = 2**14
-"""So many bytes of events are kept as they came; then what they say is read (about 0.1 ms), and they are dropped."""
-MAX_TEXT_BYTES = 2**18
-"""Longest text of an answer that is kept."""
-RESERVE_BYTES = 2**12
-"""Room is asked for in steps of this, not for every chunk."""
-_CHUNK_BYTES = 48
-"""Of memory that a chunk takes beside its own bytes: the object's header, and its place in a list."""
 _HEAD = ("id", "created", "model")
-"""Fields of every event that tell one answer from another."""
+"""Fields of every event that identify the answer."""
 
 
 class Said:
-    """The events of one answer, read. `obstacle` names what makes it impossible to have the rest from elsewhere."""
+    """The state of one answer, from its events. `obstacle` names what makes it impossible to get the rest elsewhere."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._is_chat = endpoint is Endpoint.CHAT
-        self._pieces: list[str] = []
+        self._text = bytearray()
+        """UTF-8, because a list of pieces would take ten times the memory that is counted."""
         self.text_bytes = 0
         self.head: dict[str, Any] = {}
         self.has_role = False
         self.made = 0
-        """Tokens: as the last `usage` has it, and one for each event with text since. An engine that puts several into
-        an event and tells no usage in it has made more."""
+        """Tokens so far: those of the last `usage`, and one for each event with text since. If an engine puts several
+        into an event without a `usage`, there are more."""
         self.prompt_tokens: int | None = None
-        """As the last `usage` has it."""
+        """Prompt tokens in the last `usage`."""
         self.finish: str | None = None
+        self.tells_finish = False
+        """Whether the engine sends the field that will say why the answer ends."""
+        self._has_begun = False
+        """Whether an event was read."""
         self.has_usage = False
-        """The account at the end was given."""
+        """Whether the usage at the end has come."""
         self.is_done = False
         self.is_full = False
-        """An engine says that the answer has all the tokens that it may have."""
+        """Whether an engine says that the answer has all the tokens that it may have."""
         self.obstacle = ""
+
+        self.is_closed = False
+        """Whether an event said that the text has ended, though perhaps not why."""
 
     @property
     def text(self) -> str:
-        """All of it."""
-        return "".join(self._pieces)
+        """The whole text so far."""
+        return self._text.decode()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was said that an answer made anew might contradict."""
-        return not (self._pieces or self.made or self.finish or self.obstacle or self.has_usage)
+        """Whether nothing was sent that a new answer might contradict."""
+        return not (self._text or self.made or self.finish or self.obstacle or self.has_usage or self.is_closed)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an answer that seems to end here was given up: it is empty, or lacks the finish reason though its
+        engine gives one."""
+        return not self.finish and (self.tells_finish or not self._has_begun)
 
     def read(self, data: bytes) -> None:
-        """The data of one more event."""
-        if data == b"[DONE]":
+        """Read the data of one more event."""
+        if data == DONE_DATA:
             self.is_done = True
             return
+        self._has_begun = True
         try:
-            event = orjson.loads(data)
-            if not self.head:
-                self.head = {name: event[name] for name in _HEAD if name in event}
-            choices = event.get("choices") or ()
-            for choice in choices:
-                self._choice(choice)
-            usage = event.get("usage")
-            if usage:
-                self.made, self.prompt_tokens = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
-                self.has_usage |= not choices
+            self._event(orjson.loads(data))
         except (AttributeError, KeyError, TypeError, ValueError):
             self.obstacle = "an event that is not one of the API"
+
+    def _event(self, event: dict[str, Any]) -> None:
+        """Read one event. Raises AttributeError, KeyError, TypeError or ValueError if it does not fit the API."""
+        if not self.head:
+            self.head = {name: event[name] for name in _HEAD if name in event}
+        choices = event.get("choices") or ()
+        for choice in choices:
+            self._choice(choice)
+        usage = event.get("usage")
+        if usage:
+            self.made, self.prompt_tokens = int(usage["completion_tokens"]), int(usage["prompt_tokens"])
+            self.has_usage |= not choices
+
+    def _piece(self, text: str) -> None:
+        """Add a piece of text, which counts as one token."""
+        encoded = text.encode()  # raises AttributeError if it is no text
+        self._text += encoded
+        self.text_bytes += len(encoded)
+        self.made += 1
 
     def _choice(self, choice: Mapping[str, Any]) -> None:
         if choice.get("index"):
@@ -79,6 +96,7 @@ class Said:
         if choice.get("logprobs"):
             self.obstacle = "log-probabilities"
         finish, has_role = choice.get("finish_reason"), False
+        self.tells_finish |= "finish_reason" in choice
         if self._is_chat:
             delta = choice.get("delta") or {}
             piece = delta.get("content")
@@ -90,66 +108,18 @@ class Said:
         else:
             piece = choice.get("text")
         if piece:
-            self._pieces.append(piece)
-            self.text_bytes += len(piece.encode())  # no text has no `encode`
-        self.made += bool(piece) or (piece is not None and not has_role and not finish)
+            self._piece(piece)
+        elif piece is not None and not has_role and not finish:
+            self.made += 1
         if finish or has_role:
             self.has_role |= has_role
             self.finish = finish or self.finish
 
 
-class Record:
-    """Keeps what a client was sent of a stream, within bounds; once those are exceeded, nothing more."""
+class NamedEventsSaid(Said):
+    """The state of one answer in an API with named events: messages and responses."""
 
-    __slots__ = ("_chunks", "_decoder", "_keep", "_more_at", "_reserved", "_said", "_size", "is_kept")
-
-    def __init__(self, endpoint: Endpoint, keep: Callable[[int], bool]) -> None:
-        """`keep` is asked for room for so many bytes more."""
-        self._keep = keep
-        self._chunks: list[bytes] = []
-        self._size = 0
-        """Memory that they take."""
-        self._reserved = self._more_at = 0
-        self._decoder = SseDecoder(MAX_TEXT_BYTES)
-        self._said = Said(endpoint)
-        self.is_kept = True
-        """False: it was too much, and nothing is left of it."""
-
-    def add(self, chunk: bytes) -> None:
-        """The client was sent `chunk`: whole events, or a part of one that is too long to wait for."""
-        self._chunks.append(chunk)
-        self._size += len(chunk) + _CHUNK_BYTES
-        if self._size > self._more_at:
-            self._more()
-
-    def _more(self) -> None:
-        if not self.is_kept:
-            self._drop()
-            return
-        if self._size > FOLD_BYTES:
-            self._fold()
-        wanted = self._size + self._said.text_bytes
-        while self.is_kept and self._reserved < wanted:
-            self.is_kept = self._said.text_bytes <= MAX_TEXT_BYTES and self._keep(RESERVE_BYTES)
-            self._reserved += RESERVE_BYTES
-        self._more_at = min(FOLD_BYTES, self._reserved - self._said.text_bytes)
-        if not self.is_kept:
-            self._drop()
-
-    def _fold(self) -> None:
-        try:
-            for data in self._decoder.feed(b"".join(self._chunks)):
-                self._said.read(data)
-        except ValueError:  # an event without an end
-            self.is_kept = False
-        self._chunks.clear()
-        self._size = 0
-
-    def _drop(self) -> None:
-        self._chunks.clear()
-        self._size = self._more_at = 0
-
-    def read(self) -> Said:
-        """What was said in all that was added."""
-        self._fold()
-        return self._said
+    @property
+    def is_cut(self) -> bool:
+        """See Said. Only an empty answer shows that it was given up (`cut_answers`)."""
+        return self.is_empty and bool(self.head)

@@ -1,8 +1,8 @@
-"""The session under which an engine gets a request, so that its KV events say which blocks the request has.
+"""Give each request a session id at its engine, so that the engine's KV events say which blocks the request has.
 
-vLLM takes it from the header X-Session-ID and puts it into the events of blocks that it stores for the request. It is
-the gateway's own and new for each attempt: a client may use one for a whole conversation, or somebody else's. What the
-client calls it is put back where an answer has the header. Pods whose events are not followed get the client's.
+vLLM reads the id from the header X-Session-ID and puts it into the events of the blocks that it stores for the request.
+The gateway makes a new id for each attempt, since a client may use one id for a whole conversation, or that of somebody
+else. The client's own id is put back if an answer has the header. Pods whose events are not followed get the client's.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from router.gateway.exchange import Exchange
 from router.gateway.inbound import Inbound
 
 MULTIPLE = "gateway"
-"""Session of a request with several prompts: blocks of one session are taken to be of one prompt."""
+"""Session of a request with several prompts, since the blocks of any other session count as those of one prompt."""
 
 
 class Sessions:
-    """Gives attempts their session, and tells the feed of events what becomes of them."""
+    """Gives attempts their sessions, and tells the event feed how they end."""
 
     def __init__(self, feed: EventFeed | None) -> None:
         self._feed = feed
 
     def begin(self, pod: Pod, inbound: Inbound, at_s: float) -> str | None:
-        """The session of an attempt that is about to be sent; None: the client's own, if any, goes on."""
+        """Return the session of an attempt that is about to be sent; None: the client's own, if any, is sent."""
         feed = self._feed
         if feed is None or not feed.follows(pod.pod_id):
             return None
@@ -41,16 +41,16 @@ class Sessions:
         return session
 
     def ended(self, exchange: Exchange) -> None:
-        """The request was answered."""
+        """Tell the feed that the request was answered."""
         last = exchange.last
         if self._feed is None or last is None or last.session_id is None or exchange.status != 200:
             return
-        # What a stream that several pods gave says at its end is the last one's account.
+        # If several pods gave a stream, the usage at its end is that of the last pod.
         self._feed.on_answered(last.pod.pod_id, last.session_id, exchange.usage.prompt_tokens)
 
 
 def restore(answer: CIMultiDict[str], exchange: Exchange) -> None:
-    """Put the client's own session into an answer that has the gateway's."""
+    """Put the client's own session id into an answer that has the gateway's."""
     if headers.SESSION in answer and any(attempt.session_id is not None for attempt in exchange.attempts):
         answer.popall(headers.SESSION)
         if exchange.client_session is not None:

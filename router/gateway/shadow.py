@@ -1,4 +1,4 @@
-"""Shadow policies: what other policies would have chosen, counted beside what was done."""
+"""Shadow policies: count what other policies would have chosen, beside what was done."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 class Shadows:
     """Policies that are asked about live requests and decide nothing.
 
-    Each keeps a memory of its own, as if its choices had been followed, for each model. What it sees of caches and
-    loads is what the acting policy made of them. So it tells what it would decide at this moment, not what the fleet
-    would be like under it.
+    For each model, each policy keeps its own memory, as if its choices had been followed. But the caches and loads that
+    it sees result from the acting policy. So it shows what it would decide at this moment, not how the fleet would be
+    under it.
     """
 
     def __init__(
         self, names: Sequence[str], make_policies: Callable[[], Mapping[str, Policy]], metrics: Metrics
     ) -> None:
-        """`make_policies`: every policy by name, new, `predicted_ttft` among them."""
+        """`make_policies`: returns new policies by name, `predicted_ttft` among them."""
         self._names = names
         self._make_policies = make_policies
         self._policies: dict[str, Mapping[str, Policy]] = {}
@@ -39,9 +39,9 @@ class Shadows:
         pods: Sequence[PodView],
         in_force: Callable[[str], str],
     ) -> None:
-        """Count what each shadow policy makes of a request that `acting` has decided. A policy that fails is counted.
+        """Count what each shadow policy would choose for a request that `acting` has decided. Failures are counted too.
 
-        `pods`: what `acting` chose from. `in_force`: the policy that stands in for one that cannot be used now.
+        `pods`: the pods that `acting` chose from. `in_force` maps a policy that cannot be used now to its substitute.
         """
         started_s = time.perf_counter()
         policies = self._policies.get(model)
@@ -60,7 +60,7 @@ class Shadows:
                     cached_tokens=(pods[acting.pod].matched_tokens, pods[chosen].matched_tokens),
                     ttft_s=(ttfts_s[acting.pod], ttfts_s[chosen]),
                 )
-            except Exception:  # the request has its pod, whatever is wrong here
+            except Exception:  # the request has its pod already, so no error here may stop it
                 self._metrics.shadow_failed(acting.policy, name)
                 if name not in self._logged:
                     self._logged.add(name)
@@ -69,7 +69,7 @@ class Shadows:
 
 
 def _ttfts_s(policies: Mapping[str, Policy], request: RequestInfo, pods: Sequence[PodView]) -> Sequence[float]:
-    """Predicted seconds to the first token on each pod: one estimate for all policies, most of which have none."""
+    """Return the predicted seconds to the first token on each pod, for all policies, few of which predict it."""
     predictor = policies["predicted_ttft"]
     assert isinstance(predictor, PredictedTtft)
     return predictor.ttfts_s(request, pods)

@@ -1,4 +1,4 @@
-"""What gateways share of pods that publish nothing, put together; and what stands in its place without Redis."""
+"""Set up what gateways share about pods that publish nothing, or its replacement without Redis."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ from router.routing.types import PodId
 
 
 class SharingView(Protocol):
-    """What operators are shown of it."""
+    """The part of sharing that operators see."""
 
     def status(self) -> BeliefStatus:
-        """Counters and state."""
+        """Return counters and state."""
 
     def in_flight(self) -> Counter[PodId]:
-        """Requests of other gateways, by pod."""
+        """Return the requests of other gateways in flight, by pod."""
 
 
 class NoSharing:
-    """A gateway that goes by what it did itself."""
+    """Sharing of a gateway that knows only what it did itself."""
 
     def status(self) -> BeliefStatus:
-        """Nothing is shared."""
+        """Return the status of a gateway that shares nothing."""
         return BeliefStatus()
 
     def in_flight(self) -> Counter[PodId]:
-        """Of others nothing is known."""
+        """Return an empty count: other gateways are not known."""
         return Counter()
 
 
 def new_notebook(name: str, stride: int) -> Notebook:
-    """For a gateway that has just started. `name`: for operators; others tell gateways apart by a random number."""
+    """Return the notebook of a gateway that has just started. `name` is for operators only; gateways tell each other
+    apart by a random number."""
     return Notebook(Life(secrets.randbits(64) or 1), name, stride)
 
 
 class Sharing:
-    """Needs a running loop. The work that `start` returns is for the caller to keep."""
+    """Shares with other gateways by Redis. Needs a running loop. The caller runs the work that `start` returns."""
 
     def __init__(
         self,
@@ -76,8 +77,10 @@ class Sharing:
         self._learnt = LearntSync(redis_url, learning)
 
     async def start(self) -> Sequence[tuple[str, Coroutine[Any, Any, None]]]:
-        """Load what others have learnt, before any pod is known: what they tell of pods is reckoned with it. Then what
-        there is to do until the end, and its name."""
+        """Load what others have learnt, and return the names and coroutines of the work to run until the end.
+
+        Call it before any pod is known, since the ratios that others learnt are needed to read what they tell of pods.
+        """
         await self._learnt.load()
         return (
             ("telling the other gateways", self.publisher.run()),
@@ -86,7 +89,7 @@ class Sharing:
         )
 
     def fleet_changed(self, change: FleetChange) -> None:
-        """Which pods there are. Call it after what was believed of ended lives has been dropped."""
+        """Take a change of the set of pods. Call it after the keys of restarted or removed pods have been dropped."""
         self.reader.set_pods(change.pods.keys(), change.ended)
 
     def status(self) -> BeliefStatus:
@@ -105,7 +108,7 @@ class Sharing:
         return self._others.in_flight()
 
     async def close(self) -> None:
-        """The tasks have ended: say goodbye to the others."""
+        """Tell the other gateways that this one ends. Call it after the tasks have ended."""
         await asyncio.gather(self.publisher.close(), self._learnt.close())
         await self._reader_wire.close()
 
@@ -119,7 +122,7 @@ def make_sharing(
     learning: LearntSource,
     stride: int,
 ) -> Sharing | NoSharing:
-    """`redis_url`, `notebook`: None where nothing is shared."""
+    """Return the sharing of this gateway. `redis_url`, `notebook`: None if nothing is shared."""
     if redis_url is None or notebook is None:
         return NoSharing()
     return Sharing(redis_url, notebook, pod_of, chooser, telling, learning, stride=stride)

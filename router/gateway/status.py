@@ -1,4 +1,4 @@
-"""What the gateway says of itself and its fleet: health, readiness, metrics, models, pods."""
+"""Report the state of the gateway and its fleet: health, readiness, metrics, models, pods."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.contract.errors import BadRequest, quoted
 from router.events.follow import Streams
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet
+from router.fleet.inference_objectives import Objectives
 from router.fleet.lack import Lacks
 from router.fleet.member import Member
 from router.fleet.pod import Pod
@@ -30,6 +31,7 @@ from router.gateway.waiting import WaitingRoom
 from router.registry.beliefs_reader import BeliefStatus
 from router.routing.types import PodId
 from router.telemetry.beliefs import BeliefValues
+from router.telemetry.inference import InferenceValues
 from router.telemetry.metrics import GaugeValues, Metrics
 from router.tenants.limiter import Limiter
 from router.tenants.usage_log import UsageLog
@@ -38,7 +40,7 @@ MAX_COUNT_DIGITS = 6
 
 
 class Status:
-    """Handlers that read state and change none. `is_warm` is set once the registry was loaded, or given up on."""
+    """Handlers that read state and change none. `is_warm`: set once the registry is loaded, or its load given up."""
 
     def __init__(
         self,
@@ -57,7 +59,9 @@ class Status:
         events: Streams,
         scraper: Scraper | None = None,
         names: Names | None = None,
+        objectives: Objectives | None = None,
     ) -> None:
+        self._objectives = objectives
         self._names = names or Names()
         self._scraper = scraper
         self._discovery = discovery
@@ -78,11 +82,11 @@ class Status:
         self._started_s = self._clock()
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 while the process lives."""
+        """Answer 200 while the process lives."""
         return json_response({"status": "ok"})
 
     def missing(self) -> list[str]:
-        """What the gateway lacks to route, in words; empty: it is ready."""
+        """Return descriptions of what the gateway lacks to route; empty if it is ready."""
         discovery = self._discovery.status()
         missing = []
         if self._admission.is_draining:
@@ -91,14 +95,17 @@ class Status:
             missing.append(f"the engines are not known yet{f': {discovery.problem}' if discovery.problem else ''}")
         elif not self._fleet.is_probed:
             missing.append("the engines have not been asked yet")
+        elif self._scraper is not None and not self._scraper.knows_ranks:
+            missing.append("the engines have not been asked for their data-parallel ranks yet")
         if not self.is_warm:
             missing.append("the registry is being loaded")
         return missing
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 once the gateway knows what it needs to route; the body says what is missing.
+        """Answer 200 once the gateway knows what it needs to route; the body says what is missing.
 
-        Neither a fleet without engines is a reason, as clients hear of it, nor Redis trouble. `?engines=N`: see `_few`.
+        A gateway is ready even if the fleet has no engines, since clients get an error for that, or if Redis fails.
+        `?engines=N`: see `_few`.
         """
         discovery = self._discovery.status()
         admitted = len(self._fleet.admitted())
@@ -113,28 +120,30 @@ class Status:
                 "sync_age_s": round(self._sync_age_s(discovery), 3),
                 "errors": discovery.errors,
                 "problem": discovery.problem,
+                "pool_valid": discovery.is_pool_valid,
             },
+            "objectives": _objective_facts(self._objectives),
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
             "sharing": _few_facts(self._sharing.status()),
         }
         return json_response(detail, status=503 if missing else 200)
 
     def _ejected(self) -> int:
-        """Pods that are ejected for failing requests, though their probes go well."""
+        """Number of pods that are ejected for failed requests although their probes succeed."""
         return sum(pod.faults.is_ejected for pod in self._fleet.answering())
 
     def _sync_age_s(self, discovery: DiscoveryStatus) -> float:
-        """Seconds since the set of engines was last known to be complete; since the start before the first time."""
+        """Seconds since the set of engines was last known to be complete; since the start if it never was."""
         since_s = self._started_s if discovery.synced_at_s is None else discovery.synced_at_s
         return max(0.0, self._clock() - since_s)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Prometheus text."""
+        """Answer with the metrics as Prometheus text."""
         text = self._metrics.render(self._gauge_values())
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def families(self) -> list[Metric]:
-        """The same numbers, for another format."""
+        """Return the metrics, for another format."""
         return self._metrics.families(self._gauge_values())
 
     def _gauge_values(self) -> GaugeValues:
@@ -166,6 +175,9 @@ class Status:
             discovery_sync_age_seconds=self._sync_age_s(discovery),
             discovery_errors=discovery.errors,
             discovery_relists=discovery.relists,
+            inference=InferenceValues(
+                discovery.is_pool_valid, None if self._objectives is None else len(self._objectives)
+            ),
             registry_configured=self._has_registry,
             registry_connected=status.connected,
             registry_expired=status.expired,
@@ -200,31 +212,31 @@ class Status:
         )
 
     async def models(self, request: web.Request) -> web.Response:
-        """The union of the pods' model lists and the operator's names, as far as the tenant may use them, each model
-        as its first pod describes it."""
+        """Answer with the models of all pods and the operator's names that the tenant may use, each model as its first
+        pod describes it."""
         models, tenant = self._fleet.models(), tenant_of(request)
         cards = {name: models[name].card for name in models if tenant.may_use(name)}
         cards |= self._names.cards(models, tenant)
         return json_response({"object": "list", "data": [orjson.Fragment(cards[name]) for name in sorted(cards)]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """One model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
+        """Answer with one model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
         name, tenant = request.match_info["model"], tenant_of(request)
         check_allowed(tenant, name)
         if name in self._names:
             card = self._names.cards(self._fleet.models(), tenant).get(name)
             if card is None:
-                name = self._names.model(name, tenant, lambda model: False, b"")  # says why: it is not served
+                name = self._names.model(name, tenant, lambda model: False, b"")  # raises: it is not served
             else:
                 return json_response(orjson.Fragment(card))
         return json_response(orjson.Fragment(find_model(self._fleet, name, tenant).card))
 
     async def pods(self, request: web.Request) -> web.Response:
-        """Every engine of discovery, each data-parallel rank by itself: who it is, whether it takes requests, its load
-        as the policies see it; and what the other gateways tell.
+        """Answer with every engine that discovery found, each data-parallel rank by itself: its identity, whether it
+        takes requests, its load as the policies see it, and what the other gateways tell of it.
 
-        It takes requests when it is `ready`, as discovery has it, and `admitted`, as the probe has it, and is not
-        `ejected` for failing them.
+        An engine takes requests if discovery calls it `ready`, the probe has `admitted` it, and it is not `ejected` for
+        failing requests.
         """
         now_s = self._clock()
         elsewhere = self._sharing.in_flight()
@@ -264,8 +276,13 @@ class Status:
         return shown
 
 
+def _objective_facts(objectives: Objectives | None) -> dict[str, Any] | None:
+    """Return facts about the objectives; None if none are followed."""
+    return None if objectives is None else {"known": len(objectives), "problem": objectives.status().problem}
+
+
 def _few_facts(status: BeliefStatus) -> dict[str, Any]:
-    """Without names: whoever may ask whether the gateway is ready."""
+    """Return the facts without names, since anybody may ask whether the gateway is ready."""
     return {
         "sharing": status.sharing,
         "connected": status.connected,
@@ -275,7 +292,7 @@ def _few_facts(status: BeliefStatus) -> dict[str, Any]:
 
 
 def _few(wanted: str | None, admitted: int) -> list[str]:
-    """What is missing for somebody who waits until so many engines take requests. Raises BadRequest for no number."""
+    """Return what is missing for a caller that waits for `wanted` engines. Raises BadRequest if that is no number."""
     if wanted is None:
         return []
     if not wanted.isdecimal() or len(wanted) > MAX_COUNT_DIGITS:
@@ -284,5 +301,5 @@ def _few(wanted: str | None, admitted: int) -> list[str]:
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
-    """`value` as a JSON response."""
+    """Return `value` as a JSON response."""
     return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")

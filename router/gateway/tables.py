@@ -1,4 +1,4 @@
-"""The tables of large fleets' pods, by model: made when a fleet grows large, and anew when its pods change."""
+"""Tables of the pods of large fleets, by model: made when a fleet grows large, and again when its pods change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.registry.rooms import Rooms
 from router.routing.wide import PodTable
 
 WIDE_FROM = 32
-"""Pods from which a table is faster than a view of each: about as fast at 24."""
+"""Number of pods from which a table is faster than a view of each pod; at 24 both take about the same time."""
 
 
 @dataclass(slots=True)
@@ -23,12 +23,12 @@ class Tables:
     """A table for each model; models with the same pods (adapters) share one."""
 
     def __init__(self, rooms: Rooms) -> None:
-        """`rooms`: what the pods' caches can take, which each table has a column of."""
+        """`rooms`: the room in the pods' caches, which is a column of each table."""
         self._rooms = rooms
         self._kept: dict[str, _Kept] = {}
 
     def of(self, model: str, pods: Sequence[Pod]) -> PodTable:
-        """The table of `pods`, which the model has now, in order of pod id."""
+        """Return the table of `pods`: all pods of the model now, in order of pod id."""
         kept = self._kept.get(model)
         if kept is not None and kept.pods is pods:
             return kept.table
@@ -43,7 +43,7 @@ class Tables:
         return table
 
     def drop(self, model: str) -> None:
-        """Forget the model's table: it has few pods, or none."""
+        """Drop the table of a model that now has few pods or none."""
         kept = self._kept.pop(model, None)
         if kept is not None:
             self._close_unused(kept.table)

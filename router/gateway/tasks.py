@@ -1,4 +1,4 @@
-"""Work that goes on beside the requests, for as long as a block lasts."""
+"""Run background work while a block lasts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.asynccontextmanager
 async def running_task(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """`work` as a task while the block lasts."""
+    """Run `work` as a task while the block lasts."""
     task = asyncio.create_task(work)
     try:
         yield task

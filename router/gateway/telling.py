@@ -1,4 +1,4 @@
-"""Tells who listens, and the other gateways, what this one sends to pods that publish nothing."""
+"""Tell listeners and the other gateways what this gateway sends to pods that publish nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.routing.types import PodId
 
 
 class Told:
-    """One request on its pod, for those who are told of it."""
+    """Reports one request on its pod to listeners and other gateways."""
 
     __slots__ = (
         "_keys",
@@ -47,7 +47,7 @@ class Told:
         self._sent_s = 0.0
 
     def sent(self) -> None:
-        """It goes there."""
+        """Report that the request is sent to the pod."""
         telling = self._telling
         now_s = self._sent_s = telling.clock()
         telling.heard(self._pod, self._session_id, self._keys, self._prompt_tokens, now_s)
@@ -63,26 +63,26 @@ class Told:
             )
 
     def began(self, cached_tokens: int | None) -> None:
-        """Its first token came."""
+        """Report that the first token came."""
         if self._telling.notebook is not None:
             self._telling.notebook.began(self._number, self._telling.clock(), cached_tokens)
 
     def ended(self) -> None:
-        """It has left its pod."""
+        """Report that the request has left the pod."""
         if self._telling.notebook is not None:
             self._telling.notebook.ended(self._number, self._telling.clock())
 
     def undone(self, keys: Keys) -> None:
-        """It never ran there; `keys` count as held no more."""
+        """Report that the request never ran, so the pod no longer counts as holding `keys`."""
         if self._telling.notebook is not None and self._number >= 0:
             self._telling.notebook.undone(self._pod, keys, self._sent_s)
 
 
 class Telling:
-    """`publishes`: whether a pod tells the registry what it holds and does; of those nothing has to be told."""
+    """`publishes`: whether a pod reports to the registry itself, so that gateways need not tell each other of it."""
 
     def __init__(self, publishes: Callable[[PodId], bool], notebook: Notebook | None, clock: Clock) -> None:
-        """`notebook`: None where there is nobody to tell."""
+        """`notebook`: None if there are no other gateways to tell."""
         self._publishes = publishes
         self.notebook = notebook
         self.clock = clock
@@ -97,7 +97,7 @@ class Telling:
         return not self._publishes(pod)
 
     def heard(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        """A request goes to a pod, from here or from another gateway."""
+        """Tell the listeners that this or another gateway sends a request to a pod."""
         for listener in self._listeners:
             listener(pod, session_id, keys, prompt_tokens, at_s)
 
@@ -111,17 +111,17 @@ class Telling:
         uncached_tokens: int,
         output_tokens: int,
     ) -> Told | None:
-        """For a request that is about to go to a pod; None where nobody is told of it."""
+        """Return what reports a request that is about to go to a pod; None if nobody is told of that pod."""
         if self._publishes(pod) or (self.notebook is None and not self._listeners):
             return None
         return Told(self, pod, session_id, keys, prompt_tokens, uncached_tokens, output_tokens)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int) -> None:
-        """An answer told that the pod had held less than was believed."""
+        """Report that the pod had held less than the index said, as an answer told."""
         if self.notebook is not None and not self._publishes(pod):
             self.notebook.refuted(pod, keys, held_strides, cached_tokens, self.clock())
 
     def forgotten(self, pod: PodId, *, is_sure: bool) -> None:
-        """Nothing is believed of the pod any more: it was emptied (`is_sure`), or another life of it has begun."""
+        """Report that all keys of the pod are dropped: its cache was emptied (`is_sure`), or the pod has restarted."""
         if self.notebook is not None and not self._publishes(pod):
             self.notebook.forgotten(pod, self.clock(), is_sure=is_sure)

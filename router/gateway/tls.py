@@ -1,4 +1,4 @@
-"""TLS on both sides: towards engines, and towards clients with a certificate that may be renewed while it is in use."""
+"""TLS towards engines, and towards clients with a certificate that may be renewed while it is in use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REREAD_S = 5.0
 
 
 class TlsFileError(UnusableFile):
-    """A file of a certificate or key that cannot be used; the text names it, and holds nothing of a key."""
+    """A file with a certificate or key cannot be used. The message names the file and has no part of a key."""
 
 
 class _NamedContext(ssl.SSLContext):
-    """Asks every server for the certificate of one name, whatever its address."""
+    """Expects the certificate of one name from every server, whatever its address."""
 
     server_name: str
 
@@ -30,10 +30,10 @@ class _NamedContext(ssl.SSLContext):
 
 
 def engine_context(ca_file: str | None, server_name: str | None) -> ssl.SSLContext:
-    """For connections to engines. Raises TlsFileError.
+    """Return a context for connections to engines. Raises TlsFileError.
 
-    `ca_file`: of who signed their certificates; None: the system's. `server_name`: the name in their certificates;
-    None: their address.
+    `ca_file`: authorities that signed the engines' certificates; None: the system's. `server_name`: the name in the
+    certificates; None: the engine's address.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if server_name is not None:
@@ -50,15 +50,15 @@ def engine_context(ca_file: str | None, server_name: str | None) -> ssl.SSLConte
 
 
 def client_context() -> ssl.SSLContext:
-    """For connections of clients."""
+    """Return a context for clients' connections."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
 
 class Certificate:
-    """The certificate and key that the other side is shown; `context` takes a new pair while it is in use."""
+    """The certificate and key that `context` presents. It takes a new pair while it is in use."""
 
     def __init__(self, context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
-        """Raises TlsFileError."""
+        """Load the pair into `context`. Raises TlsFileError."""
         self._files = (cert_file, key_file)
         self.context = context
         self._contents = self._read()
@@ -71,18 +71,18 @@ class Certificate:
             raise TlsFileError(f"{error.filename} cannot be read: {_why(error)}") from None
 
     def renew(self) -> bool:
-        """Read the files again. Whether there was a new pair, which new connections see. Raises TlsFileError."""
+        """Read the files again. Return whether there is a new pair, which new connections use. Raises TlsFileError."""
         contents = self._read()
         if contents == self._contents:
             return False
-        # Tried apart first: a pair that does not fit would spoil the one in use.
+        # Load the pair into another context first: a mismatched pair would break the one in use.
         _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *self._files)
         _load(self.context, *self._files)
         self._contents = contents
         return True
 
     async def follow(self) -> None:
-        """Renew it again and again, until cancelled. While the files cannot be used, the last pair holds."""
+        """Renew the pair periodically, until cancelled. While the files cannot be used, the last pair stays."""
         told = ""
         while True:
             await asyncio.sleep(REREAD_S)
@@ -98,7 +98,7 @@ class Certificate:
 
 def _load(context: ssl.SSLContext, cert_file: str, key_file: str | None) -> None:
     try:
-        context.load_cert_chain(cert_file, key_file, password=lambda: b"")  # asks nobody at a terminal
+        context.load_cert_chain(cert_file, key_file, password=lambda: b"")  # never prompt at a terminal
     except (OSError, ssl.SSLError, ValueError) as error:
         raise TlsFileError(f"{cert_file} and {key_file} cannot be used: {_why(error)}") from None
 

@@ -1,7 +1,7 @@
-"""A request's spans: one for the request, and one for each attempt at an engine under it.
+"""A request's spans: one for the request, with one below it for each attempt at an engine.
 
-Names of attributes: OpenTelemetry's conventions for generative AI (`gen_ai.*`) and HTTP where there is one, else
-`warmroute.*`. No span carries a word of a prompt, of an answer or of an engine's error, nor a key.
+Attributes have the names of OpenTelemetry's conventions for generative AI (`gen_ai.*`) and HTTP if these have one, else
+`warmroute.*`. No span contains text of a prompt, an answer or an engine's error, or a key.
 """
 
 from __future__ import annotations
@@ -11,45 +11,36 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from engine.contract.otel.operations import PROVIDER, operation_of
+from engine.contract.otel.request_span import known, request_span
 from engine.contract.otel.running import tracing
-from engine.contract.otel.tracer import Kind, Span, Trace, Tracer, Value
+from engine.contract.otel.tracer import Span, SpanKind, Trace, Tracer, Value
 from router.gateway.attempt import Attempt
 from router.gateway.exchange import CLIENT_GONE, Exchange
 from router.gateway.outcome import Outcome
 
 PLACES = 6
-"""Of seconds: microseconds."""
+"""Decimal places of times in seconds: microseconds."""
 SERVICE = "warmroute-gateway"
-"""The name that traces and metrics are sent under, unless the environment gives another."""
+"""The service name of traces and metrics, unless the environment gives another."""
 TRACER: web.AppKey[Tracer | None] = web.AppKey("tracer")
 
 
 async def run_tracer(app: web.Application) -> AsyncIterator[None]:
-    """A context of the application: what begins traces, where the environment asks for them. Raises ConfigError."""
+    """Run the tracer for the application's life, if the environment asks for traces. Raises ConfigError."""
     async with tracing(SERVICE) as app[TRACER]:
         yield
 
 
 def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> list[Span]:
-    """The spans of a request that has ended. `path`: of a known endpoint. `ended_s`: of the loop's clock."""
+    """Return the spans of a request that has ended. `path`: of a known endpoint. `ended_s`: on the loop's clock."""
 
     def at_ns(loop_s: float) -> int:
         return trace.started_ns + round(1e9 * (loop_s - exchange.arrived_s))
 
     inbound, last, usage = exchange.inbound, exchange.last, exchange.usage
     status = exchange.status or HTTPStatus.INTERNAL_SERVER_ERROR
-    operation, model = operation_of(path), inbound.model if inbound else ""
-    attributes: dict[str, Value | None] = {
-        "http.request.method": "POST",
-        "http.response.status_code": int(status),
-        "url.path": path,
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model or None,
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+    more: dict[str, Value | None] = {
+        "http.request.method": inbound.resource[0] if inbound is not None and inbound.resource else "POST",
         "warmroute.request_id": exchange.request_id,
         "warmroute.tenant": exchange.tenant.name,
         "warmroute.attempts": len(exchange.attempts),
@@ -57,30 +48,26 @@ def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> lis
         "warmroute.queue_s": round(exchange.queued_s, PLACES),
     }
     if inbound is not None:
-        attributes["gen_ai.request.stream"] = inbound.stream
-        attributes["warmroute.prompt_tokens.estimated"] = inbound.prompt_tokens
+        more["gen_ai.request.stream"] = inbound.stream
+        more["warmroute.prompt_tokens.estimated"] = inbound.prompt_tokens
     if last is not None:
-        attributes |= _decision(last)
+        more |= _decision(last)
     if exchange.first_byte_s is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = round(exchange.first_byte_s - exchange.arrived_s, PLACES)
-    name = f"{operation} {model}" if model else operation
+        more["gen_ai.response.time_to_first_chunk"] = round(exchange.first_byte_s - exchange.arrived_s, PLACES)
     spans = [
-        Span(
-            name,
-            Kind.SERVER,
-            trace,
-            trace.span_id,
-            trace.parent_id,
-            trace.started_ns,
-            at_ns(ended_s),
-            {key: value for key, value in attributes.items() if value is not None},
-            _error(int(status), last),
+        request_span(
+            *(trace, path, inbound.model if inbound else ""),
+            end_ns=at_ns(ended_s),
+            status=int(status),
+            error=_error(int(status), last),
+            tokens=(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            more=more,
         )
     ]
     spans += [
         Span(
             "attempt",
-            Kind.CLIENT,
+            SpanKind.CLIENT,
             trace,
             attempt.span_id,
             trace.span_id,
@@ -95,7 +82,7 @@ def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> lis
 
 
 def _decision(attempt: Attempt) -> dict[str, Value | None]:
-    """Why it went there, and what came of that."""
+    """Return the attributes that tell why the attempt went to its pod, and how the prediction turned out."""
     choice = attempt.choice
     actual_s = None if attempt.first_byte_s is None else round(attempt.first_byte_s - attempt.sent_s, PLACES)
     return {
@@ -110,19 +97,18 @@ def _decision(attempt: Attempt) -> dict[str, Value | None]:
 
 def _attempt(attempt: Attempt) -> dict[str, Value]:
     outcome = "cancelled" if attempt.outcome is None else attempt.outcome.name.lower()
-    known: dict[str, Value | None] = {**_decision(attempt), "warmroute.outcome": outcome}
-    return {key: value for key, value in known.items() if value is not None}
+    return known({**_decision(attempt), "warmroute.outcome": outcome})
 
 
 def _failure(attempt: Attempt) -> str:
-    """Why it failed, in a word; empty where its answer was passed on, or another attempt was faster."""
+    """Return the attempt's error type; empty if its answer was passed on or another attempt was faster."""
     if attempt.outcome in (None, Outcome.ANSWERED):
         return ""
     return attempt.reason or attempt.outcome.name.lower()
 
 
 def _error(status: int, last: Attempt | None) -> str:
-    """Why the request failed, in a word. A client's own mistakes (4xx) are no failures of who serves it."""
+    """Return the request's error type. A client's own mistakes (4xx) are not failures of the server."""
     if status == CLIENT_GONE:
         return "client_gone"
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -1,4 +1,4 @@
-"""One attempt at one pod, up to the moment the client may see something of it."""
+"""Open one attempt at one pod, up to the moment when the client may see something of its answer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ from dataclasses import dataclass
 
 from engine.contract.http.target import Target
 from router.fleet.lack import lack_of
+from router.fleet.pod import Pod
+from router.gateway.cut_answers import is_cut, is_end_alone
 from router.gateway.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, GivenUp, NotConnected
 from router.gateway.error_events import engine_error
-from router.gateway.errors import BadGateway, DeadlineExceeded, EngineLeaves, Lacking, UpstreamError
+from router.gateway.errors import BadGateway, DeadlineExceeded, EngineLeaves, OutOfResources, UpstreamError
+from router.gateway.inbound import Inbound
 from router.gateway.last_words import GAVE_UP, is_aborted, meaning, meaning_of_body
 from router.gateway.outcome import FAILURES, Outcome, of_status
+from router.gateway.said_responses import only_begins
+from router.gateway.upload import Upload
 
 WHOLE_BYTES = 2**20
-"""An answer up to this is read whole, so that a pod's death within it can be made good. A larger one is passed on as it
-comes: its client may take it as slowly as it likes."""
+"""An answer of up to this many bytes is read whole, so that another pod can be tried if the pod dies within it. A
+larger one is passed on as it comes, since its client may read slowly."""
+HEARD_AT_ONCE = "audio/"
+"""Content types that are no events but are passed on from their first byte: speech is played while the rest is made."""
+ANNOUNCED_BYTES = 2**18
+"""The announcement of a response, which repeats fields of the request, is held back until it has this many bytes."""
 MAX_ERROR_BYTES = 16 * 2**20
-"""Largest answer with an error, which is read whole: another pod may do better."""
+"""Largest answer with an error. It is read whole, since another pod may succeed."""
 
 
 @dataclass(slots=True)
 class Opened:
-    """An answer that has begun. `first`: what has come of its body; all of it where it `is_whole`."""
+    """An answer that has begun. `first`: what has come of its body; all of it if `is_whole`."""
 
     response: Answer
     first: bytes
@@ -31,37 +40,46 @@ class Opened:
 
     @property
     def outcome(self) -> Outcome:
-        """What the answer says of it, by its status and by the words of engines that are known."""
+        """The outcome that the answer tells, by its status and by known engines' error texts."""
         status = self.response.status
         outcome = of_status(status, says_when=status >= 300 and "Retry-After" in self.response.headers)
         if status >= 500:
             return meaning_of_body(self.first) or outcome
-        if outcome is Outcome.ANSWERED and (self.is_whole or self.is_stream) and is_aborted(self.first):
-            return Outcome.ABORTED
-        return outcome
+        if outcome is not Outcome.ANSWERED or not (self.is_whole or self.is_stream):
+            return outcome
+        without_a_word = is_end_alone if self.is_stream else is_cut
+        return Outcome.ABORTED if is_aborted(self.first) or without_a_word(self.first) else outcome
 
     def take_first(self) -> bytes:
-        """What has come of the body, which is not kept here any longer."""
+        """Return what has come of the body, and release it here."""
         first, self.first = self.first, b""
         return first
 
     def close(self) -> None:
-        """Be done with the answer, read to its end or not."""
+        """Release the answer, whether or not it was read to its end."""
         self.response.close()
 
 
 def failure_of(outcome: Outcome, opened: Opened) -> UpstreamError:
-    """What a client is told of an answer that is not passed on, should no other attempt do better."""
+    """Return the client's error for an answer that is not passed on, if no other attempt succeeds."""
     status = opened.response.status
     if outcome is Outcome.LEAVING:
         return EngineLeaves(f"the engine answered {status}: it shuts down")
     return BadGateway(GAVE_UP if outcome is Outcome.ABORTED else f"the engine answered {status}")
 
 
-class PodFailed(Exception):
-    """An attempt without an answer. `error` is for the client, should no other attempt do better.
+def target_of(pod: Pod, inbound: Inbound) -> Target:
+    """Return the target of the request at the pod."""
+    if inbound.resource is None:
+        return pod.targets[inbound.endpoint]
+    method, path = inbound.resource
+    return Target.of(pod.url + path, method)
 
-    `reason` is one of `outcome.FAILURES`, which gives the outcome where none is given.
+
+class PodFailed(Exception):
+    """An attempt without an answer. `error` is for the client if no other attempt succeeds.
+
+    `reason` is one of `outcome.FAILURES`, which gives the outcome if none is given.
     """
 
     def __init__(self, reason: str, error: UpstreamError, outcome: Outcome | None = None) -> None:
@@ -74,31 +92,37 @@ class PodFailed(Exception):
 async def open_answer(
     client: EngineClient,
     target: Target,
-    body: bytes,
+    body: bytes | Upload,
     fields: bytes,
     deadline_s: float,
     keep: Callable[[int], bool],
     on_sent: Callable[[], None],
 ) -> Opened:
-    """Send the request and wait for the answer's first byte, or for all of it where that is not much.
+    """Send the request and wait for the answer's first byte, or for all of a small answer that is no stream.
 
-    `fields`: header fields as they are sent. `keep` is asked for room for so many bytes more of an answer that is no
-    stream. `on_sent` is told once the request is on its way, or waits for a connection. Raises PodFailed, and Lacking
-    where that is no pod's fault. The caller closes the answer. When this raises or is cancelled, its connection is
-    closed already.
+    `fields`: header fields as they are sent. `keep` reserves bytes for an answer that is no stream, or returns False.
+    `on_sent` is called once the request is on its way or waits for a connection. Raises PodFailed, or OutOfResources if
+    no pod is at fault. The caller closes the answer. If this raises or is cancelled, the connection is closed already.
     """
     response: Answer | None = None
     try:
-        response = await client.post(target, fields, body, on_sent, deadline_s)
+        if isinstance(body, bytes):
+            response = await client.post(target, fields, body, on_sent, deadline_s)
+        else:
+            response = await client.upload(target, fields, body.pieces(), on_sent, deadline_s)
         is_stream = response.status == 200 and response.content_type == "text/event-stream"
-        if is_stream:
+        if is_stream or (response.status < 300 and response.content_type.startswith(HEARD_AT_ONCE)):
             first, is_whole = await response.readany(), False
+            while is_stream and len(first) < ANNOUNCED_BYTES and only_begins(first):
+                if not (more := await response.readany()):
+                    break
+                first += more
         elif response.status < 300:
             first, is_whole = await _beginning(response, keep)
         else:
             first, is_whole = await _error(response, keep), True
         if is_stream and not first:
-            text = "the engine sent a stream without a byte"
+            text = "the engine sent an empty stream"
             error: UpstreamError = BadGateway(text, f"{target.authority}: {text}")
             raise PodFailed("disconnect", error)
         if is_stream and (said := engine_error(first)) is not None:
@@ -114,13 +138,13 @@ async def open_answer(
         raise PodFailed("connect", error) from None
     except NotConnected as cause:
         if (lack := lack_of(cause)) is not None:
-            raise Lacking(lack) from None
+            raise OutOfResources(lack) from None
         why = f"{target.authority}: {cause}"
-        raise PodFailed("connect", BadGateway("no connection to the engine came about", why)) from None
+        raise PodFailed("connect", BadGateway("no connection to the engine could be made", why)) from None
     except GivenUp as cause:
         raise PodFailed("timeout", EngineLeaves(f"{target.authority}: {cause}", asleep=True)) from None
     except TimeoutError:
-        text = "the engine gave no answer in time"
+        text = "the engine did not answer in time"
         error = DeadlineExceeded(text, f"{target.authority}: {text}")
         raise PodFailed("timeout", error) from None
     except BrokeOff as cause:
@@ -136,7 +160,7 @@ def _broke_off(target: Target, cause: Exception) -> PodFailed:
 
 
 async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[bytes, bool]:
-    """The body, and whether that is all of it: there is more where it is large, or room is scarce."""
+    """Return the body's beginning, and whether it is all: a large body, or one without room, is not read whole."""
     chunks = []
     size = 0
     while chunk := await response.readany():
@@ -148,13 +172,13 @@ async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[byt
 
 
 async def _error(response: Answer, keep: Callable[[int], bool]) -> bytes:
-    """The body to its end. Raises PodFailed when there is no room for it."""
+    """Return the body of an error, to its end. Raises PodFailed if there is no room for it."""
     chunks = []
     size = 0
     while chunk := await response.readany():
         chunks.append(chunk)
         size += len(chunk)
         if size > MAX_ERROR_BYTES or not keep(len(chunk)):
-            error = BadGateway(f"the engine answered {response.status}, with more text than there is room for")
+            error = BadGateway(f"the engine answered {response.status}, with a body that is too large to keep")
             raise PodFailed("too_large", error)
     return b"".join(chunks)

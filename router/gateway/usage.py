@@ -1,4 +1,4 @@
-"""What an answer says of its tokens, from its headers or from the last bytes of its body. It is not parsed."""
+"""Find an answer's token counts in its headers or the last bytes of its body, without parsing the body."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ _NUMBER = {
     name: re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name.encode())
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
 }
-# Of /v1/messages: the prompt's tokens are in three counts. Inputs of tools are objects there, so nothing before the
-# last usage is looked at.
+# Of /v1/messages: the prompt's tokens are in three counts. A tool's input is an object there and may contain such
+# keys, so only the last usage is searched.
 _MESSAGE_PROMPT = tuple(
     re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name)
     for name in (b"input_tokens", b"cache_creation_input_tokens", b"cache_read_input_tokens")
 )
 _MESSAGE_OUTPUT = re.compile(rb'"output_tokens"\s*:\s*(\d{1,12})')
-# Where its beginning is there, nothing of it lies before the tail.
+# If the beginning of the usage is in the tail, all of the usage is.
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-# The event with the usage of the whole stream. Engines can be asked for usage in every event; the others say less.
+# The event with the usage of the whole stream. Engines may send usage in every event; earlier ones have less.
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one answer; None where the engine did not say."""
+    """Token counts of one answer; None if the engine did not say."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     is_final: bool = False
-    """They are the engine's account of all of it: of what an engine tells at all, it leaves out only what is 0."""
+    """Whether these are the engine's final counts. Of the counts that an engine ever gives, only zeros are missing."""
     is_broken: bool = False
-    """The answer broke off: more would have been generated."""
+    """Whether the answer broke off, so more would have been generated."""
 
     def computed_tokens(self, tells_cached_tokens: bool) -> int | None:
-        """Prompt tokens that were not reused; None where it is not known. `tells_cached_tokens`: the engine says what
-        it reused, but for 0."""
+        """Return the prompt tokens that were not reused; None if not known. `tells_cached_tokens`: whether the engine
+        gives the count of reused tokens unless it is 0."""
         cached = self.cached_tokens
         if cached is None and tells_cached_tokens and self.is_final:
             cached = 0
         return None if cached is None or self.prompt_tokens is None else max(0, self.prompt_tokens - cached)
 
     def or_else(self, other: Usage) -> Usage:
-        """These counts, and those of `other` where they are missing."""
+        """Return these counts, with missing ones taken from `other`."""
+        prompt, completion, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
         return Usage(
-            _first(self.prompt_tokens, other.prompt_tokens),
-            _first(self.completion_tokens, other.completion_tokens),
-            _first(self.cached_tokens, other.cached_tokens),
+            other.prompt_tokens if prompt is None else prompt,
+            other.completion_tokens if completion is None else completion,
+            other.cached_tokens if cached is None else cached,
             self.is_final,
             self.is_broken,
         )
@@ -70,14 +71,16 @@ class Tail:
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
         self.add = self._chunks.append
-        """One more chunk; the oldest goes."""
+        """Adds a chunk and drops the oldest."""
 
     def usage(self, *, is_broken: bool = False) -> Usage:
-        """The counts in the last TAIL_BYTES of a stream. `is_broken`: it ended before its end.
+        """Return the counts in the last TAIL_BYTES of a stream. `is_broken`: the stream broke off.
 
-        Engines that tell usage in every event know nothing of the cache in the early ones.
+        Engines that give usage in every event do not give cached tokens in the early ones.
         """
         tail = self.last_bytes()
+        if tail.find(b'_tokens"') < 0 and tail.find(b'"usage"') < 0:
+            return Usage(is_broken=is_broken)
         usage = usage_in(tail)
         event = _last_usage_event(tail)
         ends = _NO_CHOICES.search(event) or b'"message_delta"' in event or b'"input_tokens_details"' in event
@@ -88,30 +91,32 @@ class Tail:
         return usage
 
     def last_bytes(self) -> bytes:
-        """TAIL_BYTES at most."""
+        """Return the last bytes of the body, at most TAIL_BYTES."""
         return b"".join(self._chunks)[-TAIL_BYTES:]
 
 
 def whole_usage(body: bytes) -> Usage:
-    """The counts in the last TAIL_BYTES of an answer that is no stream, and here to its end."""
+    """Return the counts in the last TAIL_BYTES of a complete answer that is no stream."""
     tail = body[-TAIL_BYTES:]
     usage = usage_in(tail)
-    usage.is_final = b'"usage"' in tail and _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
+    usage.is_final = (
+        tail.find(b'"usage"') >= 0 and _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
+    )
     return usage
 
 
 def usage_in(tail: bytes) -> Usage:
-    """The last counts in `tail`."""
-    if b'_tokens"' not in tail:
+    """Return the last counts in `tail`."""
+    if tail.find(b'_tokens"') < 0:  # `in` raises and drops an error, which takes longer than the search
         return Usage()
-    if b'"output_tokens"' in tail:
+    if tail.find(b'"output_tokens"') >= 0:
         return _message_usage(tail)
     prompt_tokens, completion_tokens, cached_tokens = (_last(pattern, tail) for pattern in _NUMBER.values())
     return Usage(prompt_tokens, completion_tokens, cached_tokens)
 
 
 def _message_usage(tail: bytes) -> Usage:
-    """Those of `/v1/messages` and `/v1/responses`."""
+    """Return the counts of `/v1/messages` and `/v1/responses`."""
     said = tail[max(0, tail.rfind(b'"usage"')) :]
     if b'"input_tokens_details"' in said:  # of /v1/responses: all input tokens are in one count
         prompt, cached = _last(_MESSAGE_PROMPT[0], said), _last(_NUMBER["cached_tokens"], said)
@@ -122,23 +127,19 @@ def _message_usage(tail: bytes) -> Usage:
 
 
 def _is_silent_of_cache(usage: Usage, said: bytes) -> bool:
-    """Whether an answer of `/v1/messages` has no count of cached tokens: an engine may tell of them elsewhere only."""
+    """Whether an answer of `/v1/messages` has no count of cached tokens, which an engine may give only elsewhere."""
     return usage.cached_tokens is None and b'"output_tokens"' in said
 
 
 def header_usage(answer: Mapping[str, str]) -> Usage:
-    """The counts our own engine sends in headers, with the first token."""
+    """Return the counts that our own engine sends in headers, with the first token."""
     return Usage(
         prompt_tokens=_count(answer.get(headers.PROMPT_TOKENS)), cached_tokens=_count(answer.get(headers.CACHED))
     )
 
 
-def _first(count: int | None, other: int | None) -> int | None:
-    return other if count is None else count
-
-
 def _last_usage_event(tail: bytes) -> bytes:
-    """The line of `tail` that tells the last usage; empty without one, or where its end is missing."""
+    """Return the line of `tail` with the last usage; empty if there is none, or if its end is missing."""
     at = tail.rfind(b'"usage"')
     end = tail.find(b"\n", at)
     return tail[tail.rfind(b"\n", 0, at) + 1 : end] if 0 <= at < end else b""

@@ -1,4 +1,4 @@
-"""Where requests wait while every pod of their model is saturated, or while the model has no pod at all."""
+"""The queues of requests that wait while every pod of their model is saturated, or while the model has no pod."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from router.gateway.chooser import Chooser
 from router.gateway.errors import NoEngine
 from router.gateway.exchange import Exchange
 from router.gateway.inbound import SCALING_RETRY_AFTER_S, Inbound
+from router.overload.flow import Waiting
 from router.overload.full import NO_PODS
 from router.overload.line import TICK_S, Line, LineLimits
-from router.overload.queue import Waiting
 from router.overload.saturation import ROOM_S
 from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
 WAIT_MARGIN = 1.1
-"""A predicted wait counts as so much longer against the time to the first token that a client asks for: others that go
+"""Factor on a predicted wait when it is compared with a client's wanted time to the first token: more requests that go
 first may still come."""
 LONGEST_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """Bounds. Seconds count from a request's arrival; 0: it does not wait for that at all."""
+    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait for that at all."""
 
     queue_s: float
     activation_s: float
@@ -45,7 +45,7 @@ class _Held:
 
 
 class WaitingRoom:
-    """One queue for each model. `place` is the way in and out for a request."""
+    """One queue for each model. A request enters by `place`, which returns when the request may go on."""
 
     def __init__(self, fleet: Fleet, chooser: Chooser, metrics: Metrics, limits: RoomLimits) -> None:
         self._fleet = fleet
@@ -53,7 +53,7 @@ class WaitingRoom:
         self._metrics = metrics
         self._limits = limits
         self._lines: dict[str, Line] = {}
-        """By model; the fleet bounds how many are known."""
+        """Queues by model; the fleet bounds how many there are."""
         self._held: dict[Waiting, _Held] = {}
         self._timer: asyncio.Handle | None = None
         self._loop = asyncio.get_running_loop()
@@ -64,36 +64,37 @@ class WaitingRoom:
         return self._limits.activation_s > 0
 
     def waiting(self) -> Mapping[str, int]:
-        """Requests that wait, by model: every known one."""
+        """Return the number of waiting requests for every known model."""
         return {
             model: len(self._lines[model]) if model in self._lines else 0 for model in self._fleet.engines_by_model()
         }
 
     def waiting_tenants(self) -> Counter[str]:
-        """Requests that wait, by tenant. Takes time in all of them."""
+        """Return the number of waiting requests by tenant. Takes time proportional to all of them."""
         return Counter(held.tenant for held in self._held.values())
 
     def full(self, model: str) -> frozenset[PodId] | None:
-        """Pods that take no more; None: a request for the model would have to wait."""
+        """Return the pods without room; None if a request for the model would have to wait."""
         line = self._lines.get(model)
         if line is None or not self._limits.queue_s:
             return NO_PODS
         return line.without_room(self._fleet.pods(model), self._loop.time())
 
     def busy(self, model: str) -> frozenset[PodId] | None:
-        """Pods that are no place for a request that could do without; None: all, or requests of clients wait."""
+        """Return the full or contended pods, for an optional request such as a hedge; None if requests wait or did
+        lately."""
         line = self._lines.get(model)
         return NO_PODS if line is None else line.busy(self._fleet.pods(model), self._loop.time())
 
     async def place(
         self, inbound: Inbound, exchange: Exchange, on_wait: Callable[[], None] = lambda: None
     ) -> frozenset[PodId]:
-        """Wait until the request may go to a pod: one that is not among those returned.
+        """Wait until the request may go to a pod, and return the pods to avoid.
 
-        `on_wait` is called if it has to wait.
+        `on_wait` is called if the request has to wait.
 
-        Raises TooManyRequests if it has to wait longer than it may, and Unavailable if there is no pod by then.
-        Whoever is cancelled here has left the queue.
+        Raises TooManyRequests if the request would wait too long, or Unavailable if there is no pod by then. A request
+        that is cancelled here leaves the queue.
         """
         model, now_s = inbound.model, self._loop.time()
         line = self._lines.get(model)
@@ -103,12 +104,16 @@ class WaitingRoom:
         avoided: frozenset[PodId] | None = NO_PODS
         if pods:
             if self._limits.queue_s:
-                avoided = line.passes(exchange.tenant.name, inbound.priority, pods, now_s)
+                avoided = line.passes(exchange.flow, inbound.priority, pods, now_s)
         elif self.wakes_models:
             avoided = None
         if avoided is not None and (inbound.ttft_slo_s is None or not pods):
             return avoided
         waiting = self._waiting(inbound, exchange, pods, now_s)
+        if avoided is None and exchange.is_sheddable and pods:
+            self._count(exchange.tenant.name, "shed")
+            why = "every engine is busy, and the request's objective has a priority below 0"
+            raise _overloaded(why, line.wait_s(waiting))
         wait_s = 0.0 if avoided is not None else line.wait_s(waiting)
         try:
             if inbound.ttft_slo_s is not None and pods:
@@ -124,7 +129,7 @@ class WaitingRoom:
         return await self._wait(line, waiting, inbound, exchange)
 
     def refuse_all(self) -> None:
-        """The gateway stops: nobody waits any longer."""
+        """Refuse all waiting requests, because the gateway stops."""
         for waiting in list(self._held):
             self._lines[self._held[waiting].inbound.model].leave(waiting, self._loop.time())
             error = Unavailable("the gateway stops: try again", code="stopping", retry_after_s=1.0)
@@ -136,18 +141,18 @@ class WaitingRoom:
         if inbound.ttft_slo_s is not None:
             deadline_s = min(deadline_s, exchange.arrived_s + inbound.ttft_slo_s)
         return Waiting(
-            flow=exchange.tenant.name,
+            flow=exchange.flow,
             weight=exchange.tenant.weight,
             priority=inbound.priority,
             tokens=inbound.prompt_tokens + inbound.prompts * inbound.output_tokens,
-            size=len(inbound.body),
+            size=len(inbound.body) if inbound.upload is None else inbound.upload.held,
             arrived_s=exchange.arrived_s,
             deadline_s=deadline_s,
+            session=inbound.session,
         )
 
     def _meet(self, inbound: Inbound, slo_s: float, waiting: Waiting, wait_s: float | None) -> None:
-        """See that the first token may come in time. Raises _Refusal if it cannot, and moves the deadline so that it
-        does."""
+        """Move the wait's deadline so that the first token comes in time. Raises _Refusal if it cannot."""
         own_s = self._chooser.least_ttft_s(inbound)
         spent_s = self._loop.time() - waiting.arrived_s
         predicted_s = spent_s + WAIT_MARGIN * (wait_s or 0.0) + own_s
@@ -175,7 +180,7 @@ class WaitingRoom:
             self._metrics.tenants.queued(exchange.tenant.name, now_s - began_s)
 
     def _look_soon(self, *, at_once: bool) -> None:
-        """`at_once`: not only at the next tick, if that is waited for."""
+        """Schedule `_look`. `at_once`: do not wait for the next tick."""
         if at_once and isinstance(self._timer, asyncio.TimerHandle):
             self._timer.cancel()
             self._timer = None
@@ -183,7 +188,7 @@ class WaitingRoom:
             self._timer = self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Let go who may, one of each model: what it takes is counted before the next look."""
+        """Release waiting requests, one per model, so that each one's load is counted before the next look."""
         self._timer = None
         now_s = self._loop.time()
         has_let_go = False
@@ -196,9 +201,11 @@ class WaitingRoom:
             release = line.next(pods, now_s, self._patience_s)
             if release is not None:
                 has_let_go = True
-                self._held.pop(release.request).placed.set_result(release.avoided)
+                placed = self._held.pop(release.request).placed
+                if not placed.done():  # done if its client has left in this turn of the loop
+                    placed.set_result(release.avoided)
         if self._held:
-            # A request that was let go runs before what is called from here on, up to where its pod counts it.
+            # A released request runs before callbacks scheduled from now on, up to where its pod counts it.
             self._timer = self._loop.call_soon(self._look) if has_let_go else self._loop.call_later(TICK_S, self._look)
 
     def _patience_s(self, waiting: Waiting, without_room: frozenset[PodId]) -> float:
@@ -227,7 +234,7 @@ class WaitingRoom:
 
 
 class _Refusal(Exception):
-    """A request that does not wait. `reason` is for metrics."""
+    """The request is refused and does not wait. `reason` is for metrics."""
 
     def __init__(self, reason: str, error: ApiError) -> None:
         super().__init__(error.message)
@@ -237,14 +244,14 @@ class _Refusal(Exception):
 
 class _Late(_Refusal):
     def __init__(self, wait_s: float) -> None:
-        super().__init__("late", _overloaded("every engine is busy, and so many requests wait", wait_s))
+        super().__init__("late", _overloaded("every engine is busy, and too many requests wait", wait_s))
 
 
 class _Hopeless(_Refusal):
     def __init__(self, slo_s: float, predicted_s: float) -> None:
         error = TooManyRequests(
             f"{headers.TTFT_SLO}: the first token would come after about {1000 * predicted_s:.0f} ms, "
-            f"not within {1000 * slo_s:.0f}: try again later, or allow more",
+            f"not within {1000 * slo_s:.0f} ms: try again later, or allow more",
             param=headers.TTFT_SLO,
             code="slo",
             retry_after_s=_retry_after_s(predicted_s - slo_s),

@@ -1,1 +1,1 @@
-"""What operators see of a gateway as it happens: a page at /ui of the administrators' port, and a terminal's `top`."""
+"""What operators see of a running gateway: a page at /ui of the administration port, and `top` for a terminal."""

@@ -1,4 +1,4 @@
-"""Decisions as they happen, some of each second, with the scores that led to them."""
+"""Decisions as they happen, a few of each second, with the scores that led to them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from router.routing.types import PodScore
 
 KEPT = 40
 PER_S = 10
-"""Requests of a second that are kept: what a person can read, at most."""
+"""Requests kept per second: as many as a person can read."""
 SCORES_S_PER_S = 0.005
-"""Seconds of each second that scores may take. One decision may take more; those after it then go without."""
+"""Seconds of each second that scores may take. One decision may exceed this; later ones then have no scores."""
 SHOWN_SCORES = 6
-"""The best of each decision's, beside the chosen pod's."""
+"""Number of best scores shown for a decision, besides the chosen pod's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A request that has ended, and how its pod was chosen. None: not known, or there was none."""
+    """A request that has ended, and how its pod was chosen. None: not known, or there is none."""
 
     number: int
     ended_s: float
-    """Of the gateway's monotonic clock."""
+    """By the gateway's monotonic clock."""
     request_id: str
     tenant: str
     model: str
@@ -33,20 +33,20 @@ class Decided:
     status: int
     attempts: int
     prompt_tokens: int
-    """Estimated where the engine did not say."""
+    """Estimated if the engine did not say."""
     expected_cached_tokens: int
     cached_tokens: int | None
     expected_ttft_s: float | None
     first_byte_s: float | None
-    """From when the request was sent to the pod."""
+    """Seconds since the request was sent to the pod."""
     waited_s: float | None
-    """From its arrival to when it was sent."""
+    """Seconds from its arrival until it was sent."""
     scores: tuple[PodScore, ...]
-    """The best ones and the chosen pod's, best first; empty where they were not asked for."""
+    """The best scores and the chosen pod's, best first; empty if they were not requested."""
 
 
 class DecisionLog:
-    """The last `KEPT` of them. Times are seconds of one monotonic clock."""
+    """The last `KEPT` decisions. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self.kept: deque[Decided] = deque(maxlen=KEPT)
@@ -54,7 +54,7 @@ class DecisionLog:
         """Requests that were offered, kept or not."""
         self._second_s = -math.inf
         self._taken = self._scored = 0
-        """Of this second: requests kept, decisions with scores."""
+        """In this second: requests kept, and decisions with scores."""
         self._spent_s = self._spent_at_s = 0.0
 
     def clear(self) -> None:
@@ -62,14 +62,14 @@ class DecisionLog:
         self.kept.clear()
 
     def wants_scores(self, now_s: float) -> bool:
-        """Whether the second has had fewer scores than are shown, and the time for them is not used up."""
+        """Return whether this second still has room for scores, by their number and by their time."""
         self._begin(now_s)
         self._spent_s = max(0.0, self._spent_s - SCORES_S_PER_S * (now_s - self._spent_at_s))
         self._spent_at_s = now_s
         return self._scored < PER_S and self._spent_s < SCORES_S_PER_S
 
     def scored(self, seconds: float) -> None:
-        """A decision's scores took so long."""
+        """Note that a decision's scores took `seconds`."""
         self._scored += 1
         self._spent_s += seconds
 
@@ -78,7 +78,7 @@ class DecisionLog:
             self._second_s, self._taken, self._scored = now_s, 0, 0
 
     def add(self, exchange: Exchange, now_s: float) -> None:
-        """A request has ended. It is kept if the second has had few, or if it tells more: scores, an error."""
+        """Offer a request that has ended. It is kept if this second has few, or if it has scores or an error."""
         self.seen += 1
         last, inbound = exchange.last, exchange.inbound
         if last is None or inbound is None:

@@ -1,4 +1,4 @@
-"""What happens in the gateway, for those who look: one frame a second, made once for all of them."""
+"""The gateway's state for viewers: one frame a second, made once for all of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ EVERY_S = 1.0
 MOST_VIEWERS = 16
 SHOWN_PREFIXES = 12
 PREFIXES_EVERY = 3
-"""Frames: to find the hottest takes time in all keys that are counted."""
+"""Frames between two searches for the hottest prefixes, because a search takes time in all counted keys."""
 
 
 class TooManyViewers(Unavailable):
-    """There is a bound on them."""
+    """503: the number of viewers is bounded."""
 
     def __init__(self) -> None:
-        super().__init__(f"{MOST_VIEWERS} others look on already: close one of them", code="viewers", retry_after_s=5.0)
+        super().__init__(f"{MOST_VIEWERS} others are watching: close one of them", code="viewers", retry_after_s=5.0)
 
 
 class Live:
-    """An Observer of the gateway that makes the frames. Without viewers it costs a point of the history a second."""
+    """An Observer of the gateway that makes the frames. Without viewers it costs one point of the history a second."""
 
     def __init__(
         self, snapshots: Snapshots, metrics: Metrics, admission: Admission, *, about: Mapping[str, Any]
     ) -> None:
-        """`about`: what is said of the gateway in every first frame."""
+        """`about`: facts about the gateway for every first frame."""
         self._snapshots = snapshots
         self._metrics = metrics
         self._admission = admission
@@ -46,7 +46,7 @@ class Live:
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self._totals = metrics.totals()
-        """As of the last point."""
+        """Totals at the last point."""
         self._history = History()
         self._history.add(self._totals, self._started_s, in_flight=0, waiting=0)
         self._prefixes = HotPrefixes()
@@ -58,7 +58,7 @@ class Live:
         self._frames = 0
         self._frame = b""
         self._is_made = asyncio.Event()
-        """Set once the next frame is made, and replaced then."""
+        """Set when the next frame is made, and then replaced."""
 
     # -- what the gateway tells -------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Live:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """Somebody looks while the block lasts. Raises TooManyViewers."""
+        """Count a viewer while the block lasts. Raises TooManyViewers."""
         if self._viewers >= MOST_VIEWERS:
             raise TooManyViewers
         self._viewers += 1
@@ -97,7 +97,7 @@ class Live:
                 self._hottest = []
 
     def first_frame(self) -> bytes:
-        """JSON of the whole: the curves and decisions so far too."""
+        """Return JSON of the whole state, including the curves and decisions so far."""
         state = self._state() | {
             "about": self._about,
             "history": self._history.columns(),
@@ -107,13 +107,14 @@ class Live:
 
     @property
     def number(self) -> int:
-        """Of the last frame that was made."""
+        """Number of the last frame that was made."""
         return self._frames
 
     async def next_frame(self, after: int) -> tuple[int, bytes, bool]:
-        """The number of the frame after `after`, and JSON of what changed, once it is made: within about `EVERY_S`.
+        """Wait for a frame after `after`, about `EVERY_S`. Return its number, its JSON, and whether it is the whole
+        state.
 
-        A viewer who has missed some gets the whole; the last value says so.
+        A viewer gets what changed; one that has missed frames gets the whole state.
         """
         while self._frames <= after:
             await self._is_made.wait()

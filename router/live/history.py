@@ -1,4 +1,4 @@
-"""The last minutes of a gateway, a point a second: what the page's curves are drawn from."""
+"""The last minutes of a gateway, one point a second, for the page's curves."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from router.telemetry.totals import Totals
 
 POINTS = 300
 WINDOW = 10
-"""Points over which a rate or a share is taken: of one second alone it would jump."""
+"""Points over which a rate or a share is computed: over one second alone it would jump."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The gateway at one moment. None: nothing happened that tells."""
+    """The gateway at one moment. None: nothing happened that could be measured."""
 
     at_s: float
-    """Of the gateway's monotonic clock."""
+    """By the gateway's monotonic clock."""
     answers_per_s: float
     errors_per_s: float
     hit_rate: float | None
-    """Part of the prompts' tokens that engines reused, of those that say so."""
+    """Share of the prompts' tokens that engines reused, among engines that say so."""
     expected_hit_rate: float | None
-    """The same, as expected when the requests were sent."""
+    """The same share, as expected when the requests were sent."""
     first_byte_p50_s: float | None
     first_byte_p95_s: float | None
     in_flight: int
@@ -31,14 +31,14 @@ class Point:
 
 
 class History:
-    """Points, oldest first, the last `POINTS` of them."""
+    """The last `POINTS` points, oldest first."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=POINTS)
         self._totals: deque[tuple[float, Totals]] = deque(maxlen=WINDOW + 1)
 
     def add(self, totals: Totals, at_s: float, *, in_flight: int, waiting: int) -> None:
-        """One more moment, later than the last one."""
+        """Add a point, later than the last one."""
         self._totals.append((at_s, totals))
         since_s, since = self._totals[0]
         seconds = at_s - since_s
@@ -59,15 +59,15 @@ class History:
         )
 
     def columns(self) -> dict[str, list[float | None]]:
-        """All points, a list of each value."""
+        """Return all points, as a list for each value."""
         return {field.name: [getattr(point, field.name) for point in self.points] for field in fields(Point)}
 
     def engine_rates(self) -> dict[str, float]:
-        """Answers a second over the window, by pod id."""
+        """Return the answers a second over the window, by pod id."""
         if len(self._totals) < 2:
             return {}
         (since_s, since), (at_s, totals) = self._totals[0], self._totals[-1]
-        # A pod that has left is forgotten in between, and its count begins at zero again if it comes back.
+        # A pod that leaves is forgotten; if it comes back, its count begins at zero again.
         return {
             engine: max(0.0, count - since.by_engine[engine]) / (at_s - since_s)
             for engine, count in totals.by_engine.items()

@@ -1,7 +1,7 @@
-"""Which beginnings of prompts are asked for most: prefix keys counted over the last minute, in bounded memory and time.
+"""The most requested beginnings of prompts: prefix keys counted over the last minute, in bounded memory and time.
 
 Every key of a request's chain is counted. A prefix is hot where a chain branches: many requests have it, and no single
-longer one accounts for most of them. Only while somebody looks is anything counted.
+longer one accounts for most of them. Counting is on only while somebody watches.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from engine.contract.keys import PrefixKey
 
 WINDOW_S = 30.0
-"""Counts are those of the window that runs and of the one before it."""
+"""Counts cover the present window and the one before it."""
 KEYS_PER_S = 20_000
-"""Keys that are counted of a second's requests, a few milliseconds' worth. Requests beyond that are left out."""
+"""Keys counted per second of requests; they take a few milliseconds. Further requests are skipped."""
 MOST_KEYS = 32_768
-"""Of a window. Beyond it those that came least are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
+"""Keys of a window. Above it, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
 SAME_SHARE = 0.7
-"""A longer prefix that accounts for so much of a shorter one stands for both."""
+"""If a longer prefix accounts for this share of a shorter one, it stands for both."""
 LEAST_COUNT = 3
 LEAST_SHARE = 0.01
-"""Of the requests counted: rarer ones are not hot."""
+"""Share of the counted requests; rarer prefixes are not hot."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A beginning of prompts, by its last key."""
+    """A beginning of prompts, identified by its last key."""
 
     key: PrefixKey
     model: str
@@ -35,7 +35,7 @@ class HotPrefix:
     tokens: int
     """Estimated."""
     share: float
-    """Of the requests that were counted, 0 to 1."""
+    """Share of the counted requests, 0 to 1."""
 
 
 class _Node:
@@ -50,7 +50,7 @@ class _Node:
 
 
 class HotPrefixes:
-    """Counts of the last `WINDOW_S` to twice that. Times are seconds of one monotonic clock."""
+    """Counts over the last one to two `WINDOW_S`. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._nodes: dict[PrefixKey, _Node] = {}
@@ -72,8 +72,8 @@ class HotPrefixes:
         self._until_s = None
 
     def add(self, model: str, keys: Sequence[PrefixKey], tokens_per_stride: float, now_s: float) -> None:
-        """A request with these keys, shortest prefix first. It is left out where the second has had its share of keys;
-        of one with more keys than a quarter of that the first are counted."""
+        """Count a request with these keys, shortest prefix first. It is skipped if this second's keys are used up. If
+        it has more than a quarter of them, only its first keys are counted."""
         if now_s - self._second >= 1.0:
             self._second, self._spent = now_s, 0
         if not keys or self._spent >= KEYS_PER_S:
@@ -102,14 +102,14 @@ class HotPrefixes:
             self._until_s = now_s + WINDOW_S
 
     def _prune(self) -> None:
-        """Forget the keys that came least. A key came at least as often as those behind it, so chains stay whole."""
+        """Forget the rarest keys. A key is at least as frequent as the keys after it, so chains stay whole."""
         least = 1
         while len(self._nodes) > MOST_KEYS // 2:
             self._nodes = {key: node for key, node in self._nodes.items() if node.count > least}
             least *= 2
 
     def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
-        """The hottest, hottest first. Takes time in all keys in memory."""
+        """Return the hottest prefixes, hottest first. Takes time in all keys in memory."""
         if self._until_s is not None:
             self._roll(now_s)
         requests = self._requests + self._requests_before

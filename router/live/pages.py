@@ -13,16 +13,16 @@ from aiohttp import web
 from router.live.feed import Live
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-"""Read when the program starts: later that would hold up requests."""
+"""Read when the program starts: reading it later would delay requests."""
 TAKEN_S = 10.0
-"""A viewer who takes nothing for so long has left."""
+"""A viewer that reads nothing for this long has left."""
 AGAIN_MS = 2000
-"""A browser that has lost the stream asks again after this."""
+"""A browser that has lost the stream reconnects after this."""
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Pages:
-    """Handlers."""
+    """The handlers of /ui."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -35,15 +35,15 @@ class Pages:
         }
 
     async def page(self, request: web.Request) -> web.Response:
-        """The page."""
+        """Answer with the page."""
         return web.Response(body=self._page, content_type="text/html", charset="utf-8", headers=self._headers)
 
     async def state(self, request: web.Request) -> web.Response:
-        """The first frame of the stream, as JSON."""
+        """Answer with the first frame of the stream, as JSON."""
         return web.Response(body=self._live.first_frame(), content_type="application/json")
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Frames as server-sent events, from now until the viewer leaves. Raises TooManyViewers.
+        """Send frames as server-sent events until the viewer leaves. Raises TooManyViewers.
 
         https://html.spec.whatwg.org/multipage/server-sent-events.html
         """
@@ -63,7 +63,7 @@ class Pages:
 
 
 def content_policy(page: str) -> str:
-    """A Content-Security-Policy that lets the page run what is written in it, and load nothing but its own stream.
+    """Return a Content-Security-Policy that allows only what is written in the page, and its own stream.
 
     https://www.w3.org/TR/CSP3/
     """

@@ -1,6 +1,6 @@
-"""A gateway at one moment, as the page and `top` show it: pods, load, hits, prefixes, decisions, tenants. JSON values.
+"""A gateway at one moment, for the page and `top`: pods, load, hits, prefixes, decisions, tenants. JSON values.
 
-Bounded whatever the fleet and its traffic: of many pods those with trouble and the busiest are in it.
+The size is bounded whatever the fleet and its traffic: of many pods it has those with trouble and the busiest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from router.telemetry.totals import Totals
 
 MOST_PODS = 64
 MOST_NAMES = 32
-"""Of models and of tenants."""
+"""Of models, and of tenants."""
 MOST_HOLDERS = 8
-"""Pods that are named for a prefix; the others are counted."""
+"""Pods that are named for a prefix; the others are only counted."""
 
 
 class Snapshots:
-    """Makes them of what the gateway has."""
+    """Makes snapshots from the gateway's parts."""
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, room: WaitingRoom) -> None:
         self._fleet = fleet
@@ -34,7 +34,8 @@ class Snapshots:
         self._room = room
 
     def pods(self, rates: Mapping[str, float], now_s: float) -> dict[str, Any]:
-        """Every pod, or the `MOST_PODS` that are most worth a look, in order of their names; and how many there are.
+        """Return how many pods there are, and every pod, or the `MOST_PODS` that need most attention, in order of
+        names.
 
         `rates`: answers a second, by pod id.
         """
@@ -69,7 +70,7 @@ class Snapshots:
         }
 
     def prefixes(self, hottest: Sequence[HotPrefix]) -> list[dict[str, Any]]:
-        """Hot prefixes, and the pods that hold them to their end."""
+        """Return hot prefixes, and the pods that hold them to their end."""
         rows = []
         for prefix in hottest:
             holders = self._index.holders(prefix.key)
@@ -86,11 +87,11 @@ class Snapshots:
         return rows
 
     def waiting_by_model(self) -> Mapping[str, int]:
-        """Requests that wait."""
+        """Return the requests that wait, by model."""
         return self._room.waiting()
 
     def waiting(self) -> dict[str, Any]:
-        """Requests that wait, by model and by tenant; the longest queues."""
+        """Return the requests that wait, by model and by tenant; only the longest queues."""
         tenants = self._room.waiting_tenants()
         models = {model: count for model, count in self._room.waiting().items() if count}
         longest = heapq.nlargest(MOST_NAMES, models.items(), key=lambda item: item[1])
@@ -98,7 +99,7 @@ class Snapshots:
 
 
 def shadow_rows(totals: Totals) -> list[dict[str, Any]]:
-    """What shadow policies would have done, since the start."""
+    """Return what shadow policies would have done, since the start."""
     rows = []
     for name, counts in sorted(totals.shadows.items()):
         asked = counts.get("same", 0) + counts.get("other", 0)
@@ -117,7 +118,7 @@ def shadow_rows(totals: Totals) -> list[dict[str, Any]]:
 
 
 def _state(member: Member, pod: Pod | None) -> str:
-    """In a word: whether it gets requests, else the first reason why not."""
+    """Return a word for whether it gets requests, or for the first reason why not."""
     if pod is not None and pod.faults.is_leaving:
         return "leaving"
     if not member.address.is_ready:

@@ -19,29 +19,29 @@ from rich.text import Text
 
 DEFAULT_URL = "http://127.0.0.1:8081"
 HEARD_S = 10.0
-"""A gateway that says nothing for so long is gone: it makes a frame a second."""
+"""A gateway that sends nothing for this long is gone: it makes a frame a second."""
 SHOWN_PODS = 24
 SHOWN_PREFIXES = 6
 SHOWN_DECISIONS = 10
-_HINT = "--admin-url is that of the gateway's --admin-port"
+_HINT = "--admin-url must be the URL of the gateway's --admin-port"
 _BAR = 12
 _WIDE = 100
-"""Columns from which everything has room."""
+"""Columns from which on everything has room."""
 
 
 class CannotWatch(Exception):
-    """The gateway does not tell; the text says why, and what to do."""
+    """The gateway cannot be watched; the text says why, and what to do."""
 
 
 def top_command(arguments: Sequence[str]) -> int:
-    """Show the gateway until interrupted. The exit status: 0, or 1 where it cannot be watched."""
+    """Show the gateway until interrupted, and return the exit status: 0, or 1 if it cannot be watched."""
     parser = argparse.ArgumentParser(
         "warmroute-gateway top", description="a gateway's pods, load, hits and decisions, once a second, until Ctrl-C"
     )
     parser.add_argument(
-        "--admin-url", default=DEFAULT_URL, metavar="URL", help="of the gateway's --admin-port (default: %(default)s)"
+        "--admin-url", default=DEFAULT_URL, metavar="URL", help="URL of a gateway's --admin-port (default: %(default)s)"
     )
-    parser.add_argument("--once", action="store_true", help="print what is so now, and end")
+    parser.add_argument("--once", action="store_true", help="print the present state, and exit")
     chosen = parser.parse_args(arguments)
     console = Console()
     try:
@@ -80,12 +80,12 @@ def _whole(url: str) -> dict[str, Any]:
         try:
             state: dict[str, Any] = json.loads(answer.read())
         except (OSError, ValueError) as error:
-            raise CannotWatch(f"{url}: no gateway's answer: {error}") from None
+            raise CannotWatch(f"{url}: not a gateway's answer: {error}") from None
     return state | {"point": _last_point(state)}
 
 
 def frames(url: str) -> Iterator[dict[str, Any]]:
-    """The gateway's state, once a second, each whole. Raises CannotWatch."""
+    """Yield the gateway's whole state, once a second. Raises CannotWatch."""
     about: Any = {}
     decisions: list[Any] = []
     with _opened(url, "/ui/events") as stream:
@@ -99,7 +99,7 @@ def frames(url: str) -> Iterator[dict[str, Any]]:
             if not line.startswith(b"data:"):
                 continue
             state = json.loads(line[5:])
-            if "history" in state:  # the whole
+            if "history" in state:  # the whole state
                 about, state, decisions = state["about"], state | {"point": _last_point(state)}, []
             decisions = [*decisions, *state["decisions"]][-SHOWN_DECISIONS:]
             yield state | {"about": about, "decisions": decisions}
@@ -110,7 +110,7 @@ def _last_point(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def screen(state: Mapping[str, Any], width: int) -> Group:
-    """One state drawn for a terminal of so many columns."""
+    """Return one state drawn for a terminal of `width` columns."""
     parts: list[RenderableType] = [_head(state), _pods(state, width)]
     if state["prefixes"]:
         parts.append(_prefixes(state))

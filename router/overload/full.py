@@ -1,8 +1,8 @@
 """Which of a model's pods have as many requests as they take, kept current from one look to the next.
 
-A pod becomes full only when something happens to it: a request is sent, a report comes, a cap is learnt. As time passes
-a pod can only become free again: a learnt cap grows, and an old report counts less. So a look asks the pods to which
-something has happened since the last one, and those that were full then.
+A pod becomes full only when something happens to it: a request is sent, a report comes, a cap is learnt. Time alone can
+only make it free again: a learnt cap grows, and an old report counts less. So a look asks only the pods to which
+something has happened since the last look, and those that were full then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_PODS: frozenset[PodId] = frozenset()
 
 
 class FullPods:
-    """The full ones of the pods last given. A look costs what has changed and what is full, not the number of pods."""
+    """The full pods among those last given. A look's cost depends on what changed and what is full, not on all pods."""
 
     __slots__ = ("_busy", "_full", "_learnt", "_most", "_of_cap", "_of_state", "_pods", "_set")
 
@@ -27,7 +27,7 @@ class FullPods:
         self._pods: Sequence[Place] = ()
         self._of_cap: dict[Cap, Place] = {}
         self._of_state: dict[PodState, Place] = {}
-        """Of pods that have a bound at all: the others are not watched."""
+        """Pods that have a bound; the others are not watched."""
         self._learnt: set[Cap] = set()
         """Caps that have changed since the last look."""
         self._busy: set[PodState] = set()
@@ -36,7 +36,7 @@ class FullPods:
         self._set = NO_PODS
 
     def at(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId]:
-        """The full ones of `pods`, which are never changed once they were given; `now_s` never goes back."""
+        """Return the full pods of `pods`. A given sequence must never change; `now_s` must never go back."""
         if pods is not self._pods:
             self._follow(pods)
         if self._learnt:
@@ -55,7 +55,7 @@ class FullPods:
         return self._set
 
     def _look(self, now_s: float) -> None:
-        """At the pods to which something has happened."""
+        """Look at the pods to which something has happened."""
         full, before = self._full, len(self._full)
         is_other = False
         for state in self._busy:
@@ -73,7 +73,7 @@ class FullPods:
         return frozenset([pod.pod_id for pod in self._full.values()]) if self._full else NO_PODS
 
     def _follow(self, pods: Sequence[Place]) -> None:
-        """These are the pods from here on."""
+        """Use these pods from now on."""
         self._pods = pods
         wanted = {pod.cap: pod for pod in pods}
         for cap in self._of_cap.keys() - wanted.keys():
@@ -85,7 +85,7 @@ class FullPods:
                 self._bound(wanted[cap])
 
     def _bound(self, pod: Place) -> None:
-        """The pod has a bound: what happens to it matters from here on."""
+        """Watch a pod that has a bound from now on."""
         if pod.state not in self._of_state:
             self._of_state[pod.state] = pod
             pod.state.watch(self._busy)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 HEDGED_ONE_IN = 50
-"""Requests for each that is hedged: 2 % more, which Dean and Barroso (The Tail at Scale, 2013) found enough to cut the
-tail. What was saved up is one hedge at most, so a fleet that is slow all over is not sent a burst of them."""
+"""One hedge per this many requests: 2 % more, which Dean and Barroso (The Tail at Scale, 2013) found enough to cut the
+tail. At most one unused hedge is saved up, so that a slow fleet does not get a burst of them."""
 
 
 class HedgeBudget:
-    """One hedge for every HEDGED_ONE_IN requests, none before that many came."""
+    """Allows one hedge for every HEDGED_ONE_IN requests, and none before that many came."""
 
     __slots__ = ("_since",)
 
     def __init__(self) -> None:
         self._since = 0
-        """Requests since the last hedge, as far as they count."""
+        """Requests since the last hedge, up to the number that counts."""
 
     def saw(self) -> None:
-        """One request more."""
+        """Count one more request."""
         if self._since < HEDGED_ONE_IN:
             self._since += 1
 
     def take(self) -> bool:
-        """One hedge more. False: it may not be."""
+        """Take one hedge. False: none is allowed."""
         if self._since < HEDGED_ONE_IN:
             return False
         self._since = 0

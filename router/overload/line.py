@@ -1,4 +1,4 @@
-"""The requests that wait for the pods of one model: who has to, who is next, and how long it will take.
+"""The requests that wait for the pods of one model: which must wait, which is next, and how long it will take.
 
 Pure: every time is seconds of one monotonic clock, passed in.
 """
@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.overload.flow import Waiting
 from router.overload.full import FullPods
-from router.overload.queue import FairQueue, Waiting
+from router.overload.queue import FairQueue
 from router.overload.saturation import (
     CONTENDED_S,
     RESERVED,
@@ -25,25 +26,25 @@ from router.overload.shares import Shares
 from router.routing.types import PodId
 
 LOOKED_AT = 8
-"""Requests at the head of the queue that are offered a pod with room: each offer costs about a decision of the
-policy."""
+"""Requests at the head of the queue that are offered a pod with room: each offer costs about as much as a decision of
+the policy."""
 PATIENCE_S = 0.25
-"""A request at the head waits no longer for the pod that suits it, while others further back suit those that have
-room."""
+"""Longest time that a request at the head waits for the pod that suits it, while the pods with room suit others further
+back."""
 TIGHT_S = 1.0
-"""After the last one that waited has gone, requests are let go as carefully as before for so long: else each moment
-without a queue would fill the pods' own, which the next one would find."""
+"""After the queue is empty, requests are let go as carefully as before for this long. Otherwise each moment without a
+queue would fill the pods' own queues, and delay the requests of the next one."""
 CONTENDED_FOR_S = 10.0
-"""After one tenant's request has followed another's."""
+"""Seconds after one tenant's request has followed another's."""
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
-"""How often those who own a line look whether a request may go: pods come to have room by the clock alone."""
+"""How often the owner of a line checks whether a request may go: time alone can give pods room."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """Bounds of each model's queue. `pod_requests`: a pod gets no more at once, of all gateways; 0: as many as it
-    takes."""
+    """Bounds of each model's queue. `pod_requests`: the most requests of all gateways that a pod gets at once; 0: as
+    many as it takes."""
 
     requests: int
     bytes: int
@@ -52,24 +53,24 @@ class LineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A request that is let go, to a pod that is not among `avoided`."""
+    """A request that is let go, to a pod that is not in `avoided`."""
 
     request: Waiting
     avoided: frozenset[PodId]
 
 
 class Drain:
-    """Tokens a second at which the queue empties, while there is one; what is older counts less."""
+    """Tokens a second at which the queue empties while there is one; older ones count less."""
 
     __slots__ = ("_at_s", "_seconds", "_tokens")
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
         self._at_s = math.inf
-        """When it was last looked at; infinite: nothing waits."""
+        """When it was last updated; infinite: nothing waits."""
 
     def goes_on(self, now_s: float) -> None:
-        """Requests wait, now and since the last call."""
+        """Note that requests wait, now and since the last call."""
         passed_s = max(0.0, now_s - self._at_s)
         fade = 0.5 ** (passed_s / RATE_HALF_LIFE_S)
         self._tokens *= fade
@@ -77,21 +78,21 @@ class Drain:
         self._at_s = now_s
 
     def stops(self) -> None:
-        """Nothing waits any more."""
+        """Note that nothing waits any more."""
         self._at_s = math.inf
 
     def let_go(self, tokens: int) -> None:
-        """A request of so many tokens was sent."""
+        """Note that a request of `tokens` tokens was sent."""
         self._tokens += tokens
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None where too little was seen to say."""
+        """The rate; None while too little was seen."""
         return self._tokens / self._seconds if self._tokens and self._seconds >= 1.0 else None
 
 
 class Line:
-    """One model's. A request either passes at once, or enters and is let go, expires or leaves."""
+    """The queue of one model. A request either passes at once, or enters and then is let go, expires or leaves."""
 
     def __init__(self, limits: LineLimits) -> None:
         self._limits = limits
@@ -102,10 +103,10 @@ class Line:
         self._last = ("", 0)
         """Flow and priority of the last request."""
         self._contended_until_s = -math.inf
-        """Until then requests of several flows or priorities count as coming together."""
+        """Until then, requests of several flows or priorities count as coming together."""
         self._full = FullPods(limits.pod_requests)
         self._had_room = 0
-        """Place among the pods of the one that was last found to have room: the next request begins to look there."""
+        """Index of the pod that was last found to have room: the next search begins there."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -116,10 +117,10 @@ class Line:
         return self._queue.size
 
     def passes(self, flow: str, priority: int, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
-        """Whether a request may go at once: the pods it must not go to; None: it has to wait.
+        """Return the pods that a request must avoid if it may go at once; None: it has to wait.
 
-        `pods`, here and below: the model's, never changed once they were given. Where few have changed since the last
-        request this costs the same for any number of them.
+        `pods`, here and below: the model's pods, in a sequence that never changes. If few pods have changed since the
+        last request, the cost does not depend on their number.
         """
         if flow != self._last[0] or priority != self._last[1]:
             self._last = flow, priority
@@ -136,33 +137,34 @@ class Line:
         return None
 
     def without_room(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
-        """Pods that take no further request, for a second attempt, which does not queue; None: all of them."""
+        """Return the pods that take no further request, for a second attempt, which does not queue; None: all of
+        them."""
         full = self._full.at(pods, now_s)
         return None if len(full) == len(pods) else full
 
     def busy(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
-        """Pods that are full or contended, for a request that could do without; None: requests wait, or did lately."""
+        """Return the full or contended pods, for an optional request; None: requests wait, or did lately."""
         if self._queue or now_s < self._tight_until_s:
             return None
         contended = [pod.pod_id for pod in pods if is_saturated(pod, CONTENDED_S, now_s)]
         return self._full.at(pods, now_s).union(contended)
 
     def enter(self, request: Waiting, now_s: float) -> list[Waiting]:
-        """It waits from here on. Returns those that had to go for it; `request` alone, where there is no place for
-        it."""
+        """Let a request wait. Return the requests that are given up for it; only `request` itself if there is no
+        place."""
         self._drain.goes_on(now_s)
         dropped = self._queue.push(request)
         self._note(now_s)
         return dropped
 
     def leave(self, request: Waiting, now_s: float) -> None:
-        """It waits no more, and is not let go."""
+        """Remove a request that waits no more and is not let go."""
         self._drain.goes_on(now_s)
         self._queue.remove(request)
         self._note(now_s)
 
     def expired(self, now_s: float) -> list[Waiting]:
-        """Those that have waited for too long, and do no more."""
+        """Remove and return the requests that have waited for too long."""
         self._drain.goes_on(now_s)
         gone = self._queue.expired(now_s)
         self._note(now_s)
@@ -171,13 +173,14 @@ class Line:
     def next(
         self, pods: Sequence[Place], now_s: float, patience_s: Callable[[Waiting, frozenset[PodId]], float]
     ) -> Release | None:
-        """The next request that may go, if any, which does not wait any more.
+        """Remove and return the next request that may go; None: there is none.
 
-        `patience_s`: how long the request had better wait for another pod than go to one that is not among those given.
-        Of the first few the first one goes that need not, so that a cache is worth as much as without a queue.
+        `patience_s(request, avoided)`: how long the request should wait for another pod instead of using a given one.
+        Among the first few requests, the first that need not wait goes, so that caches are used as well as without a
+        queue.
 
-        A flow within its share is not held while any pod takes a request from it at all; the others leave some room
-        for it, while there is such a flow.
+        A flow within its share is not held while any pod takes a request from it. The other flows leave some room for
+        it, while there is such a flow.
         """
         if not self._queue:
             return None
@@ -206,11 +209,12 @@ class Line:
         return self._let_go(request, avoided, now_s)
 
     def is_within_share(self, request: Waiting, now_s: float) -> bool:
-        """Whether the flow of `request` takes less than another at the moment: `next` need not wait for a tick."""
+        """Return whether the flow of `request` takes less than another at the moment: then it need not wait for a
+        tick."""
         return self._shares.is_within(request.flow, now_s)
 
     def wait_s(self, request: Waiting) -> float | None:
-        """Seconds that `request` would wait, were it to enter now; None: nobody knows yet."""
+        """Return the seconds that `request` would wait if it entered now; None: not known yet."""
         if not self._queue:
             return 0.0
         rate = self._drain.tokens_per_s

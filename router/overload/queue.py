@@ -1,77 +1,33 @@
-"""Requests that wait, in the order in which they are let go: by priority, then weighted fair between flows, then by
+"""Waiting requests in the order in which they are let go: by priority, then weighted fair between flows, then by
 deadline. Pure: every time is seconds of one monotonic clock, passed in.
 
-Between the flows of one priority: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2). A flow's
-tag is the virtual time at which its next request starts; the least goes first, and grows by tokens / weight. So a
-flow that asks for less than its share goes first whenever it asks, and none is behind another by more than a request.
-Of a full queue the flow with the longest backlog for its weight gives up its last (McKenney's stochastic fairness
-queueing, INFOCOM 1990), so that no flow fills it for the others.
+Between the flows of one priority it uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2). A
+flow's tag is the virtual time at which its next request starts. The least tag goes first, and grows by tokens / weight.
+So a flow that asks for less than its share goes first whenever it asks, and no flow is behind another by more than a
+request. Within a flow its sessions take turns (`flow.py`).
+If the queue is full, the flow with the longest backlog for its weight gives up its last request (McKenney's stochastic
+fairness queueing, INFOCOM 1990), so that no flow fills the queue for the others.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+from router.overload.flow import Flow, Waiting
 
 LOWER_SHARE = 0.1
-"""Of the tokens that are let go while requests of several priorities wait, for those that are not of the highest one:
-else they would starve for as long as the highest fill the pods."""
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A request that waits. `deadline_s`: it is no use any more from then on."""
-
-    flow: str
-    weight: float
-    """Of the flow, beside others of the same priority; above 0."""
-    priority: int
-    """Higher goes first."""
-    tokens: int
-    """What it costs: of its prompt and of its answer, as expected; at least 1."""
-    size: int
-    """Bytes of its body."""
-    arrived_s: float
-    deadline_s: float
-    looked_s: float | None = None
-    """When it was first at the head and no pod with room suited it."""
-    number: int = 0
-    """Set by the queue: of those that are otherwise equal, the earlier goes first."""
-
-    @property
-    def key(self) -> tuple[float, int]:
-        """Its place within its flow."""
-        return self.deadline_s, self.number
-
-
-@dataclass(slots=True)
-class _Flow:
-    weight: float
-    tag: float
-    """Virtual time at which its next request starts."""
-    waiting: list[tuple[float, int, Waiting]] = field(default_factory=list)
-    """By deadline. No two numbers are equal, so requests themselves are never compared."""
-    tokens: int = 0
-
-    def add(self, request: Waiting) -> None:
-        insort(self.waiting, (*request.key, request))
-        self.tokens += request.tokens
-
-    def remove(self, request: Waiting) -> None:
-        place = bisect_left(self.waiting, request.key)
-        del self.waiting[place]
-        self.tokens -= request.tokens
+"""Share of the tokens that the lower priorities get while several priorities wait. Without it they would starve for as
+long as the highest fills the pods."""
 
 
 class _Level:
     """The requests of one priority."""
 
     def __init__(self) -> None:
-        self.flows: dict[str, _Flow] = {}
-        """Those that wait, and those whose tag is ahead of the virtual time still."""
+        self.flows: dict[str, Flow] = {}
+        """Flows that wait, and flows whose tag is still ahead of the virtual time."""
         self.now = 0.0
         """The virtual time."""
         self.count = 0
@@ -79,8 +35,8 @@ class _Level:
     def add(self, request: Waiting) -> None:
         flow = self.flows.get(request.flow)
         if flow is None:
-            flow = self.flows[request.flow] = _Flow(request.weight, self.now)
-        elif not flow.waiting:
+            flow = self.flows[request.flow] = Flow(request.weight, self.now)
+        elif not flow.count:
             flow.tag = max(flow.tag, self.now)
         flow.weight = request.weight
         flow.add(request)
@@ -91,40 +47,42 @@ class _Level:
         self.count -= 1
 
     def pay(self, request: Waiting) -> None:
-        """It is let go: its flow pays. It is removed by its own call."""
-        # Where one further back is let go, the flows ahead of it keep their place.
-        self.now = max(self.now, min(f.tag for f in self.flows.values() if f.waiting))
+        """Charge the flow of a request that is let go. `remove` is called separately."""
+        # If a request further back is let go, the flows ahead of it keep their place.
+        self.now = max(self.now, min(f.tag for f in self.flows.values() if f.count))
         self.flows[request.flow].tag += request.tokens / request.weight
-        for name in [name for name, f in self.flows.items() if not f.waiting and f.tag <= self.now]:
+        self.flows[request.flow].pay(request)
+        for name in [name for name, f in self.flows.items() if not f.count and f.tag <= self.now]:
             del self.flows[name]
 
     def order(self) -> Iterator[Waiting]:
-        """All, as they would be let go were none to come. Nothing may change meanwhile."""
-        heads = [(flow.tag, flow.waiting[0][1], 0, flow) for flow in self.flows.values() if flow.waiting]
+        """Yield all in the order in which they go if no more come. Nothing may change meanwhile."""
+        heads = []
+        for flow in self.flows.values():
+            if flow.count:
+                requests = flow.order()
+                first = next(requests)
+                heads.append((flow.tag, first.number, first, requests))
         heapq.heapify(heads)
         while heads:
-            tag, _, place, flow = heapq.heappop(heads)
-            request = flow.waiting[place][2]
+            tag, _, request, requests = heapq.heappop(heads)
             yield request
-            if place + 1 < len(flow.waiting):
-                following = flow.waiting[place + 1]
-                heapq.heappush(heads, (tag + request.tokens / flow.weight, following[1], place + 1, flow))
+            following = next(requests, None)
+            if following is not None:
+                heapq.heappush(heads, (tag + request.tokens / request.weight, following.number, following, requests))
 
     def last(self) -> Waiting:
-        """The one to give up first: the last of the flow with the longest backlog for its weight."""
-        flow = max((f for f in self.flows.values() if f.waiting), key=lambda f: (f.tokens / f.weight, f.waiting[-1][1]))
-        return flow.waiting[-1][2]
+        """Return the request to give up first: the last one of the flow with the longest backlog for its weight."""
+        flows = [flow for flow in self.flows.values() if flow.count]
+        return max((flow.tokens / flow.weight, last.number, last) for flow in flows for last in (flow.last(),))[2]
 
     def tokens_before(self, request: Waiting) -> float:
-        """Tokens of this level that are let go before `request`, which is not in it, were none to come (fluid)."""
+        """Return the tokens of this level that go before a new `request` if no more come (fluid model)."""
         own = self.flows.get(request.flow)
-        start = self.now if own is None else max(own.tag, self.now) if not own.waiting else own.tag
-        ahead = 0
-        if own is not None:
-            # Its number will be the highest: of equal deadlines all are before it.
-            ahead = sum(other.tokens for deadline_s, _, other in own.waiting if deadline_s <= request.deadline_s)
+        start = self.now if own is None else max(own.tag, self.now) if not own.count else own.tag
+        ahead = 0.0 if own is None else own.tokens_before(request)
         start += ahead / request.weight
-        others = (flow for flow in self.flows.values() if flow is not own and flow.waiting)
+        others = (flow for flow in self.flows.values() if flow is not own and flow.count)
         return ahead + sum(min(flow.tokens, max(0.0, start - flow.tag) * flow.weight) for flow in others)
 
 
@@ -135,10 +93,10 @@ class FairQueue:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._levels: dict[int, _Level] = {}
-        """Those in which requests wait, by priority."""
+        """Priority -> level, for the levels in which requests wait."""
         self._numbers = itertools.count()
         self._owed_tokens = 0.0
-        """To the priorities below the highest that waits."""
+        """Tokens owed to the priorities below the highest that waits."""
         self._bytes = 0
         self._count = 0
 
@@ -151,7 +109,8 @@ class FairQueue:
         return self._bytes
 
     def push(self, request: Waiting) -> list[Waiting]:
-        """Queue it. Returns those that had to go for it, lowest priority first; `request` alone, where it may not."""
+        """Queue a request. Return the requests that are given up for it, lowest priority first; only `request` itself
+        if there is no place for it."""
         request.number = next(self._numbers)
         self._add(request)
         dropped: list[Waiting] = []
@@ -168,12 +127,12 @@ class FairQueue:
         return dropped
 
     def remove(self, request: Waiting) -> None:
-        """It waits no more, and is not let go either."""
+        """Remove a request that waits no more and is not let go."""
         self._take(request)
         self._forget_empty()
 
     def serve(self, request: Waiting) -> None:
-        """It is let go."""
+        """Remove a request that is let go, and charge its flow."""
         highest = max(self._levels)
         if request.priority < highest:
             self._owed_tokens = max(0.0, self._owed_tokens - request.tokens)
@@ -183,9 +142,9 @@ class FairQueue:
         self.remove(request)
 
     def order(self) -> Iterator[Waiting]:
-        """All, as they would be let go were none to come: the first first. Nothing may change meanwhile.
+        """Yield all in the order in which they go if no more come. Nothing may change meanwhile.
 
-        Where lower priorities are owed enough, one of them comes first: the one whose next request waits longest.
+        If lower priorities are owed enough, a request of one of them comes first: the one that has waited longest.
         """
         levels = [self._levels[priority] for priority in sorted(self._levels, reverse=True)]
         owed: Waiting | None = None
@@ -201,32 +160,27 @@ class FairQueue:
                     yield request
 
     def first_of(self, is_meant: Callable[[str], bool]) -> Waiting | None:
-        """Of the highest priority that waits, the next request of the flows meant, in their fair order; None: there is
-        none."""
+        """Return the next request, in fair order, of the chosen flows within the highest priority that waits; None:
+        there is none."""
         if not self._levels:
             return None
         flows = self._levels[max(self._levels)].flows
-        meant = [flow for name, flow in flows.items() if flow.waiting and is_meant(name)]
+        meant = [flow for name, flow in flows.items() if flow.count and is_meant(name)]
         if not meant:
             return None
-        return min(meant, key=lambda flow: (flow.tag, flow.waiting[0][1])).waiting[0][2]
+        return min(meant, key=lambda flow: (flow.tag, flow.first().number)).first()
 
     def expired(self, now_s: float) -> list[Waiting]:
-        """Those whose deadline is over, which are removed."""
-        gone = []
-        for level in self._levels.values():
-            for flow in level.flows.values():
-                for deadline_s, _, request in flow.waiting:
-                    if deadline_s > now_s:
-                        break
-                    gone.append(request)
+        """Remove and return the requests whose deadline is over."""
+        flows = [flow for level in self._levels.values() for flow in level.flows.values()]
+        gone = [request for flow in flows for request in flow.expired(now_s)]
         for request in gone:
             self._take(request)
         self._forget_empty()
         return gone
 
     def tokens_before(self, request: Waiting) -> float:
-        """Tokens that are let go before `request`, which is not queued yet, were none to come."""
+        """Return the tokens that go before a new `request` if no more come."""
         higher = sum(
             flow.tokens
             for priority, level in self._levels.items()

@@ -1,14 +1,14 @@
-"""How many further attempts there may be at a time, so that failing pods are not asked several times as much."""
+"""How many further attempts may run at a time, so that failing pods do not get several times as many requests."""
 
 from __future__ import annotations
 
 RETRY_SHARE = 0.2
 MIN_RETRIES = 10
-"""Of the requests in flight, as Linkerd's and Envoy's retry budgets have it; and so many in any case, as Linkerd's."""
+"""Share of the requests in flight, as in Linkerd's and Envoy's retry budgets; and the least number, as in Linkerd's."""
 
 
 class RetryBudget:
-    """Further attempts under way, up to their first byte: those that add to what the pods have to do."""
+    """Counts further attempts under way, up to their first byte: these add to the pods' work."""
 
     __slots__ = ("under_way",)
 
@@ -16,12 +16,12 @@ class RetryBudget:
         self.under_way = 0
 
     def take(self, in_flight: int) -> bool:
-        """One more, which counts until `give_back`, beside so many requests in flight. False: it may not be."""
+        """Begin one more attempt, which counts until `give_back`. `in_flight`: all requests. False: not allowed."""
         if self.under_way >= max(MIN_RETRIES, RETRY_SHARE * in_flight):
             return False
         self.under_way += 1
         return True
 
     def give_back(self) -> None:
-        """It has its first byte, or has failed."""
+        """Note that an attempt has its first byte, or has failed."""
         self.under_way -= 1

@@ -9,41 +9,41 @@ from router.routing.pod_state import PodState
 from router.routing.types import PodId
 
 SATURATED_S = 1.5
-"""A pod with more queued prefill than this, or whose reports have said for so long that requests wait, is saturated.
-Far above what a fleet below saturation shows on all of its pods at once, and above what a burst of 128 requests a pod
-does: to hold those back would cost time (`router/routing/README.md`, "Did not help")."""
+"""A pod is saturated if it has more queued prefill than this, or if its reports have said for this long that requests
+wait. This is far above what a fleet below saturation shows on all of its pods at once. It is also above a burst of 128
+requests a pod: holding those back would cost time (`router/routing/MEASURED.md`, "Did not help")."""
 CONTENDED_S = 0.25
-"""The same while requests of several tenants or priorities come: in the pods' queues they would wait behind each other,
-first come, first served. At 0.9 of the knee all pods of eight together do not reach a tenth of a second."""
+"""The same limit while requests of several tenants or priorities come: in a pod's own queue they would wait first come,
+first served. At 0.9 of the knee, eight pods together do not all reach a tenth of a second."""
 SATURATED_REQUESTS = 2
-"""Requests without a first token that a saturated pod has at least: a long prompt alone is no queue."""
+"""Least number of requests without a first token in a saturated pod: one long prompt is no queue."""
 ROOM_S = 0.05
-"""While requests are held, the next goes to a pod with less queued prefill than this: enough for the pod's next step,
-and little enough that what comes next, and is more urgent, need not wait behind it."""
+"""While requests are held, the next goes to a pod with less queued prefill than this. That is enough for the pod's next
+step, and so little that a more urgent request need not wait behind it."""
 SPARING_ROOM_S = 0.04
-"""The same for a tenant that takes more than another: the step in which the other's request is computed is then less
-full. Less than a step of a full batch would leave pods idle."""
+"""The same for a tenant that takes more than another: then the step that computes the other's request is less full.
+Less than a step of a full batch would leave pods idle."""
 RESERVED = 1 / 16
-"""Of the requests that a pod takes: places that stay free for tenants which take less than others. Rounded down."""
+"""Share of a pod's places that stay free for tenants that take less than others. Rounded down."""
 BACKED_UP_S = 0.3
-"""While requests are held, a pod whose reports have said for so long that requests wait has no room: its batch or its
-KV blocks are all in use, which the queued prefill does not tell. Engines report ten times a second."""
+"""While requests are held, a pod has no room if its reports have said for this long that requests wait. Then its batch
+or its KV blocks are all in use, which the queued prefill does not show. Engines report ten times a second."""
 GROW_S = 1.0
-"""Seconds after which a learnt cap is tried one higher; each try that fails costs a request a second attempt."""
+"""Seconds after which a learnt cap is tried one higher; each failed try costs a request a second attempt."""
 LATE_S = 0.2
-"""Seconds behind its predicted first token from which a request waits for something else than prefill."""
+"""If a first token is later than predicted by this many seconds, its request waits for something other than prefill."""
 FORGET_S = 60.0
-"""Seconds without a refusal after which a learnt cap is none."""
+"""Seconds without a refusal after which a learnt cap is dropped."""
 
 
 class Cap:
-    """How many requests a pod takes at once, as far as it has shown.
+    """How many requests a pod takes at once, learnt from its behaviour.
 
-    From its refusals (429, or 503 of a pod that answers others): it takes as many of this gateway's as it had when it
-    refused one more; every second one more is tried. From its reports, all gateways' together: as many as run while
-    others wait and are late, so that it is no prefill that they wait for but a place in the batch, or KV blocks; one
-    more for each report in which as many run and none waits. (Additive increase as in Chiu and Jain, 1989; the
-    decrease need not be multiplicative, as the pod tells the number.)
+    From its refusals (429, or 503 of a pod that answers others): the pod takes as many of this gateway's requests as it
+    had when it refused one more. Every second one more is tried. From its reports, for all gateways together: as many
+    as run while others wait and are late. Being late shows that they wait not for prefill but for a place in the batch
+    or KV blocks. One more is tried for each report in which as many run and none waits. (Additive increase as in Chiu
+    and Jain, 1989; the decrease need not be multiplicative, because the pod tells the number.)
     """
 
     __slots__ = ("_at", "_batch", "_refused_s", "_watchers")
@@ -55,11 +55,11 @@ class Cap:
         self._watchers: tuple[set[Cap], ...] = ()
 
     def watch(self, changed: set[Cap]) -> None:
-        """Have this cap added to `changed` whenever it is learnt anew; that it grows or is forgotten is no change."""
+        """Add this cap to `changed` whenever it is learnt anew; growing or being forgotten is no change."""
         self._watchers = (*self._watchers, changed)
 
     def unwatch(self, changed: set[Cap]) -> None:
-        """End that."""
+        """Stop adding this cap to `changed`."""
         self._watchers = tuple(watcher for watcher in self._watchers if watcher is not changed)
 
     def _tell(self) -> None:
@@ -68,22 +68,22 @@ class Cap:
 
     @property
     def is_known(self) -> bool:
-        """Whether the pod has shown any."""
+        """Whether the pod has shown a cap."""
         return self._at is not None or self._batch is not None
 
     @property
     def batch(self) -> int | None:
-        """Requests, of all gateways, that it runs at once; None: not known."""
+        """Requests of all gateways that the pod runs at once; None: not known."""
         return self._batch
 
     def refused(self, others: int, now_s: float) -> None:
-        """The pod refused a request beside so many others of this gateway."""
+        """Note that the pod refused a request while it had `others` other requests of this gateway."""
         self._at = max(1, others)
         self._refused_s = now_s
         self._tell()
 
     def limit(self, now_s: float) -> int | None:
-        """Requests of this gateway that the pod is believed to take at once; None: not known."""
+        """Return how many requests of this gateway the pod is believed to take at once; None: not known."""
         if self._at is None:
             return None
         since_s = now_s - self._refused_s
@@ -93,7 +93,7 @@ class Cap:
         return self._at + int(since_s / GROW_S)
 
     def reported(self, load: LoadReport, late_s: float) -> None:
-        """A report of the pod came while the oldest request without a first token was so late."""
+        """Take a report of the pod. `late_s`: how late the oldest request without a first token is."""
         if load.waiting:
             if late_s >= LATE_S and load.running:
                 self._batch = load.running
@@ -104,20 +104,20 @@ class Cap:
 
 
 class Place(Protocol):
-    """A pod: `router.fleet.pod.Pod`."""
+    """A pod: see `router.fleet.pod.Pod`."""
 
     pod_id: PodId
     state: PodState
     cap: Cap
     in_flight: int
-    """Requests of this gateway."""
+    """Requests of this gateway in flight."""
 
 
 def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
-    """Whether the pod has as many requests as it takes: the cap that was learnt, or `most`, if that is not 0.
+    """Return whether the pod has as many requests as it takes: the learnt cap, or `most` if that is not 0.
 
-    `most` counts those of other gateways too, as far as the pod reports them. `reserved`: the part of the places that
-    stays free.
+    `most` also counts other gateways' requests, if the pod reports them. `reserved`: the share of the places that stays
+    free.
     """
     if pod.cap.is_known:
         limit = pod.cap.limit(now_s)
@@ -130,9 +130,9 @@ def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
 
 
 def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
-    """Whether a request sent there now would wait for longer than `limit_s`, and not for one long prompt alone.
+    """Return whether a request sent now would wait longer than `limit_s`, and not only for one long prompt.
 
-    As long as nothing is known of the pod's speed, its queue is a guess, by which a new fleet would hold back a burst.
+    While the pod's speed is not known, its queue is a guess, by which a new fleet would hold back a burst.
     """
     state = pod.state
     is_queued = state.queue_s(now_s) > limit_s and state.knows_speed(now_s)
@@ -142,7 +142,7 @@ def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
 
 
 def has_room(pod: Place, most: int, now_s: float, room_s: float = ROOM_S, reserved: float = 0.0) -> bool:
-    """Whether a held request may go there: less than `room_s` is left to do before it, and the pod takes one more."""
+    """Return whether a held request may go there: less than `room_s` of work is left, and the pod takes one more."""
     state = pod.state
     if state.queue_s(now_s) >= room_s or state.backed_up_s(now_s) >= BACKED_UP_S:
         return False

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 HALF_LIFE_S = 1.0
-"""What was let go so long ago counts half. Short: a tenant that begins to ask for much goes ahead of the others for no
-longer than about this."""
+"""Age at which let-go tokens count half. It is short, so a tenant that begins to ask for much goes ahead of the others
+for about this long at most."""
 WITHIN = 0.9
-"""Of the tokens of the flow that got most: a flow with less is within its share. Flows that the queue holds get equal
-tokens for their weights but for a request or two, which is far less than the other tenth."""
+"""A flow with less than this share of the tokens of the flow that got most is within its share. Flows that the queue
+holds get equal tokens for their weights, except for a request or two, which is far less than a tenth."""
 FADE_S = 0.1
-"""How often the old counts less: not for each request, of which each costs a look at every flow."""
+"""How often old tokens are reduced. It is not done for each request, because it costs a look at every flow."""
 LEAST_TOKENS = 1.0
-"""A flow with less is forgotten."""
+"""A flow with fewer tokens is forgotten."""
 
 
 class Shares:
-    """Tokens for its weight that each flow was let go of late, of those that had to wait."""
+    """Tokens, divided by the weight, that were let go of late for each flow whose requests had to wait."""
 
     __slots__ = ("_faded_s", "_limit", "_tokens")
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
-        """By flow: no more than tenants are configured."""
+        """Flow -> tokens: no more flows than configured tenants, or fairness ids that are told apart."""
         self._limit = 0.0
         """Tokens below which a flow is within its share."""
         self._faded_s = 0.0
 
     def let_go(self, flow: str, tokens: float, now_s: float) -> None:
-        """A request was sent; `tokens` divided by the flow's weight."""
+        """Note that a request was sent; `tokens` is divided by the flow's weight."""
         self._fade(now_s)
         total = self._tokens[flow] = self._tokens.get(flow, 0.0) + tokens
         self._limit = max(self._limit, WITHIN * total)
 
     def is_within(self, flow: str, now_s: float) -> bool:
-        """Whether the flow got clearly less than another: nothing that it asks for now has to be held for fairness."""
+        """Return whether the flow got clearly less than another: then fairness holds back none of its requests."""
         self._fade(now_s)
         return self._tokens.get(flow, 0.0) < self._limit
 
     def are_uneven(self, now_s: float) -> bool:
-        """Whether any flow is within its share beside one that is not."""
+        """Return whether one flow is within its share and another is not."""
         self._fade(now_s)
         return len(self._tokens) > 1 and min(self._tokens.values()) < self._limit
 

@@ -1,4 +1,4 @@
-"""What is learnt of an answer that another proxy passes on: the pod that gave it, its tokens, and how it ended."""
+"""What is learnt from an answer that another proxy passes on: which pod gave it, its tokens, and how it ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from router.picker.destination import endpoint_of_pod
 from router.picker.parts import PickerParts
 
 NOT_REACHED = b"upstream connect error or disconnect/reset before headers"
-"""With this Envoy begins the body of its own answer, 503, where no connection came about or it broke off."""
+"""Beginning of the body of Envoy's own 503, if a connection failed or broke."""
 OF_THE_PROXY = (b"no healthy upstream", b"upstream request timeout", b"no cluster match", b"response timeout")
-"""With these it begins others of its own: no engine has said them."""
+"""Beginnings of other answers of Envoy's own, which no engine has sent."""
 
 
 class Answered:
-    """One answer: its headers are here. `add` its body, `ended` at its end, `close` whatever happened."""
+    """One answer, whose headers have come. `add` its body, call `ended` at its end, and `close` in any case."""
 
     def __init__(self, parts: PickerParts, exchange: Exchange, fields: Mapping[str, str], served: str | None) -> None:
         """`served`: the endpoint that gave it, if the proxy tells."""
@@ -40,12 +40,12 @@ class Answered:
         self._has_begun = False
         self.is_ended = False
         self.attempt: Attempt | None = exchange.last
-        """At the pod that gave it, as long as that lasts; None for a request without keys, or a pod not known here."""
+        """The running attempt at the pod that gave it; None for a request without keys, or for an unknown pod."""
         if self.attempt is not None and served is not None and served != endpoint_of_pod(self.attempt.pod):
             self._go_elsewhere(self.attempt, served)
 
     def add(self, chunk: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body."""
         if not chunk:
             return
         if not self._has_begun:
@@ -58,7 +58,7 @@ class Answered:
         self._tail.add(chunk)
 
     def began(self) -> None:
-        """The first byte of the body is here, or as much as is told of it."""
+        """Note that the first byte of the body has come, or as much as the proxy tells."""
         self._has_begun = True
         attempt, exchange = self.attempt, self._exchange
         if attempt is None or self._outcome is not Outcome.ANSWERED:
@@ -72,7 +72,7 @@ class Answered:
             attempt.first_token(exchange.usage.cached_tokens)
 
     def ended(self) -> None:
-        """The body is whole."""
+        """Note that the body is whole."""
         if self.is_ended:
             return
         self.is_ended = True
@@ -96,11 +96,11 @@ class Answered:
             self._parts.fleet.served(attempt.pod, sent_s=attempt.sent_s)
         elif outcome is not Outcome.REFUSED:
             exchange.error = self._why
-            self._parts.blame.ended_ill(exchange.inbound, attempt, outcome, self._why)
+            self._parts.blame.failed_at_proxy(exchange.inbound, attempt, outcome, self._why)
         self._leave(attempt)
 
     def close(self) -> None:
-        """Nothing more comes of it."""
+        """Note that nothing more will come."""
         if self.is_ended:
             return
         if self._is_stream and self._has_begun:
@@ -109,7 +109,7 @@ class Answered:
             self._leave(self.attempt)
 
     def _leave(self, attempt: Attempt) -> None:
-        """It counts on its pod no more, and no more as held there if it never ran."""
+        """End an attempt. If it never ran, its prefix no longer counts as held there either."""
         inbound = self._exchange.inbound
         assert inbound is not None
         if inbound.prompts == 1:
@@ -119,7 +119,7 @@ class Answered:
             attempt.undone(self._parts.chooser.undo(inbound, attempt.choice))
 
     def _go_elsewhere(self, attempt: Attempt, served: str) -> None:
-        """The proxy could not use the pod that was chosen, and a fallback gave the answer."""
+        """Move the attempt: the proxy could not use the chosen pod, and a fallback gave the answer."""
         parts, exchange, inbound = self._parts, self._exchange, self._exchange.inbound
         assert inbound is not None
         attempt.outcome = Outcome.UNABLE
@@ -132,13 +132,13 @@ class Answered:
         try:
             choice = parts.chooser.choose(inbound, others)
         except Unavailable:
-            return  # it serves no more, or is no pod of ours
+            return  # it serves no more, or is not one of our pods
         self.attempt = parts.attempts.begin(exchange, inbound, choice)
         self.attempt.__enter__()
 
 
 def _meaning(body: bytes) -> Outcome | None:
-    """What the body of an error tells, by known words of engines and of Envoy."""
+    """Return what the body of an error means, from known texts of engines and of Envoy."""
     if body.startswith(NOT_REACHED):
         return Outcome.UNREACHABLE
     return Outcome.UNABLE if body.startswith(OF_THE_PROXY) else meaning_of_body(body)

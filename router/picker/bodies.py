@@ -1,4 +1,4 @@
-"""A request's body as the proxy passes it on, kept within its bounds until the decision."""
+"""A request's body as the proxy passes it on, kept within bounds until the decision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.gateway.inflate import Inflater, NotCompressed, inflater_for
 
 
 class Body:
-    """One body. `add` its chunks; `plain` when it is whole."""
+    """One body. `add` its chunks; call `plain` when it is whole."""
 
     def __init__(self, admitted: Admitted, max_bytes: int, encoding: str | None) -> None:
         """`encoding`: the Content-Encoding. Raises UnsupportedEncoding."""
@@ -22,20 +22,21 @@ class Body:
         self._size = 0
 
     def add(self, chunk: bytes) -> None:
-        """One more chunk. Raises TooLarge, and TooManyRequests where there is no room for it."""
+        """Add one chunk. Raises TooLarge, and TooManyRequests if there is no room for it."""
         self._count(len(chunk))
         self._chunks.append(chunk)
 
     def sent(self) -> bytes:
-        """All of it, as the client sent it."""
+        """Return the whole body, as the client sent it."""
         if len(self._chunks) > 1:
             self._chunks = [b"".join(self._chunks)]
         return self._chunks[0] if self._chunks else b""
 
     async def plain(self) -> bytes:
-        """All of it, inflated: the very object of `sent` where there is nothing to inflate.
+        """Return the whole body, inflated: the same object as `sent` if it is not compressed.
 
-        Raises TooLarge, TooManyRequests, and BadRequest for what cannot be inflated. Others get their turn meanwhile.
+        Raises TooLarge, TooManyRequests, and BadRequest if it cannot be inflated. Other requests get their turn
+        meanwhile.
         """
         sent = self.sent()
         if self._inflater is None or not sent:

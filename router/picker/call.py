@@ -1,6 +1,6 @@
-"""One request of a client as the proxy tells of it, message by message: the decision, and what is learnt of the answer.
+"""One request of a client, message by message from the proxy: the decision, and what is learnt from the answer.
 
-Whatever the order of the messages and wherever they end, `close` ends what was begun: no count is left behind.
+Whatever the order of the messages and wherever they stop, `close` ends what was begun: no count is left behind.
 """
 
 from __future__ import annotations
@@ -41,31 +41,32 @@ from router.picker.protocol import (
     streamed,
     subset_of,
 )
+from router.picker.urgency import urgency
 from router.picker.wire import picker_pb2 as wire
 from router.tenants.limiter import RateLimited, Taking
 
 Responses = Sequence[wire.ProcessingResponse]
 
-READ = KEYED.union(BY_LOAD)
-"""Paths whose bodies say where requests go."""
+READ = frozenset(KEYED).union(BY_LOAD)
+"""Paths whose bodies decide where requests go."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
-"""Ways to get a request's body before its headers go on. Without it nothing is known of its prefix."""
+"""Modes that bring a request's body before its headers go on. Without it nothing is known of its prefix."""
 
 
 class Call:
-    """`answer` each message of the proxy, then `close`, whatever happened."""
+    """`answer` each message of the proxy, then `close` in any case."""
 
     def __init__(self, parts: PickerParts) -> None:
         self._parts = parts
         self._clock = asyncio.get_running_loop().time
         self.deadline_s = self._clock() + parts.limits.body_s
-        """Of the loop's clock, for what comes next."""
+        """Deadline for the next message, by the loop's clock."""
         self.timeout: asyncio.Timeout | None = None
-        """Follows `deadline_s`."""
+        """Set to `deadline_s` whenever that changes."""
         self.is_over = False
-        """Nothing more is to be said to the proxy."""
+        """Whether nothing more is to be told to the proxy."""
         self._exchange: Exchange | None = None
         self._admitted: Admitted | None = None
         self._inside = contextlib.ExitStack()
@@ -75,13 +76,13 @@ class Call:
         self._request_mode = self._response_mode = int(wire.FULL_DUPLEX_STREAMED)
         self._allowed: frozenset[str] | None = None
         self._body: Body | None = None
-        """None once it has gone on."""
+        """None once it has been sent on."""
         self._lease: Lease | None = None
-        """Of a request without keys; others have attempts."""
+        """For a request without keys; others have attempts."""
         self._answered: Answered | None = None
 
     async def answer(self, message: wire.ProcessingRequest) -> Responses:
-        """What the proxy is to be told. Raises ProtocolError."""
+        """Return what to tell the proxy. Raises ProtocolError."""
         part = message.WhichOneof("request")
         if part is None:
             raise ProtocolError("a message without a part of a request")
@@ -97,7 +98,7 @@ class Call:
             return [self._refused(error)]
 
     def late(self) -> Responses:
-        """What the proxy is to be told when the deadline is over; nothing where its answer has begun."""
+        """Return what to tell the proxy when the deadline is over; nothing if its answer has begun."""
         exchange, limits = self._exchange, self._parts.limits
         if exchange is None:
             return ()
@@ -109,14 +110,14 @@ class Call:
         return () if self._answered is not None else [refusal]
 
     async def close(self) -> None:
-        """The conversation is over."""
+        """End all that was begun, because the conversation is over."""
         exchange = self._exchange
         if exchange is None:
             return
         self._exchange = None
         answered, parts = self._answered, self._parts
         if answered is not None and not self._sees_body:
-            answered.ended()  # how it ended is not told
+            answered.ended()  # the proxy does not tell how it ended
         if not exchange.status:
             exchange.client_left()
         if answered is not None:
@@ -151,6 +152,7 @@ class Call:
             except Unauthorized as error:
                 parts.on_refusal(error)
                 raise
+        urgency(exchange, fields, parts)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -204,13 +206,13 @@ class Call:
         return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
 
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
-        """The pod of a new attempt, which counts from here on, then those for fallbacks."""
+        """Return the pod of a new attempt, which counts from now on, then the pods for fallbacks."""
         parts, tenant = self._parts, exchange.tenant
         if tenant.limits is not None:
             taking = parts.limiter.take(tenant, inbound.prompt_tokens + inbound.output_tokens)
             self._taking = await taking.__aenter__()
             exchange.rate_headers = taking.headers()
-        outside(parts.fleet.pods(inbound.model), self._allowed)  # nothing is waited for where none is allowed
+        outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
         full = await parts.reach.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
         others = outside(pods, self._allowed)
@@ -223,7 +225,7 @@ class Call:
         return [choice.pod, *(pod for pod in pods if pod.pod_id not in avoided)]
 
     async def _by_load(self) -> Responses:
-        """Choose without a body, or without all of it."""
+        """Choose without a body, or without the whole body."""
         assert self._body is not None
         assert self._exchange is not None
         self._until(self._exchange.deadline_s)
@@ -299,7 +301,7 @@ class Call:
         return [wire.ProcessingResponse(response_headers=wire.HeadersResponse(response=common))]
 
     def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:
-        """Headers of the answer that say why the request went there."""
+        """Return headers of the answer that say why the request went there."""
         fields = {headers.REQUEST_ID: exchange.request_id, **exchange.rate_headers}
         if answered.attempt is not None and self._tells_cache(exchange):
             choice = answered.attempt.choice
@@ -329,7 +331,7 @@ class Call:
         return [wire.ProcessingResponse(response_trailers=wire.TrailersResponse())]
 
     def _who(self) -> tuple[str | None, str]:
-        """By which key the request came, and from where, as far as the proxy says."""
+        """Return which key the request came with, and from where, if the proxy says so."""
         key_id = None if self._parts.keys is None else key_id_shown(authorization_of(self._fields))
         return key_id, self._fields.get("x-forwarded-for", "").rpartition(",")[2].strip()
 
@@ -341,7 +343,7 @@ class Call:
             self.timeout.reschedule(deadline_s)
 
     def _refused(self, error: ApiError) -> wire.ProcessingResponse:
-        """The answer in place of an engine's."""
+        """Return the answer in place of an engine's."""
         parts, exchange = self._parts, self._exchange
         assert exchange is not None
         self.is_over = True

@@ -1,4 +1,4 @@
-"""Where requests go: by the chooser where they have keys, by load where they have none, among what the proxy allows."""
+"""Where requests go, among the endpoints that the proxy allows: with keys by the chooser, without keys by load."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class NoneAllowed(Unavailable):
 
 
 def endpoint_of_pod(pod: Pod) -> str:
-    """`ip:port` of a pod."""
+    """Return `ip:port` of a pod."""
     return endpoint_of(pod.targets[Endpoint.CHAT])
 
 
 def outside(pods: Sequence[Pod], allowed: frozenset[str] | None) -> frozenset[PodId]:
-    """The pods that are not `allowed`. Raises NoneAllowed where none is."""
+    """Return the pods that are not `allowed`. Raises NoneAllowed if none is allowed."""
     if allowed is None:
         return frozenset()
     others = frozenset(pod.pod_id for pod in pods if not names(allowed, endpoint_of_pod(pod)))
@@ -44,9 +44,9 @@ def outside(pods: Sequence[Pod], allowed: frozenset[str] | None) -> frozenset[Po
 
 
 def fallbacks(pods: Sequence[Pod], first: Pod, most: int) -> list[str]:
-    """Endpoints to try after that of `first`, the least loaded first.
+    """Return the endpoints to try after that of `first`, the least loaded first.
 
-    Only such that take the request as it is: with the same key of the gateway and without a rank.
+    Only endpoints that take the request unchanged count: with the same key of the gateway and without a rank.
     """
     others = [pod for pod in pods if pod.url != first.url and pod.key == first.key and pod.rank is None]
     others.sort(key=lambda pod: pod.in_flight / pod.weight)
@@ -54,14 +54,15 @@ def fallbacks(pods: Sequence[Pod], first: Pod, most: int) -> list[str]:
 
 
 class ByLoad:
-    """Picks for requests without keys: of endpoints that are not known here, and those without a body."""
+    """Picks for requests without keys: those to unknown endpoints, and those without a body."""
 
     def __init__(self, fleet: Fleet, room: WaitingRoom) -> None:
         self._fleet = fleet
         self._room = room
 
     def pick(self, body: bytes, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
-        """The least loaded pod, and all there are: of the model that a JSON body names, if that is known.
+        """Return the least loaded pod, and all pods, of the model that a JSON body names; of all models if none is
+        known.
 
         Raises Forbidden and Unavailable.
         """

@@ -1,4 +1,4 @@
-"""gRPC health checks (grpc.health.v1): whether the picker lives, and whether it can decide."""
+"""gRPC health checks (grpc.health.v1): whether the picker runs, and whether it can decide."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
 READINESS = frozenset(("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"))
 LOOK_EVERY_S = 1.0
-"""How soon whoever watches hears of a change."""
+"""How soon a watcher learns of a change."""
 MAX_WATCHERS = 64
 
 
 class Health:
-    """`lacks`: what is missing for decisions; nothing: it is ready."""
+    """Answers health checks. `lacks` returns what is missing for decisions; empty: it is ready."""
 
     def __init__(self, lacks: Callable[[], list[str]]) -> None:
         self._lacks = lacks
         self._watchers = 0
 
     def status(self, service: str) -> wire.HealthCheckResponse.ServingStatus:
-        """Of one of the services' names, which the endpoint picker protocol gives."""
+        """Return the status of one of the services, whose names the endpoint picker protocol gives."""
         if service == LIVENESS:
             return wire.HealthCheckResponse.SERVING
         if service not in READINESS:
@@ -34,14 +34,14 @@ class Health:
         return wire.HealthCheckResponse.NOT_SERVING if self._lacks() else wire.HealthCheckResponse.SERVING
 
     async def check(self, request: wire.HealthCheckRequest, context: Any) -> wire.HealthCheckResponse:
-        """The status now."""
+        """Return the status now."""
         status = self.status(request.service)
         if status == wire.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"known: {LIVENESS}, {', '.join(sorted(READINESS - {''}))}")
         return wire.HealthCheckResponse(status=status)
 
     async def watch(self, request: wire.HealthCheckRequest, context: Any) -> AsyncIterator[wire.HealthCheckResponse]:
-        """The status now, and after each change."""
+        """Yield the status now, and after each change."""
         if self._watchers >= MAX_WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watch already")
         self._watchers += 1
@@ -57,7 +57,7 @@ class Health:
             self._watchers -= 1
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The service, for a server."""
+        """Return the service, for a server."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {

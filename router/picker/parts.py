@@ -1,4 +1,4 @@
-"""What the picker shares with the gateway it is part of, and its own bounds."""
+"""The gateway's parts that the picker shares, and the picker's own bounds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.contract.otel.tracer import Tracer
 from router.fleet.fleet import Fleet
+from router.fleet.inference_objectives import Objectives
 from router.gateway.admission import Admission
 from router.gateway.attempts import Attempts
 from router.gateway.blame import Blame
@@ -24,7 +25,7 @@ from router.tenants.limiter import Limiter
 
 
 class NoPort(Exception):
-    """The picker's port cannot be had; the text says which."""
+    """The picker's port is not available; the text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,20 @@ class PickerLimits:
     body_s: float
     """From a request's headers to the end of its body."""
     total_s: float
-    """For the whole of a request and its answer."""
+    """For a request and its answer together."""
     fallbacks: int
     """Further endpoints that the proxy is told to try."""
     tells_cache: bool = True
     """Whether answers may have the headers that tell of pods and caches."""
     takes_tests: bool = False
     """Whether the headers of the conformance tests are followed."""
+    has_tenants: bool = False
+    """Whether tenants' shares and highest priorities override what requests ask for."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickerParts:
-    """The gateway's own parts: the decisions of the picker are the gateway's."""
+    """The gateway's own parts: the picker decides as the gateway does."""
 
     admission: Admission
     reading: Reading
@@ -63,6 +66,8 @@ class PickerParts:
     metrics: Metrics
     tracer: Tracer | None
     keys: ClientKeys | None
-    """None: whoever reaches the proxy may ask."""
+    """None: everybody who reaches the proxy may ask."""
     on_refusal: Callable[[Unauthorized], None]
     limits: PickerLimits
+    objectives: Objectives | None = None
+    """None: none are followed."""

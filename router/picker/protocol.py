@@ -1,4 +1,4 @@
-"""The endpoint picker protocol of the Gateway API Inference Extension: its names, read from messages and written there.
+"""The endpoint picker protocol of the Gateway API Inference Extension: its names, and how messages carry them.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/docs/proposals/004-endpoint-picker-protocol
 (1.0.0) on Envoy's external processing (envoy.service.ext_proc.v3). Pure.
@@ -15,41 +15,47 @@ from engine.contract.http.target import Target
 from router.picker.wire import picker_pb2 as wire
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""Request header and metadata: where the proxy sends the request, `ip:port`, then others to try, with commas."""
+"""Request header and metadata: the endpoint, `ip:port`, to which the proxy sends the request, then others to try if it
+fails, separated by commas."""
 ENDPOINTS = "envoy.lb"
-"""Namespace of the metadata that proxy and picker tell each other of endpoints."""
+"""Namespace of the metadata in which proxy and picker tell each other endpoints."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Metadata of the proxy: the endpoint that gave the answer."""
 HINT = "envoy.lb.subset_hint"
-"""Namespace of what the proxy asks for."""
+"""Namespace of the metadata in which the proxy limits the choice."""
 SUBSET = "x-gateway-destination-endpoint-subset"
-"""Metadata of the proxy: the endpoints of which one must be picked, a list of `ip:port`, or one text with commas."""
+"""Metadata of the proxy: the endpoints of which one must be picked, as a list of `ip:port` or a text with commas."""
 TEST_SELECTION = "test-epp-endpoint-selection"
-"""Request header of the conformance tests: as SUBSET, where the operator allows it. A port may be left out."""
+"""Request header of the conformance tests: like SUBSET, if the operator allows it. A port may be left out."""
 TEST_SERVED = "x-conformance-test-served-endpoint"
 """Response header for the conformance tests: SERVED, as the proxy told it."""
 
+OBJECTIVE = "x-gateway-inference-objective"
+"""Request header: the name of an InferenceObjective, which has the request's priority."""
+FAIRNESS_ID = "x-gateway-inference-fairness-id"
+"""Request header: requests with the same value share a line of the queue."""
+
 BODY_CHUNK_BYTES = 60 * 1024
-"""Of a body that is sent back to Envoy in FULL_DUPLEX_STREAMED: a chunk fits its buffers of 64 KiB."""
+"""Bytes of a chunk of a body sent back to Envoy in FULL_DUPLEX_STREAMED: it fits Envoy's buffers of 64 KiB."""
 
 
 class ProtocolError(Exception):
-    """The proxy said something that has no place in the conversation. The text is for its log."""
+    """The proxy sent something out of place. The text is for the proxy's log."""
 
 
 def fields_of(headers: wire.HeaderMap) -> CIMultiDict[str]:
-    """The headers of a message, pseudo-headers (`:path`) too. Bytes beyond ASCII are kept as surrogates."""
+    """Return the headers of a message, including pseudo-headers (`:path`). Bytes beyond ASCII become surrogates."""
     fields = [(field.key, field.raw_value or field.value.encode()) for field in headers.headers]
     return CIMultiDict([(name, value.decode("utf-8", "surrogateescape")) for name, value in fields])
 
 
 def endpoint_of(target: Target) -> str:
-    """The server as the protocol names it: `ip:port`, an IPv6 address in brackets."""
+    """Return the server as the protocol names it: `ip:port`, an IPv6 address in brackets."""
     return f"[{target.host}]:{target.port}" if ":" in target.host else f"{target.host}:{target.port}"
 
 
 def subset_of(metadata: wire.Metadata) -> frozenset[str] | None:
-    """The endpoints that the proxy allows; None where it allows all."""
+    """Return the endpoints that the proxy allows; None if it allows all."""
     said = _entry(metadata, HINT, SUBSET)
     if said is None:
         return None
@@ -59,30 +65,30 @@ def subset_of(metadata: wire.Metadata) -> frozenset[str] | None:
 
 
 def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
-    """The endpoints that a conformance test asks for; None where it asks for none."""
+    """Return the endpoints that a conformance test asks for; None if it asks for none."""
     asked = fields.get(TEST_SELECTION)
     return _split(asked) if asked else None
 
 
 def served_of(metadata: wire.Metadata) -> str | None:
-    """The endpoint that gave the answer; None where the proxy does not tell."""
+    """Return the endpoint that gave the answer; None if the proxy does not tell."""
     said = _entry(metadata, ENDPOINTS, SERVED)
     return said.string_value or None if said is not None else None
 
 
 def names(endpoints: frozenset[str], endpoint: str) -> bool:
-    """Whether `endpoints` has `endpoint`, with its port or as an address alone."""
+    """Return whether `endpoints` has `endpoint`, with its port or as an address alone."""
     return endpoint in endpoints or endpoint.rpartition(":")[0].strip("[]") in endpoints
 
 
 def destination(endpoints: Iterable[str]) -> Struct:
-    """The metadata that tells the proxy where to send the request."""
+    """Return the metadata that tells the proxy where to send the request."""
     said = Struct(fields={DESTINATION: Value(string_value=",".join(endpoints))})
     return Struct(fields={ENDPOINTS: Value(struct_value=said)})
 
 
 def mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str] = ()) -> wire.HeaderMutation:
-    """Headers set in place of what they were, and others removed."""
+    """Return a mutation that sets some headers and removes others."""
     return wire.HeaderMutation(
         set_headers=[
             wire.HeaderValueOption(
@@ -96,13 +102,13 @@ def mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str] = ()) -> 
 
 
 def streamed(body: bytes, *, is_end: bool) -> wire.BodyResponse:
-    """A chunk for Envoy to send on, in FULL_DUPLEX_STREAMED."""
+    """Return a chunk for Envoy to send on, in FULL_DUPLEX_STREAMED."""
     chunk = wire.StreamedBodyResponse(body=body, end_of_stream=is_end)
     return wire.BodyResponse(response=wire.CommonResponse(body_mutation=wire.BodyMutation(streamed_response=chunk)))
 
 
 def chunks(body: bytes, *, is_end: bool) -> list[wire.ProcessingResponse]:
-    """A request's body for Envoy to send on, in FULL_DUPLEX_STREAMED. `is_end`: no trailers follow."""
+    """Return a request's body for Envoy to send on, in FULL_DUPLEX_STREAMED. `is_end`: no trailers follow."""
     starts = range(0, len(body), BODY_CHUNK_BYTES) or range(1)
     return [
         wire.ProcessingResponse(

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 FORCED_STOP_S = 0.5
-"""For what is still going on when the gateway has drained."""
+"""Seconds for calls that still run when the gateway has drained."""
 MAX_HEADERS_BYTES = 2**20
-"""Beside a body, in one message."""
+"""Bytes of headers that one message may have besides a body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where the picker listens. Without files of a certificate it speaks plain HTTP/2."""
+    """Where the picker listens. Without certificate files it speaks plain HTTP/2."""
 
     host: str
     port: int
@@ -42,9 +42,9 @@ class Listen:
 
 @contextlib.asynccontextmanager
 async def serving(parts: PickerParts, lacks: Callable[[], list[str]], listen: Listen) -> AsyncIterator[int]:
-    """Serve while the block lasts; its value is the port. Raises NoPort.
+    """Serve while the block lasts. Yields the port. Raises NoPort.
 
-    `lacks`: what is missing before decisions can be made, for the health checks.
+    `lacks` returns what is missing before decisions can be made, for the health checks.
     """
     server = grpc.aio.server(
         maximum_concurrent_rpcs=listen.max_calls,
@@ -62,7 +62,7 @@ async def serving(parts: PickerParts, lacks: Callable[[], list[str]], listen: Li
         else:
             port = server.add_insecure_port(address)
     except RuntimeError:
-        why = "it is taken, or no address of this host"
+        why = "it is taken, or this host has no such address"
         raise NoPort(f"cannot listen on {address} for --ext-proc-port: {why}") from None
     await server.start()
     try:
@@ -82,7 +82,7 @@ def _external_processor(parts: PickerParts) -> grpc.GenericRpcHandler:
 
 
 async def converse(parts: PickerParts, context: Any) -> None:
-    """One stream, which is one request of a client. When the proxy resets it, this is cancelled."""
+    """Handle one stream, which is one request of a client. If the proxy resets the stream, this is cancelled."""
     call = Call(parts)
     try:
         async with asyncio.timeout_at(call.deadline_s) as call.timeout:
@@ -107,8 +107,8 @@ async def converse(parts: PickerParts, context: Any) -> None:
 
 
 def _credentials(cert_file: str, key_file: str) -> grpc.ServerCredentials:
-    """Read again for each new connection, as the files may have been renewed. A file that cannot be read changes
-    nothing."""
+    """Return credentials that are read again for each new connection, because the files may have been renewed. If a
+    file cannot be read, nothing changes."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(Path(key_file).read_bytes(), Path(cert_file).read_bytes())])

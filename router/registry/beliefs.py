@@ -1,7 +1,7 @@
-"""What gateways tell each other of pods that publish nothing: the events of a message, and what listens to them.
+"""What gateways tell each other about pods that publish nothing: the events of a message, and who receives them.
 
-Pure values. Ages are seconds between an event and the sending of its message; whoever reads a message knows when it was
-sent, by Redis's clock, as no two machines' clocks agree.
+Pure values. An age is the seconds between an event and the sending of its message. The reader of a message knows by
+Redis's clock when it was sent, because no two machines' clocks agree.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from router.registry.speculation import Run
 from router.routing.types import PodId
 
 Life = NewType("Life", int)
-"""A gateway's process, a random u64: one that restarts is another gateway."""
+"""Identifies a gateway's process, a random u64: a gateway that restarts counts as another gateway."""
 ANY_LIFE = Life(0)
-"""In a wish: whoever can."""
+"""In a wish: any gateway that can answer."""
 
 
 class Routed(NamedTuple):
-    """A request went to a pod. `number` names it among the sender's requests in flight, u32."""
+    """A request went to a pod. `number` identifies it among the sender's requests in flight, u32."""
 
     age_s: float
     number: int
@@ -30,13 +30,13 @@ class Routed(NamedTuple):
     keys: Keys
     prompt_tokens: int
     uncached_tokens: int
-    """Expected to be prefilled."""
+    """Tokens expected to be prefilled."""
     output_tokens: int
-    """Expected."""
+    """Expected tokens of the answer."""
 
 
-class Aboard(NamedTuple):
-    """A request that went to a pod before and has not ended: so tells a message that lists all of them."""
+class InFlight(NamedTuple):
+    """A request that went to a pod earlier and has not ended. A message that lists all requests in flight has these."""
 
     age_s: float
     number: int
@@ -45,11 +45,11 @@ class Aboard(NamedTuple):
     uncached_tokens: int
     output_tokens: int
     has_begun: bool
-    """Its first token has come."""
+    """Whether its first token has come."""
 
 
 class Began(NamedTuple):
-    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: not said."""
+    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: not told."""
 
     age_s: float
     number: int
@@ -57,23 +57,24 @@ class Began(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request has left its pod, however it ended."""
+    """A request has left its pod, with or without success."""
 
     age_s: float
     number: int
 
 
 class Undone(NamedTuple):
-    """A request that went to a pod never ran there. `keys`: those of it that no other request vouched for."""
+    """A request that went to a pod never ran there. `keys`: the keys that no other request vouches for."""
 
     age_s: float
-    """Since it went there."""
+    """Seconds since the request went to the pod."""
     pod: PodId
     keys: Keys
 
 
 class Refuted(NamedTuple):
-    """An answer told that the pod had held only `held_strides` of the request's keys; it holds them all since then."""
+    """An answer showed that the pod had held only `held_strides` of the request's keys; since then it holds them
+    all."""
 
     age_s: float
     pod: PodId
@@ -83,8 +84,8 @@ class Refuted(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """What was believed of a pod is not true any more. `is_sure`: it was emptied; else the sender alone thinks that it
-    has restarted, as others find out by themselves."""
+    """What was believed of a pod is not true any more. `is_sure`: the pod was emptied. Else only the sender thinks that
+    the pod has restarted; others find that out by themselves."""
 
     age_s: float
     pod: PodId
@@ -92,82 +93,84 @@ class Forgotten(NamedTuple):
 
 
 class Written(NamedTuple):
-    """All that the sender believes of a pod is in Redis."""
+    """The sender has written all that it believes of a pod to Redis."""
 
     age_s: float
     pod: PodId
     is_recovery: bool
-    """It knows things that it could not tell: whoever hears this looks."""
+    """The sender knows things that it could not tell: a gateway that hears this loads what was written."""
     is_answer: bool = False
-    """It knows things that the one lacks who recovered: look as well, but answer no more."""
+    """The sender knows things that a recovering gateway did not: load what was written, but do not answer again."""
 
 
 class Wish(NamedTuple):
-    """The gateway `life` is asked to write what it believes, as messages of it were lost; ANY_LIFE: one of all."""
+    """Asks the gateway `life` to write what it believes, because messages of it were lost; ANY_LIFE: any one
+    gateway."""
 
     age_s: float
     life: Life
 
 
-Event = Routed | Aboard | Began | Ended | Undone | Refuted | Forgotten | Written | Wish
+Event = Routed | InFlight | Began | Ended | Undone | Refuted | Forgotten | Written | Wish
 
 
 class BeliefMessage(NamedTuple):
-    """What one gateway tells at a time. `seq` counts a life's messages from 1."""
+    """What one gateway tells at a time. `seq` counts the messages of one `life` from 1."""
 
     life: Life
     name: str
-    """For operators."""
+    """The gateway's name, for operators."""
     seq: int
     stride: int
     """Bytes per prefix key."""
     events: tuple[Event, ...] = ()
-    lists_aboard: bool = False
-    """Its Aboard events are all requests in flight that were told before this message."""
+    lists_in_flight: bool = False
+    """Whether its InFlight events are all requests in flight that were told before this message."""
     is_last: bool = False
-    """The gateway stops: nothing of it is in flight any more."""
+    """Whether the gateway stops: nothing of it is in flight any more."""
     at_s: float = 0.0
-    """Redis's clock, as the sender knows it, when the events were as old as they say."""
+    """When the events had the ages given, by Redis's clock as the sender knows it."""
 
 
 class OnRouted(Protocol):
-    """Hears of each request that goes to a pod that publishes nothing, from this gateway or another one."""
+    """Called for each request that goes to a pod that publishes nothing, from this gateway or another one."""
 
     def __call__(self, pod_id: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
-        """`at_s`: when it was sent, seconds of this process's loop. Must not wait, and raises nothing."""
+        """`at_s`: when the request was sent, in seconds of this process's loop. Must not wait, and raises nothing."""
 
 
 class BeliefSink(Protocol):
-    """Where what others tell goes. `request`: unique among all gateways' requests. Times: this process's loop, s."""
+    """Receives what others tell. `request` is unique among all gateways' requests. Times: this process's loop, s."""
 
     def knows(self, pod: PodId) -> bool:
-        """Whether the pod is in the fleet; nothing is told of others."""
+        """Return whether the pod is in the fleet; the sink hears of no other pods."""
 
     def routed(self, event: Routed, at_s: float) -> None:
-        """The pod counts as holding the keys."""
+        """Believe that the pod holds the keys."""
 
     def sent(
         self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
-        """A request is in flight there."""
+        """Count a request as in flight at the pod."""
 
     def began(self, pod: PodId, request: str, at_s: float) -> None:
-        """Its prefill is over."""
+        """Note that the request's prefill is over."""
 
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
-        """It is not in flight any more."""
+        """Note that the request is not in flight any more."""
 
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
-        """The pod does not hold these, unless a later request than the one at `used_at_s` has used them."""
+        """Stop believing that the pod holds `keys`, unless a request later than `used_at_s` has used them."""
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
-        """See Refuted."""
+        """Take up a Refuted event."""
 
     def forgotten(self, pod: PodId, at_s: float) -> None:
-        """Nothing is believed of it but what later requests brought."""
+        """Forget what is believed of the pod, except what requests after `at_s` brought."""
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
-        """What gateways before this one believed. `runs`: uses and their keys, the first to be dropped first."""
+        """Believe what earlier gateways believed. `runs`: uses and their keys, those to be dropped first at the
+        front."""
 
     def believed(self, pod: PodId) -> Sequence[Run] | None:
-        """All that is; None for a pod that is not known."""
+        """Return all that is believed of the pod; None for an unknown pod."""

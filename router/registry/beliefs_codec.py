@@ -1,14 +1,14 @@
 """Messages between gateways as bytes. Little-endian:
 
-    u8 version (1) | u8 flags (1 lists_aboard, 2 is_last) | u16 pods | u32 stride bytes | u64 life | u64 seq
+    u8 version (1) | u8 flags (1 lists_in_flight, 2 is_last) | u16 pods | u32 stride bytes | u64 life | u64 seq
     | f64 at s | u32 chains | u32 events | u32 tail keys | u8 length, name
     | pods: u8 length, UTF-8 | chains: u32 base, u32 shared, u32 tail, each | tail keys of all chains, u64 each
     | events, 28 bytes each: u8 kind | u8 flag | u16 pod | f32 age s | u32 number | u32 chain | u32 a, b, c
-    | a session id for each Routed: u8 length, UTF-8; length 255: 16 bytes, whose 32 hex digits it is
+        | a session id for each Routed: u8 length, UTF-8; if length is 255: 16 bytes, which stand for 32 hex digits
 
-Chains count from 1; 0 stands for no keys. A chain is the first `shared` keys of an earlier one, `base`, and its tail:
-requests of one batch have their system prompts in common. Messages need nothing of those before them, so a lost one
-spoils no other.
+Chains count from 1; 0 stands for no keys. A chain is the first `shared` keys of an earlier chain, `base`, and its own
+tail, because requests of one batch have their system prompts in common. No message depends on an earlier one, so a lost
+message spoils no other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Mapping
 
 from engine.contract.events import DecodeError, Keys, UnknownVersion, pack_keys, unpack_keys
 from router.registry.beliefs import (
-    Aboard,
     Began,
     BeliefMessage,
     Ended,
     Event,
     Forgotten,
+    InFlight,
     Life,
     Refuted,
     Routed,
@@ -36,12 +36,12 @@ from router.routing.types import PodId
 
 VERSION = 1
 MAX_BYTES = 8 * 2**20
-"""Of a message."""
+"""Of one message."""
 MAX_EVENTS = 65_536
 MAX_CHAIN_KEYS = 65_536
-"""Of one request: 16 MiB of prompt at the default stride. Of a longer one the first are told."""
+"""Keys of one request: 16 MiB of prompt at the default stride. Of a longer chain only the first keys are told."""
 MAX_KEYS = 2**20
-"""Of all chains of a message together, shared ones counted each time."""
+"""Keys of all chains of a message together; shared keys count each time."""
 MAX_TOKENS = 2**30
 MAX_AGE_S = 3600.0
 MAX_AT_S = 2.0**34
@@ -52,10 +52,10 @@ _NONE = 2**32 - 1
 _HEAD = struct.Struct("<BBHIQQdIII")
 _CHAIN = struct.Struct("<III")
 _EVENT = struct.Struct("<BBHfIIIII")
-_ABOARD, _LAST = 1, 2
+_LISTS_IN_FLIGHT, _LAST = 1, 2
 _KINDS: Mapping[type[Event], int] = {
     Routed: 1,
-    Aboard: 2,
+    InFlight: 2,
     Began: 3,
     Ended: 4,
     Undone: 5,
@@ -69,7 +69,7 @@ _IS_HEX = 255
 
 
 def encode(message: BeliefMessage) -> bytes:
-    """The message as bytes. Names that are too long are cut; more than the bounds allow is for the caller to avoid."""
+    """Return the message as bytes. Names that are too long are cut. The caller keeps all else within the bounds."""
     pods: dict[PodId, int] = {}
     chains = _Chains()
     events, sessions = [], []
@@ -80,7 +80,7 @@ def encode(message: BeliefMessage) -> bytes:
                 pod, number, chain = _place(pods, event.pod), event.number, chains.add(event.keys)
                 a, b, c = _tokens(event.prompt_tokens), _tokens(event.uncached_tokens), _tokens(event.output_tokens)
                 sessions.append(_pack_session(event.session_id))
-            case Aboard():
+            case InFlight():
                 pod, number, flag = _place(pods, event.pod), event.number, event.has_begun
                 a, b, c = _tokens(event.prompt_tokens), _tokens(event.uncached_tokens), _tokens(event.output_tokens)
             case Began():
@@ -100,7 +100,7 @@ def encode(message: BeliefMessage) -> bytes:
                 a, b = event.life & _NONE, event.life >> 32
         age_s = min(event.age_s, MAX_AGE_S)
         events.append(_EVENT.pack(_KINDS[type(event)], flag, pod, age_s, number, chain, a, b, c))
-    flags = _ABOARD * message.lists_aboard | _LAST * message.is_last
+    flags = _LISTS_IN_FLIGHT * message.lists_in_flight | _LAST * message.is_last
     return b"".join(
         (
             _HEAD.pack(
@@ -126,7 +126,7 @@ def encode(message: BeliefMessage) -> bytes:
 
 
 def decode(data: bytes) -> BeliefMessage:
-    """The message in `data`. Raises UnknownVersion, and DecodeError on what is no message or has absurd numbers."""
+    """Return the message in `data`. Raises UnknownVersion, and DecodeError on an invalid message or absurd numbers."""
     try:
         return _decode(data)
     except (struct.error, IndexError, ValueError) as error:
@@ -153,7 +153,7 @@ def _decode(data: bytes) -> BeliefMessage:
     events: list[Event] = []
     for fields in _EVENT.iter_unpack(data[at:sessions_at]):
         kind, flag, pod_at, age_s, number, chain_at, a, b, c = fields
-        if not 0 <= age_s <= MAX_AGE_S:  # so written that it is refused where it is no number
+        if not 0 <= age_s <= MAX_AGE_S:  # written so that NaN is refused
             raise DecodeError(f"gateway's message with an event {age_s:g} s old")
         event: Event
         if kind == 1:
@@ -166,7 +166,7 @@ def _decode(data: bytes) -> BeliefMessage:
             event = Began(age_s, number, None if a == _NONE else _checked(a))
         elif kind == 2:
             _check_tokens(a, b, c)
-            event = Aboard(age_s, number, pods[pod_at], a, b, c, bool(flag))
+            event = InFlight(age_s, number, pods[pod_at], a, b, c, bool(flag))
         elif kind == 5:
             event = Undone(age_s, pods[pod_at], chains[chain_at])
         elif kind == 6:
@@ -184,7 +184,7 @@ def _decode(data: bytes) -> BeliefMessage:
         raise DecodeError(f"gateway's message of {len(data)} bytes, expected {sessions_at}")
     if not stride or not seq or not life:
         raise DecodeError("gateway's message without stride, sequence or life")
-    if not 0 <= at_s <= MAX_AT_S:  # so written that it is refused where it is no number
+    if not 0 <= at_s <= MAX_AT_S:  # written so that NaN is refused
         raise DecodeError(f"gateway's message of the time {at_s:g} s")
     return BeliefMessage(
         Life(life),
@@ -192,23 +192,23 @@ def _decode(data: bytes) -> BeliefMessage:
         seq,
         stride,
         tuple(events),
-        lists_aboard=bool(flags & _ABOARD),
+        lists_in_flight=bool(flags & _LISTS_IN_FLIGHT),
         is_last=bool(flags & _LAST),
         at_s=at_s,
     )
 
 
 class _Chains:
-    """The chains of a message, each as what it adds to the last one that began with the same key."""
+    """The chains of a message. Each is encoded as its difference from the last chain with the same first key."""
 
     def __init__(self) -> None:
         self.heads: list[bytes] = []
         self.tails: list[int] = []
         self._last: dict[int, tuple[int, Keys]] = {}
-        """First key -> place and keys of the last chain with it."""
+        """First key -> place and keys of the last chain that begins with it."""
 
     def add(self, keys: Keys) -> int:
-        """Its place."""
+        """Add a chain, and return its place in the message."""
         if not keys:
             return 0
         keys = keys[:MAX_CHAIN_KEYS]
@@ -224,7 +224,7 @@ class _Chains:
 
 
 def common(keys: Keys, others: Keys) -> int:
-    """How many first keys two chains have in common. Each key stands for all before it, so this is a bisection."""
+    """Return how many first keys two chains share. Each key stands for all before it, so bisection finds the end."""
     low, high = 0, min(len(keys), len(others))
     while low < high:
         middle = (low + high) // 2
@@ -244,10 +244,10 @@ def _unpack_chains(data: bytes, at: int, chain_count: int, tail_count: int) -> t
     chains: list[Keys] = [()]
     used = total = 0
     for base, shared, tail in _CHAIN.iter_unpack(data[at:keys_at]):
-        before = chains[base]  # IndexError where it is no earlier one
+        before = chains[base]  # IndexError if it is no earlier chain
         total += shared + tail
         if shared > len(before) or total > MAX_KEYS or used + tail > tail_count:
-            raise DecodeError("gateway's message with a chain of keys that cannot be")
+            raise DecodeError("gateway's message with an impossible chain of keys")
         chains.append(before[:shared] + tails[used : used + tail])
         used += tail
     if used != tail_count:

@@ -1,4 +1,4 @@
-"""What the other gateways have told: which of them live, what each has in flight, what the index gets of it. Pure."""
+"""What the other gateways have told: which gateways run, what each has in flight, what goes into the index. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from router.registry.beliefs import (
     ANY_LIFE,
-    Aboard,
     Began,
     BeliefMessage,
     BeliefSink,
     Ended,
     Event,
     Forgotten,
+    InFlight,
     Life,
     Refuted,
     Routed,
@@ -26,57 +26,57 @@ from router.registry.beliefs import (
 from router.routing.types import PodId
 
 LEASE_S = 7.0
-"""What a gateway that is silent for so long had in flight does not count any more: three heartbeats."""
+"""Three heartbeats. If a gateway is silent for longer, its requests in flight count no more."""
 FORGET_S = 600.0
-"""One that is silent for so long is forgotten: should it be heard again, it counts as new."""
+"""A gateway that is silent for longer is forgotten; if it is heard again, it counts as new."""
 SAME_S = 0.01
-"""Times of one event that two messages tell differ by less: Redis counts milliseconds."""
+"""Two messages may tell times of one event that differ by less than this: Redis counts milliseconds."""
 MAX_GATEWAYS = 1024
 MAX_IN_FLIGHT = 65_536
-"""Requests of one gateway that count."""
+"""The most requests in flight that count for one gateway."""
 
 
 @dataclass(slots=True)
 class Other:
-    """One gateway. Times are seconds of this process's clock."""
+    """One other gateway. Times are seconds of this process's clock."""
 
     life: Life
     name: str
     seq: int
     heard_at_s: float
     in_flight: dict[int, PodId] = field(default_factory=dict)
-    """By number."""
+    """The request's number -> its pod."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """What a message has to do with its reader, beside what the sink was told."""
+    """What the reader of a message has to do, beside what the sink was told."""
 
     is_news: bool = True
-    """False: it was heard before."""
+    """False: the message was heard before."""
     is_gap: bool = False
     """Messages before it are missing."""
     written: list[PodId] = field(default_factory=list)
-    """Pods of which beliefs lie in Redis now ..."""
+    """Pods whose beliefs are in Redis now ..."""
     recovered: list[PodId] = field(default_factory=list)
-    """... and of these, those of which its sender could not tell everything ..."""
+    """... and those of them whose beliefs the sender could not tell completely ..."""
     answered: list[PodId] = field(default_factory=list)
-    """... or others told more in answer to that."""
+    """... or those that were written as an answer, with more than before."""
     is_wished: bool = False
-    """Any gateway is to write what it believes."""
+    """Whether any gateway is asked to write what it believes."""
     is_missed: bool = False
-    """Somebody did not hear what this gateway told."""
+    """Whether another gateway missed what this gateway told."""
     forgotten_s: dict[PodId, float] = field(default_factory=dict)
-    """Pods that were emptied, and when."""
+    """Pod that was emptied -> when."""
     changed: set[PodId] = field(default_factory=set)
-    """Pods of which something else is believed now."""
+    """Pods whose beliefs have changed."""
 
 
 _NOBODY = Other(ANY_LIFE, "", 0, 0.0)
 
 
 class Others:
-    """The other gateways, as far as heard. Messages are given in the order of their stream."""
+    """The other gateways that were heard. Messages must be given in the order of their stream."""
 
     def __init__(self, sink: BeliefSink, own: Life) -> None:
         self._sink = sink
@@ -87,11 +87,11 @@ class Others:
         return len(self._gateways)
 
     def gateways(self) -> list[Other]:
-        """Those that were heard within FORGET_S and have not said goodbye, in the order of becoming known."""
+        """Return the gateways heard within FORGET_S that have not stopped, in the order in which they became known."""
         return list(self._gateways.values())
 
     def in_flight(self) -> Counter[PodId]:
-        """Requests of others, by pod. Takes time in all of them: for operators."""
+        """Return the other gateways' requests in flight, by pod. Takes time in all of them: for operators."""
         counts: Counter[PodId] = Counter()
         for other in self._gateways.values():
             counts.update(other.in_flight.values())
@@ -108,14 +108,15 @@ class Others:
     ) -> Heard:
         """Take up a message, sent at `sent_at_s` of this process's clock, which may be a while ago.
 
-        `fresh`: pods of which nothing was known when it was sent; so others have to say when they restarted. `is_past`:
-        it was sent before this gateway listened, so what is missing before it was loaded.
+        `fresh`: pods that were unknown here when the message was sent; for these, others have to say when they
+        restarted. `is_past`: the message was sent before this gateway listened, so a gap before it was covered by the
+        load.
         """
         sent_at_s = min(sent_at_s, now_s)
         heard = Heard()
         if message.life == self._own:
             heard.is_news = False
-            for event in message.events:  # what was loaded meanwhile may be from before it
+            for event in message.events:  # what was loaded meanwhile may be older
                 if isinstance(event, Undone):
                     self._take(_NOBODY, event, sent_at_s - event.age_s, Heard(), fresh)
             return heard
@@ -130,8 +131,8 @@ class Others:
         else:
             heard.is_gap = message.seq > other.seq + 1
             other.seq, other.heard_at_s = message.seq, sent_at_s
-        if message.lists_aboard:
-            listed = {event.number for event in message.events if isinstance(event, Aboard)}
+        if message.lists_in_flight:
+            listed = {event.number for event in message.events if isinstance(event, InFlight)}
             self._finish(other, other.in_flight.keys() - listed, now_s)
         for event in message.events:
             self._take(other, event, sent_at_s - event.age_s, heard, fresh)
@@ -148,20 +149,20 @@ class Others:
         fresh: Container[PodId],
         stale: Mapping[PodId, float],
     ) -> None:
-        """Take up a message that was heard already.
+        """Take up a message again that was heard already.
 
-        `fresh`: pods that were not known then. `stale`: pods whose beliefs have been loaded again, as they were a while
-        ago: what was taken back since, by this gateway too, is taken back once more, but for what was before the time
-        that each has here, when it was emptied.
+        `fresh`: pods that were not known then. `stale`: pods whose beliefs were loaded again in an older state, and
+        when each was emptied. What was taken back since, also by this gateway, is taken back once more, unless it is
+        older than that time.
         """
         other = self._gateways.get(message.life)
         heard = Heard()
         for event in message.events:
             at_s = min(sent_at_s, now_s) - event.age_s
             match event:
-                case Routed() | Aboard() | Undone() | Refuted() | Forgotten():
+                case Routed() | InFlight() | Undone() | Refuted() | Forgotten():
                     if event.pod in fresh:
-                        if other is not None:  # else it has stopped since, or it is this gateway
+                        if other is not None:  # None: it has stopped since, or it is this gateway
                             self._take(other, event, at_s, heard, fresh)
                     elif isinstance(event, Undone | Refuted) and at_s > stale.get(event.pod, math.inf):
                         self._take(other or _NOBODY, event, at_s, heard, fresh)
@@ -170,7 +171,7 @@ class Others:
                         self._take(other, event, at_s, heard, fresh)
 
     def expire(self, now_s: float) -> None:
-        """Forget what gateways that have fallen silent had in flight, and in the end them."""
+        """Forget the requests in flight of gateways that have fallen silent, and after FORGET_S the gateways."""
         for other in self.gateways():
             if now_s - other.heard_at_s > LEASE_S and other.in_flight:
                 self._finish(other, list(other.in_flight), now_s)
@@ -178,7 +179,7 @@ class Others:
                 del self._gateways[other.life]
 
     def drop(self, pods: Iterable[PodId]) -> None:
-        """These lives of pods have ended: nothing is in flight there."""
+        """Note that these pods have gone or restarted: nothing is in flight there."""
         gone = set(pods)
         for other in self._gateways.values():
             for number in [number for number, pod in other.in_flight.items() if pod in gone]:
@@ -197,7 +198,7 @@ class Others:
             case Began():
                 if (pod := other.in_flight.get(event.number)) is not None:
                     sink.began(pod, _request(other.life, event.number), at_s)
-            case Aboard():
+            case InFlight():
                 if event.number not in other.in_flight and sink.knows(event.pod):
                     self._send(other, event, at_s)
                 if event.has_begun and event.number in other.in_flight:
@@ -225,7 +226,7 @@ class Others:
                 heard.is_wished |= event.life == ANY_LIFE
                 heard.is_missed |= event.life == self._own
 
-    def _send(self, other: Other, event: Routed | Aboard, at_s: float) -> None:
+    def _send(self, other: Other, event: Routed | InFlight, at_s: float) -> None:
         if event.number in other.in_flight:
             self._finish(other, (event.number,), at_s)
         if len(other.in_flight) >= MAX_IN_FLIGHT:
@@ -247,7 +248,7 @@ class Others:
                 self._sink.finished(pod, _request(other.life, number), at_s)
 
     def _make_room(self) -> None:
-        """Whoever makes up ever new gateways gets no more than a bound of memory."""
+        """Bound the memory that a sender can take by inventing ever new gateways."""
         while len(self._gateways) >= MAX_GATEWAYS:
             oldest = min(self._gateways.values(), key=lambda other: other.heard_at_s)
             self._finish(oldest, list(oldest.in_flight), oldest.heard_at_s)

@@ -1,4 +1,4 @@
-"""Which pods' beliefs are to be written to Redis, so that any gateway does it and, mostly, one alone. Pure."""
+"""Which pods' beliefs are to be written to Redis. Any gateway may write them, and mostly only one does. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from router.routing.types import PodId
 
 WRITE_S = 20.0
-"""Changed beliefs are written when the last writing, by any gateway, is this old, or up to SPREAD times as much: who
-draws the shortest time writes, and the others hear of it."""
+"""Changed beliefs are written when the last writing, by any gateway, is this old, or up to SPREAD times as old. The
+gateway that draws the shortest time writes, and the others hear of it."""
 SPREAD = 1.6
-"""Below RETAIN_S / WRITE_S, so that what changed after a writing is still in the stream at the next."""
+"""Below RETAIN_S / WRITE_S, so that changes after one writing are still in the stream at the next."""
 UNCHANGED_S = 300.0
-"""Unchanged ones are written this often, below the time for which they are kept."""
+"""Unchanged beliefs are written this often: more often than they expire."""
 OVERLAP_S = 1.0
-"""A writing may lack what changed so shortly before."""
+"""A writing may lack changes made this shortly before it."""
 ANSWER_S = 0.3
-"""A wish for what any gateway knows is granted within this."""
+"""A wish to any gateway is granted within this time."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Entry:
 
 
 class WritePlan:
-    """Times are seconds of one clock."""
+    """When to write each pod's beliefs. Times are seconds of one clock."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -44,7 +44,7 @@ class WritePlan:
         return len(self._entries)
 
     def changed(self, pod: PodId, now_s: float) -> None:
-        """Something new is believed of the pod."""
+        """Note that something new is believed of the pod."""
         entry = self._entries.get(pod)
         if entry is None:
             self._entries[pod] = _Entry(now_s, now_s, self._draw(now_s))
@@ -52,48 +52,48 @@ class WritePlan:
             entry.changed_s = now_s
 
     def written(self, pod: PodId, now_s: float) -> None:
-        """Somebody wrote all that is believed of it."""
+        """Note that some gateway wrote all that is believed of the pod."""
         entry = self._entries.get(pod)
         if entry is not None and not entry.is_answer:
             entry.written_s, entry.due_s = now_s, self._draw(now_s)
 
     def wrote(self, pod: PodId, now_s: float) -> None:
-        """This gateway did."""
+        """Note that this gateway wrote it."""
         if (entry := self._entries.get(pod)) is not None:
             entry.is_answer = False
         self.written(pod, now_s)
 
     def answer(self, pod: PodId, now_s: float) -> None:
-        """More is believed of the pod than somebody wrote who had to make good what he could not tell."""
+        """Plan an answer: this gateway believes more of the pod than a gateway wrote that had lost events."""
         self.changed(pod, now_s)
         self._entries[pod].is_answer = True
         self._entries[pod].due_s = now_s
 
     def is_answer(self, pod: PodId) -> bool:
-        """Whether the next writing of the pod is such an answer."""
+        """Return whether the next writing of the pod is such an answer."""
         entry = self._entries.get(pod)
         return entry is not None and entry.is_answer
 
     def asked(self, now_s: float) -> None:
-        """All of it is wanted soon."""
+        """Plan to write all pods' beliefs soon."""
         for entry in self._entries.values():
             entry.changed_s, entry.due_s = now_s, min(entry.due_s, now_s + self._rng.uniform(0, ANSWER_S))
 
     def drop(self, pods: Iterable[PodId]) -> None:
-        """These are gone."""
+        """Forget pods that are gone."""
         for pod in pods:
             self._entries.pop(pod, None)
 
     def pods(self) -> list[PodId]:
-        """Those of which anything is believed."""
+        """Return the pods of which anything is believed."""
         return list(self._entries)
 
     def unwritten(self) -> list[PodId]:
-        """Those of which something changed since anybody wrote it."""
+        """Return the pods whose beliefs changed since anybody wrote them."""
         return [pod for pod, entry in self._entries.items() if entry.is_changed]
 
     def due(self, now_s: float) -> Iterator[PodId]:
-        """Those to be written now."""
+        """Yield the pods to be written now."""
         for pod, entry in self._entries.items():
             if now_s >= entry.due_s and (entry.is_changed or now_s >= entry.written_s + UNCHANGED_S):
                 yield pod

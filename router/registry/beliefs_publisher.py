@@ -19,20 +19,20 @@ from router.routing.types import PodId
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-"""Something is sent at least this often: who hears nothing of a gateway forgets what it has in flight."""
+"""Longest time between two messages: the others forget what a silent gateway has in flight."""
 LIST_S = 10.0
-"""Requests in flight are listed this often, for those who came later or missed something."""
+"""How often requests in flight are listed, for gateways that came later or missed something."""
 TICK_S = 0.1
-"""How often what else there is to do is looked for."""
+"""How often the publisher looks for other work."""
 EARLY_S = 0.001
-"""What is due so soon is due: timers and sums of times are rounded."""
+"""What is due within this time is done now: timers and sums of times are rounded."""
 LONGEST_BACKOFF_S = 0.5
 LAST_WORD_S = 2.0
-"""To tell the rest, and write what has changed, when the gateway stops."""
+"""Seconds to tell the rest, and to write what has changed, when the gateway stops."""
 
 
 class BeliefPublisher:
-    """Sends the notebook's events, and writes the pods of the plan. Every failure of Redis is survived."""
+    """Sends the notebook's events, and writes the pods of the plan. It survives every failure of Redis."""
 
     def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
         self._wire = wire
@@ -51,15 +51,15 @@ class BeliefPublisher:
         self._tick_s = -math.inf
         self._outage = Outage()
         self.sent = 0
-        """Messages."""
+        """Messages sent."""
         self.sent_bytes = 0
         self.written = 0
-        """Pods' beliefs."""
+        """Times that a pod's beliefs were written."""
         self.last_error: str | None = None
         shared.notebook.on_first = self._wake.set
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send and write until cancelled."""
         backoff_s = 0.1
         while True:
             raise_if_cancelled()
@@ -69,7 +69,7 @@ class BeliefPublisher:
             except REDIS_ERRORS as error:
                 self.last_error = f"Redis: {error or type(error).__name__}"
                 if self._outage.is_news(error):
-                    log.warning("gateways: %s; the others hear nothing of this one", self.last_error)
+                    log.warning("gateways: %s; the others hear nothing from this one", self.last_error)
                 await self._wire.reset()
                 self._clock.lost()
                 await asyncio.sleep(backoff_s)
@@ -80,7 +80,7 @@ class BeliefPublisher:
                 self._outage.end()
 
     async def close(self) -> None:
-        """Say the rest and goodbye, once `run` has ended. Takes LAST_WORD_S at most."""
+        """Tell the rest and that this gateway stops, once `run` has ended. Takes LAST_WORD_S at most."""
         with suppress(*REDIS_ERRORS):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._wire.reset()
@@ -127,7 +127,7 @@ class BeliefPublisher:
             await self._send()
 
     async def _send(self) -> None:
-        """One message; the same again, grown older, where Redis may not have got it."""
+        """Send one message. If Redis may not have got the last one, send it again with older ages."""
         if self._notebook.has_lost:
             await self._recover()
         message, taken_s = self._unsent or self._take()
@@ -154,13 +154,13 @@ class BeliefPublisher:
         self._notebook.touched.clear()
         if now_s - self._listed_at_s > LIST_S:
             self._listed_at_s = now_s
-            self._notebook.list_aboard()
+            self._notebook.list_in_flight()
         self._unsent = self._notebook.take(now_s, is_last=is_last), now_s
         return self._unsent
 
     async def _recover(self) -> None:
-        """Events were lost: all that is believed is written, and the others are told to look."""
-        log.warning("gateways: too much could not be told in time; what is believed is written whole")
+        """Make good lost events: write all beliefs, and tell the others to load them."""
+        log.warning("gateways: too many events could not be sent in time; all beliefs are written instead")
         now_s = asyncio.get_running_loop().time()
         self._notebook.mend(now_s)
         try:
@@ -173,7 +173,7 @@ class BeliefPublisher:
         self._notebook.written(pods, now_s, is_recovery=True)
 
     async def _write(self, pod: PodId, *, tells: bool = True) -> bool:
-        """All that is believed of a pod. False: it is not in the fleet any more."""
+        """Write all that is believed of a pod. False: the pod is not in the fleet any more."""
         runs = self._sink.believed(pod)
         if runs is None:
             self._plan.drop((pod,))

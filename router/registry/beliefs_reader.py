@@ -1,8 +1,8 @@
-"""Hears what the other gateways tell, and loads what is believed of pods that are new here. No request waits for it.
+"""Hears what the other gateways tell, and loads the beliefs about pods that are new here. No request waits for it.
 
-Order of a load: the tail's position is fixed first, then what is believed is read, then the messages of the last
-RETAIN_S before the tail are taken up. What comes later arrives through the tail. To take a message up again for a pod
-changes nothing, as all that came after it is taken up again too.
+A load first fixes the tail's position, then reads the written beliefs, then takes up the messages of the last RETAIN_S
+before the tail. What comes later arrives through the tail. Taking up a message again for a pod changes nothing, because
+all messages after it are taken up again too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelle
 from router.registry.beliefs import ANY_LIFE, Life
 from router.registry.beliefs_codec import decode
 from router.registry.beliefs_others import SAME_S, Heard
+from router.registry.beliefs_pace import ReadPace
 from router.registry.beliefs_shared import SharedBeliefs
 from router.registry.beliefs_snapshot import decode_snapshot
 from router.registry.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, BeliefWire, Entry, sent_at
@@ -26,14 +27,11 @@ from router.routing.types import PodId
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
-PAUSE_S = 0.0025
-"""After a read, so that messages gather: a read costs as much as taking up several. No longer, as what is heard later
-is worth less (`beliefs_pace.py`)."""
 SNAPSHOTS_AT_A_TIME = 8
 SILENCE_S = 10.0
-"""Not even this gateway's own messages came: the address may lead to another server by now."""
+"""If not even this gateway's own messages came for so long, the address may lead to another server by now."""
 WISH_S = 1.0
-"""Between two wishes, and from a load that found nothing to the wish for it."""
+"""Seconds between two wishes, and between a load that found nothing and the wish for it."""
 MAX_BACKOFF_S = 0.5
 COMPLAINT_S = 60.0
 """The same complaint is logged this often."""
@@ -41,7 +39,7 @@ COMPLAINT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class OtherGateway:
-    """One that was heard."""
+    """Another gateway that was heard."""
 
     name: str
     life: str
@@ -60,28 +58,28 @@ class BeliefStatus:
     """Messages of this gateway."""
     sent_bytes: int = 0
     lost: int = 0
-    """Events of this gateway that could not be told one by one."""
+    """Events of this gateway that were lost, so that beliefs were written whole."""
     waiting: int = 0
     """Events that are to be told."""
     written: int = 0
     """Times that a pod's beliefs were written."""
     heard: int = 0
-    """Messages of others."""
+    """Messages of other gateways."""
     refused: int = 0
-    """What could not be believed."""
+    """Messages and beliefs that were refused."""
     unknown: int = 0
-    """Messages of another version, which were passed over."""
+    """Messages of another version, which were skipped."""
     gaps: int = 0
     """Times that messages of a gateway were missing."""
     pods: int = 0
-    """Pods of which others told something."""
+    """Pods about which others told something."""
     lag_s: float = 0.0
-    """From the sending of the last message to its reading."""
+    """Seconds from the sending of the last message to its reading."""
     last_error: str | None = None
 
 
 class BeliefReader:
-    """Takes up the messages in `wire` into `others`. Every failure of Redis is survived."""
+    """Takes up the messages in `wire` into `others`. It survives every failure of Redis."""
 
     def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
         self._wire = wire
@@ -93,19 +91,21 @@ class BeliefReader:
         self._clock = shared.clock
         self._pods: set[PodId] = set()
         self._fresh: set[PodId] = set()
-        """Pods that nothing was looked up for yet."""
+        """Pods for which nothing was looked up yet."""
         self._stale: dict[PodId, bool] = {}
-        """Pods of which others know what they could not tell; whether what is known here is to be told in answer."""
+        """Pod about which others wrote what they could not tell -> whether this gateway should answer with what it
+        knows."""
         self._unfound: set[PodId] = set()
-        """Pods of which nothing was found, though there are other gateways."""
+        """Pods whose beliefs were not found, though there are other gateways."""
         self._told: set[PodId] = set()
-        """Pods of which others told something."""
+        """Pods about which others told something."""
         self._void_s: dict[PodId, float] = {}
-        """When a pod restarted or was emptied, by this process's clock: what was believed before is void."""
+        """When a pod restarted or was emptied, by this process's clock: earlier beliefs are void."""
         self._wishes: dict[Life, float] = {}
-        """When each may be made; of a gateway whose messages are missing, or ANY_LIFE."""
+        """Gateway whose messages are missing, or ANY_LIFE -> when the wish may be made."""
         self._tail = b"0-0"
         self._heard_at_s = 0.0
+        self._pace = ReadPace()
         self._changed = asyncio.Event()
         self._outage = Outage()
         self._complaints: dict[str, float] = {}
@@ -117,7 +117,7 @@ class BeliefReader:
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
     def set_pods(self, pods: Collection[PodId], ended: Collection[PodId]) -> None:
-        """The pods of the fleet, and the lives of pods that ended since the last call."""
+        """Set the pods of the fleet. `ended`: pods that have gone or restarted since the last call."""
         now_s = asyncio.get_running_loop().time()
         gone = self._pods - set(pods)
         self._others.drop({*gone, *ended})
@@ -135,7 +135,7 @@ class BeliefReader:
                 del times[pod]
 
     async def wait_warm(self, timeout_s: float) -> bool:
-        """Until what is believed of every known pod is loaded, as far as anybody wrote it. False: not in time."""
+        """Wait until the written beliefs about every known pod are loaded. False: not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._fresh:
@@ -146,7 +146,7 @@ class BeliefReader:
         return True
 
     def status(self) -> BeliefStatus:
-        """Of this side alone: what was sent is for the publisher to say."""
+        """Return this side's status; the publisher adds what was sent."""
         now_s = asyncio.get_running_loop().time()
         return BeliefStatus(
             sharing=True,
@@ -175,7 +175,7 @@ class BeliefReader:
                 await self._follow()
             except REDIS_ERRORS as error:
                 self._disconnected(error)
-            except Exception as error:  # outermost loop: a defect met in one message must not end all of it
+            except Exception as error:  # outermost loop: a defect in one message must not end the reading
                 self._disconnected(error, defect=error)
             backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
             self._connected = False
@@ -211,7 +211,7 @@ class BeliefReader:
             self._make_wishes()
             await self._clock.sync(self._wire)
             if len(entries) < READ_ENTRIES:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self._pace.pause_s(clock(), 1 + len(self._others)))
 
     def _take(
         self,
@@ -221,13 +221,14 @@ class BeliefReader:
         *,
         is_past: bool = False,
     ) -> None:
-        """One message. `is_past`: it was sent before this gateway listened; who asked then is not answered now."""
+        """Take up one message. `is_past`: it was sent before this gateway listened, so its wishes are not answered
+        now."""
         name, data = entry
         try:
             message = decode(data)
         except UnknownVersion as error:
             self._unknown += 1
-            self._complain(f"{error}; until then this gateway does not hear the other")
+            self._complain(f"{error}; until then this gateway ignores the other's messages")
             return
         except DecodeError as error:
             self._refused += 1
@@ -241,7 +242,7 @@ class BeliefReader:
             )
             return
         now_s = asyncio.get_running_loop().time()
-        # By its sender's word: what Redis got late is as old all the same, in whatever message it is told of.
+        # Use the sender's time: an event is as old as it says, even if Redis got the message late.
         came_s, sent_at_s = sent_at(name), message.at_s
         sent_at_s = self._clock.here(sent_at_s if abs(came_s - sent_at_s) <= UNDERWAY_S else came_s)
         heard = self._others.apply(message, sent_at_s, now_s, fresh, is_past=is_past)
@@ -279,7 +280,8 @@ class BeliefReader:
     # -- loading ----------------------------------------------------------------------------------------------
 
     async def _load(self, *, catches_up: bool = False) -> None:
-        """What was written of the pods that are fresh or stale; for fresh ones, and to catch up, the messages too."""
+        """Load the written beliefs about fresh and stale pods. Also take up messages if pods are stale or fresh, or to
+        catch up."""
         fresh = frozenset(self._fresh)
         stale, self._stale = self._stale, {}
         pods = sorted(fresh | stale.keys())
@@ -317,7 +319,7 @@ class BeliefReader:
         if snapshot.stride != self._stride:
             self._refused += 1
             self._complain(
-                f"what is believed of pod {pod} has prefix keys every {snapshot.stride} bytes, this gateway every "
+                f"the beliefs about pod {pod} have prefix keys every {snapshot.stride} bytes, this gateway every "
                 f"{self._stride}: start all gateways with the same --stride"
             )
             return
@@ -336,7 +338,7 @@ class BeliefReader:
                 self._plan.answer(pod, now_s)
 
     def _void(self, pod: PodId) -> float:
-        """Until when what was believed of the pod is void."""
+        """Return the time before which all beliefs about the pod are void."""
         return max(self._void_s.get(pod, -math.inf), self._notebook.forgotten_s.get(pod, -math.inf))
 
     def _make_wishes(self) -> None:
@@ -356,7 +358,7 @@ class BeliefReader:
     def _disconnected(self, error: Exception, *, defect: Exception | None = None) -> None:
         self._last_error = f"Redis: {error or type(error).__name__}"
         if self._outage.is_news(error):
-            log.warning("gateways: %s; this one goes by what it knows", self._last_error, exc_info=defect)
+            log.warning("gateways: %s; this one uses what it knows", self._last_error, exc_info=defect)
 
     def _complain(self, text: str) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""What the writing and the reading side of a gateway's beliefs have in common."""
+"""What the writing and the reading side of a gateway's beliefs share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.registry.beliefs_wire import RedisClock
 
 @dataclass(frozen=True, slots=True)
 class SharedBeliefs:
-    """One gateway's, for its `BeliefPublisher` and its `BeliefReader`."""
+    """The shared objects of one gateway's `BeliefPublisher` and `BeliefReader`."""
 
     notebook: Notebook
     sink: BeliefSink
@@ -22,4 +22,4 @@ class SharedBeliefs:
     others: Others
     plan: WritePlan = field(default_factory=WritePlan)
     clock: RedisClock = field(default_factory=RedisClock)
-    """Whichever side finds it old asks; where either loses its connection, both ask anew."""
+    """The side that finds it old asks Redis. If either side loses its connection, both ask anew."""

@@ -1,7 +1,7 @@
-"""All that is believed of one pod, as bytes, for gateways that come later. Little-endian:
+"""All that is believed of one pod, as bytes, for gateways that start later. Little-endian:
 
-u8 version (1) | u8 0 | u16 0 | u32 stride bytes | f64 written s, of Redis's clock | u32 runs | u32 keys
-| runs: f32 age s at the time of writing, u32 keys, each | keys u64, the first to be dropped first
+u8 version (1) | u8 0 | u16 0 | u32 stride bytes | f64 written s, by Redis's clock | u32 runs | u32 keys
+| runs: f32 age s when written, u32 keys, each | keys u64, those to be dropped first at the front
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.registry.speculation import Run
 
 VERSION = 1
 MAX_KEYS = 2**20
-"""Of a pod: 8 MiB."""
+"""Keys of one pod: 8 MiB."""
 MAX_AGE_S = 1e7
 _HEAD = struct.Struct("<BBHIdII")
 _RUN = struct.Struct("<fI")
@@ -24,7 +24,7 @@ _RUN = struct.Struct("<fI")
 
 @dataclass(frozen=True, slots=True)
 class BeliefSnapshot:
-    """`runs` hold times of Redis's clock, in seconds, as `written_s` is."""
+    """Beliefs about one pod. Times in `runs`, and `written_s`, are seconds of Redis's clock."""
 
     stride: int
     written_s: float
@@ -32,7 +32,7 @@ class BeliefSnapshot:
 
 
 def encode_snapshot(stride: int, written_s: float, runs: Sequence[Run]) -> bytes:
-    """The snapshot as bytes; of more than MAX_KEYS keys the last used ones."""
+    """Return the snapshot as bytes. If there are more than MAX_KEYS keys, only the last used are kept."""
     kept: list[Run] = []
     room = MAX_KEYS
     for at_s, keys in reversed(runs):
@@ -47,7 +47,7 @@ def encode_snapshot(stride: int, written_s: float, runs: Sequence[Run]) -> bytes
 
 
 def decode_snapshot(data: bytes) -> BeliefSnapshot:
-    """The inverse. Raises UnknownVersion, and DecodeError on what is no snapshot or has absurd numbers."""
+    """Return the snapshot in `data`. Raises UnknownVersion, and DecodeError on invalid bytes or absurd numbers."""
     try:
         if data and data[0] != VERSION:
             raise UnknownVersion(f"beliefs of version {data[0]}, expected {VERSION}: upgrade all gateways")

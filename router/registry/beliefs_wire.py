@@ -1,4 +1,4 @@
-"""Where gateways' messages and what they believe of pods lie: in Redis. One connection for each client of it."""
+"""Redis as the store of gateways' messages and of their beliefs about pods. Each client has one connection."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from engine.contract.redis_client import connect, drop_connections
 from engine.contract.redis_keys import BELIEFS_STREAM, STREAM_DATA_FIELD, belief_key
 
 RETAIN_S = 45.0
-"""Messages are kept for so long, a little more where that is cheaper: longer than a pod's beliefs go unwritten."""
+"""Messages are kept at least this long, longer if that is cheaper: beliefs are written more often than this."""
 KEPT_S = 600.0
-"""What is believed of a pod is kept for so long after it was written, with no gateway left to write it again."""
+"""Written beliefs about a pod are kept this long, even if no gateway is left to write them again."""
 CLOCK_S = 30.0
-"""Redis's clock is looked at this often."""
+"""How often Redis's clock is read."""
 UNDERWAY_S = 5.0
-"""The longest that a message can be on its way to Redis: by more its sender's clock is wrong."""
+"""The longest that a message can be on its way to Redis. If it seems longer, the sender's clock is wrong."""
 EXPIRY_S = 10.0
-"""That the stream goes when nobody writes is set this often, not with each message: a command more for each."""
+"""How often the stream's expiry is set: with each message it would cost one more command."""
 READ_ENTRIES = 256
 PAGE_ENTRIES = 512
 
 Entry = tuple[bytes, bytes]
-"""An entry's id, and the message."""
+"""An entry's id and its message."""
 
 
 class BeliefWire(Protocol):
-    """All calls raise REDIS_ERRORS, but for the last two."""
+    """A store of messages and beliefs. All calls except the last two raise REDIS_ERRORS."""
 
     async def time(self) -> float:
-        """Seconds since 1970 by the clock that entries are stamped with."""
+        """Return the seconds since 1970 by the clock that stamps the entries."""
 
     async def append(self, data: bytes, now_s: float) -> None:
-        """A message for all. `now_s`: by that clock, as far as known; what is older than RETAIN_S may go."""
+        """Append a message for all gateways. `now_s`: that clock's time as far as known. Entries older than RETAIN_S
+        may go."""
 
     async def newest(self) -> bytes:
-        """The id of the last entry."""
+        """Return the id of the last entry."""
 
     async def read(self, after: bytes, block_ms: int) -> list[Entry]:
-        """The entries after that one; waits for up to `block_ms` for the first."""
+        """Return the entries after `after`; waits for up to `block_ms` for the first."""
 
     def range(self, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
-        """The entries from a time to an id, in pages."""
+        """Yield the entries from a time to an id, in pages."""
 
     async def put(self, pod: str, data: bytes) -> None:
-        """All that is believed of a pod."""
+        """Write all that is believed of a pod."""
 
     async def get(self, pods: Sequence[str]) -> list[bytes | None]:
-        """What `put` had of each."""
+        """Return what `put` wrote for each pod; None: nothing."""
 
     async def reset(self) -> None:
-        """After an error: the next call connects anew."""
+        """Drop the connections after an error: the next call connects anew."""
 
     async def close(self) -> None:
-        """No call comes any more."""
+        """Close the connections; no call may follow."""
 
 
 class RedisClock:
-    """Redis's clock in terms of this process's: `offset_s` is what the latter is ahead. Who needs it syncs it."""
+    """Redis's clock relative to this process's clock, which is `offset_s` ahead. Its users keep it in sync."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
         self._synced_at_s = -math.inf
 
     async def sync(self, wire: BeliefWire) -> None:
-        """Ask Redis, if that was not done in the last CLOCK_S. Raises REDIS_ERRORS."""
+        """Ask Redis for the time, unless that was done in the last CLOCK_S. Raises REDIS_ERRORS."""
         clock = asyncio.get_running_loop().time
         asked_s = clock()
         if asked_s - self._synced_at_s <= CLOCK_S:
@@ -76,29 +77,29 @@ class RedisClock:
         redis_s = await wire.time()
         self._synced_at_s = clock()
         offset_s, unsure_s = (asked_s + self._synced_at_s) / 2 - redis_s, (self._synced_at_s - asked_s) / 2
-        if abs(offset_s - self.offset_s) > unsure_s:  # a slow answer that proves nothing moves no time told before
+        if abs(offset_s - self.offset_s) > unsure_s:  # a slow answer is too imprecise to change the offset
             self.offset_s = offset_s
 
     def lost(self) -> None:
-        """The next connection may lead to another server: what is known of its clock is void."""
+        """Note that the next connection may lead to another server, with another clock."""
         self._synced_at_s = -math.inf
 
     def here(self, redis_s: float) -> float:
-        """A time of Redis's, by this process's clock."""
+        """Convert a time of Redis to this process's clock."""
         return redis_s + self.offset_s
 
     def there(self, here_s: float) -> float:
-        """The inverse."""
+        """Convert a time of this process's clock to Redis's."""
         return here_s - self.offset_s
 
 
 def sent_at(entry_id: bytes) -> float:
-    """Seconds since 1970 at which Redis got the entry."""
+    """Return when Redis got the entry, in seconds since 1970."""
     return int(entry_id.partition(b"-")[0]) / 1000
 
 
 class RedisWire:
-    """One client. Connects at its first call."""
+    """A `BeliefWire` with one client. It connects at its first call."""
 
     def __init__(self, url: str) -> None:
         self._expiry_set_s = -math.inf
@@ -112,7 +113,7 @@ class RedisWire:
         return float(seconds + microseconds / 1e6)
 
     async def append(self, data: bytes, now_s: float) -> None:
-        """See BeliefWire. The stream itself goes when nobody has written for long."""
+        """See BeliefWire. The stream expires if nobody writes for long."""
         oldest = f"{max(0, int((now_s - RETAIN_S) * 1000))}-0"
         fields: Any = {STREAM_DATA_FIELD: data}
         await self.redis.xadd(BELIEFS_STREAM, fields, minid=oldest, approximate=True)
@@ -162,7 +163,7 @@ class RedisWire:
 
 
 def _entries(entries: Any) -> list[Entry]:
-    """Those with a message; others, of whoever, are left out."""
+    """Return the entries as id and message; the message is empty if an entry has none."""
     return [
         (bytes(name), dict(zip(fields[::2], fields[1::2], strict=False)).get(STREAM_DATA_FIELD, b""))
         for name, fields in entries

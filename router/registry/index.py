@@ -1,11 +1,11 @@
 """Which pods hold which prefix keys: in memory, fed by the pods' reports and by the gateway's own decisions.
 
-    shard[key >> 58][key] -> mask       four bits for each slot; a slot is one life of one pod
-    bit 0: reported   bit 1: and lies in host memory   bit 2: and lies on disk   bit 3: speculative
+        shard[key >> 58][key] -> mask       four bits for each slot; a slot is one pod until it is dropped or replaced
+        bit 0: reported   bit 1: and in host memory   bit 2: and on disk   bit 3: speculative
 
-Keys of one chain that the same pods hold share one mask object: that keeps a key small, and lets `match` skip equal
-masks by identity. A pod dropped or replaced gives its slot up at once; `sweep` clears its bits later, in pieces.
-The keys are spread over shards so that no dict is ever resized, listed or copied whole while a request waits.
+Keys of one chain that the same pods hold share one mask object. That keeps a key small, and lets `match` skip equal
+masks by identity. A pod that is dropped or replaced gives up its slot at once; `sweep` clears its bits later, in
+pieces. The keys are spread over shards so that no dict is ever resized, listed or copied whole while a request waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from router.registry.speculation import Run, Speculation
 from router.routing.types import PodId
 
 _SHARD_SHIFT = 58
-"""Shards are chosen by the top bits: a dict places an integer by its low ones."""
+"""The top bits choose the shard, because a dict places an integer by its low bits."""
 _SHARDS = 1 << (64 - _SHARD_SHIFT)
 _SLOT_BITS = 4
 _ALL = 0b1111
@@ -45,9 +45,9 @@ class Match:
     strides: int
     """Leading keys held, in any tier, speculative ones included."""
     host_strides: int = 0
-    """Of these, keys in host memory."""
+    """How many of these keys are in host memory."""
     disk_strides: int = 0
-    """Of these, keys on disk."""
+    """How many of these keys are on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,21 @@ class IndexStatistics:
     """Sizes of an index."""
 
     keys: int
-    """Distinct keys in memory, those of dropped pods included until they are swept."""
+    """Distinct keys in memory, including those of dropped pods that are not swept yet."""
     pods: int
     retired_slots: int
-    """Lives of pods whose memory `sweep` has yet to reclaim."""
+    """Slots of dropped pods whose memory `sweep` has yet to reclaim."""
     speculative: int
     """Speculative entries, one for each key and pod."""
 
 
 class PrefixIndex:
-    """Prefix key -> pods. Not thread-safe; every call but `held` and `sweep` takes time in the keys given alone.
+    """Prefix key -> pods. Not thread-safe. The time of every call except `held` and `sweep` depends only on the keys
+    given.
 
-    Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod;
-    one request enters an eighth of it at most (64 keys where that is more), lest it push out all that is believed.
+    Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod.
+    One request enters an eighth of the limit at most, or 64 keys if that is more, so that it cannot push out all
+    others.
     """
 
     def __init__(self, speculative_limit: int = 32_768) -> None:
@@ -87,17 +89,17 @@ class PrefixIndex:
         self._speculations: dict[PodId, Speculation] = {}
         self._expected_rooms: dict[PodId, tuple[float, int | None]] = {}
         self.rooms = Rooms()
-        """What the pods that tell nothing can take before they evict something."""
+        """Room of the pods that report nothing: what each can take before it evicts something."""
         self._regret = Regret()
         self._reporters: set[PodId] = set()
-        """Pods that may have reported keys; of the others nothing but speculation is known."""
+        """Pods that may have reported keys; the other pods have speculative keys only."""
         self._next_expiry_s = float("inf")
         """No speculative entry expires before this."""
         self._changes = 0
-        """Counts what may change what `_ends` finds."""
+        """Counts the changes that may change what `_ends` finds."""
         self._last: tuple[Sequence[PrefixKey], int, _Ends] = ((), -1, ([], {}, {}))
-        """The keys that were matched last, at which count of changes, and what was found. A request that may have to
-        wait is matched before it is decided, and mostly nothing happens in between."""
+        """The keys that were matched last, the count of changes then, and what was found. A request that may have to
+        wait is matched before it is decided, and mostly nothing changes in between."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
@@ -106,7 +108,7 @@ class PrefixIndex:
         return f"PrefixIndex({self.statistics()})"
 
     def statistics(self) -> IndexStatistics:
-        """Sizes at this moment."""
+        """Return the sizes at this moment."""
         return IndexStatistics(
             keys=len(self),
             pods=len(self._slots),
@@ -115,7 +117,7 @@ class PrefixIndex:
         )
 
     def match(self, keys: Sequence[PrefixKey], now_s: float) -> dict[PodId, Match]:
-        """What each pod holds of `keys`, for the pods that hold at least the first."""
+        """Return what each pod holds of `keys`, for the pods that hold at least the first."""
         ends, host, disk = self._ends(keys, now_s)
         matches: dict[PodId, Match] = {}
         for slots, held in ends:
@@ -127,9 +129,9 @@ class PrefixIndex:
     def match_sets(
         self, keys: Sequence[PrefixKey], now_s: float
     ) -> tuple[list[tuple[tuple[PodId, ...], int]], dict[PodId, Match]]:
-        """The same by sets: the pods that hold at least so many strides, fewest strides first, each set within the one
-        before; and the matches of pods that hold part of it in a slower tier than the GPU. Sets that recur are the
-        same object.
+        """Return the same as `match`, but by sets. Each set has the pods that hold at least so many strides. Sets come
+        fewest strides first, and each lies within the one before. Also return the matches of pods that hold a part in a
+        slower tier than the GPU. Sets that recur are the same object.
         """
         ends, host, disk = self._ends(keys, now_s)
         sets: list[tuple[tuple[PodId, ...], int]] = []
@@ -147,7 +149,7 @@ class PrefixIndex:
         return sets, {pod: match for pod, match in matches.items() if match.host_strides or match.disk_strides}
 
     def _ends(self, keys: Sequence[PrefixKey], now_s: float) -> _Ends:
-        """Slots with the strides they hold, all of some; and strides in host memory and on disk, by slots."""
+        """Return slots with the strides that they all hold, and by slots the strides in host memory and on disk."""
         if now_s >= self._next_expiry_s:
             self._expire(now_s)
         last, changes, found = self._last
@@ -203,12 +205,12 @@ class PrefixIndex:
             matches[pod] = shared.get(parts) or shared.setdefault(parts, Match(*parts))
 
     def holders(self, key: PrefixKey) -> tuple[PodId, ...]:
-        """The pods that are believed to hold the key, in any tier."""
+        """Return the pods that are believed to hold the key, in any tier."""
         mask = self._shards[key >> _SHARD_SHIFT].get(key, 0)
         return self._pods_in((mask | mask >> _SPECULATIVE_SHIFT) & self._live)
 
     def _pods_in(self, slots: int) -> tuple[PodId, ...]:
-        """The pods of the live slots in a mask; remembered, because few sets of pods recur often."""
+        """Return the pods of the live slots in a mask. The results are kept, because a few sets of pods recur often."""
         pods = self._sets.get(slots)
         if pods is None:
             if len(self._sets) >= _SETS_REMEMBERED:
@@ -229,7 +231,7 @@ class PrefixIndex:
             self._show_room(pod, speculation)
 
     def replace(self, pod: PodId, stored: tuple[Keys, Keys, Keys]) -> None:
-        """Enter a pod's snapshot: nothing else is believed of the pod, speculation included.
+        """Enter a pod's snapshot. It replaces all that is believed of the pod, speculation included.
 
         A snapshot too large for one go may be entered in pieces: `replace` with the first, `apply` with the others.
         """
@@ -237,7 +239,7 @@ class PrefixIndex:
         self.apply(pod, (), stored)
 
     def drop(self, pod: PodId) -> None:
-        """Forget a pod, in constant time; `sweep` frees its memory. Unknown pods are no error."""
+        """Forget a pod, in constant time; `sweep` frees its memory. An unknown pod is no error."""
         slot = self._slots.pop(pod, None)
         self._speculations.pop(pod, None)
         self.rooms.set(pod, math.inf)
@@ -255,10 +257,10 @@ class PrefixIndex:
     ) -> None:
         """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys it reported are left alone.
 
-        Of very many keys the first are entered, a prefix of the request.
+        If there are very many keys, only the first are entered, which are a prefix of the request.
         Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
-        `taken`, for a pod that reports nothing: what the request takes of its cache, so that the longest unused is
-        forgotten once the cache is full.
+        `taken`, for a pod that reports nothing: what the request takes of its cache, so that the longest unused keys
+        are forgotten once the cache is full.
         """
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
@@ -289,18 +291,18 @@ class PrefixIndex:
         return speculation
 
     def expect_rooms(self, rooms: Mapping[PodId, tuple[float, int | None]]) -> None:
-        """What another gateway has learnt of the caches of pods that report nothing: tokens that each is thought to
-        hold, and those that it told. It counts for pods of which nothing has been speculated yet."""
+        """Use another gateway's estimates for pods that report nothing: the capacity that each is thought to have and
+        the capacity that it told, in tokens. They count for pods without speculative keys so far."""
         self._expected_rooms |= rooms
 
     def learnt_room(self, pod: PodId) -> tuple[float, int | None] | None:
-        """The same of a pod here; None while nothing is known of its cache."""
+        """Return this gateway's estimate in the same form; None while nothing is known of the pod's cache."""
         speculation = self._speculations.get(pod)
         return None if speculation is None else speculation.learnt_room
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
-        """Take a `speculate` back: the request never ran there. Keys that other requests vouch for too stay. Those that
-        do not."""
+        """Take back a `speculate` because the request never ran there. Return the dropped keys; keys that other
+        requests vouch for stay."""
         if speculation := self._speculations.get(pod):
             dropped = speculation.retract(keys)
             self._change(dropped, self._slots[pod], 0)
@@ -309,7 +311,7 @@ class PrefixIndex:
         return ()
 
     def unbelieve(self, pod: PodId, keys: Sequence[PrefixKey], used_at_s: float) -> None:
-        """Forget what is speculated of `keys`, but for those used after `used_at_s`."""
+        """Forget the speculative entries of `keys`, except those used after `used_at_s`."""
         if speculation := self._speculations.get(pod):
             self._change(speculation.discard(speculation.unused_since(keys, used_at_s)), self._slots[pod], 0)
             self._show_room(pod, speculation)
@@ -317,8 +319,9 @@ class PrefixIndex:
     def refute(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, now_s: float) -> None:
         """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.
 
-        What was last used before the first missing key had been is forgotten too: an LRU cache evicted it earlier.
-        The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again afterwards.
+        Keys that were last used earlier than the first missing key are forgotten too: an LRU cache evicted them before
+        it. The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again
+        afterwards.
         """
         if speculation := self._speculations.get(pod):
             speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
@@ -326,12 +329,12 @@ class PrefixIndex:
             self._show_room(pod, speculation)
 
     def believed(self, pod: PodId) -> list[Run]:
-        """What is speculated of the pod, the first to be dropped first. Takes time in all of it."""
+        """Return the pod's speculative keys, those to be dropped first at the front. Takes time in all of them."""
         speculation = self._speculations.get(pod)
         return [] if speculation is None else speculation.runs()
 
     def believe(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
-        """Speculate what somebody else has, for `ttl_s` from each use. Takes time in all that is speculated of the pod.
+        """Speculate on another gateway's keys, for `ttl_s` from each use. Takes time in all the pod's speculative keys.
 
         A key stays as it is if it was used later than `runs` say, or if the pod reported it.
         """
@@ -352,14 +355,14 @@ class PrefixIndex:
         self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
-        """The answer reused `tokens` more than the first `strides` of `keys`, which were believed: so the pod's cache
-        holds more than was thought, or they were part of an earlier answer."""
+        """Note that the answer reused `tokens` more than the first `strides` of `keys`, which were believed. So the
+        pod's cache is larger than was thought, or these tokens were part of an earlier answer."""
         if strides < len(keys) and (speculation := self._speculations.get(pod)):
             speculation.was_held(keys[strides], tokens)
             self._show_room(pod, speculation)
 
     def capacity_is_told(self, pod: PodId) -> bool:
-        """Whether the pod has told what its cache holds, so that what is speculated of it ends without a time."""
+        """Return whether the pod has told its capacity; then its speculative keys need no time limit."""
         speculation = self._speculations.get(pod)
         if speculation is None:
             return self._expected_rooms.get(pod, (0.0, None))[1] is not None
@@ -367,12 +370,12 @@ class PrefixIndex:
 
     @property
     def regret(self) -> float:
-        """Part of what pods that report nothing evicted that was asked for again and computed once more, 0 to 1."""
+        """Share of the keys evicted by pods that report nothing that were asked for and computed again, 0 to 1."""
         return self._regret.share
 
     def forget_until(self, pod: PodId, used_at_s: float) -> None:
-        """Forget what is speculated of a pod, but for keys used after `used_at_s`. What it reported only it takes
-        back."""
+        """Forget a pod's speculative keys, except those used after `used_at_s`. Keys that the pod reported stay until
+        the pod takes them back."""
         believed = self.believed(pod)
         if pod not in self._reporters and all(at_s <= used_at_s for at_s, _ in believed):
             self.drop(pod)
@@ -382,7 +385,7 @@ class PrefixIndex:
                 self.unbelieve(pod, keys, used_at_s)
 
     def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
-        """The keys the pod has reported, by tier. Scans the whole index: for tests and debugging."""
+        """Return the keys that the pod has reported, by tier. Scans the whole index: for tests and debugging."""
         tiers: dict[Tier, set[PrefixKey]] = {tier: set() for tier in Tier}
         slot = self._slots.get(pod)
         if slot is not None:
@@ -396,7 +399,7 @@ class PrefixIndex:
     def sweep(self, budget: int) -> int:
         """Reclaim memory of dropped pods: look at about `budget` keys, and return how many were looked at.
 
-        0 says that there is nothing to reclaim. The work continues where the call before left off.
+        A result of 0 means that there is nothing to reclaim. The next call continues where this one stopped.
         """
         looked = 0
         while looked < budget:
@@ -412,7 +415,7 @@ class PrefixIndex:
         return looked
 
     def _sweep_all(self, dead: int) -> Iterator[int]:
-        """Clear the bits `dead` everywhere, then free their slots; yields how many keys each piece had."""
+        """Clear the bits `dead` everywhere, then free their slots. Yield the number of keys of each piece."""
         for i, shard in enumerate(self._shards):
             keys = list(shard)
             for start in range(0, len(keys), _SWEEP_KEYS):
@@ -432,7 +435,7 @@ class PrefixIndex:
         self._free += [slot for slot in range(0, dead.bit_length(), _SLOT_BITS) if dead >> slot & 1]
 
     def _slot(self, pod: PodId) -> int:
-        """The shift of the pod's bits, taken up on first mention of the pod."""
+        """Return the shift of the pod's bits; an unknown pod gets a slot."""
         slot = self._slots.get(pod)
         if slot is None:
             self._changes += 1
@@ -459,7 +462,7 @@ class PrefixIndex:
                 del shard[key]
 
     def _show_room(self, pod: PodId, speculation: Speculation) -> None:
-        """What is speculated of the pod has changed, or what its cache is thought to hold."""
+        """Publish the pod's room after a change of its speculative keys or its estimated capacity."""
         if speculation.has_room:
             self.rooms.set(pod, speculation.room_tokens())
 

@@ -1,7 +1,7 @@
-"""What answers have taught a gateway: tokens of a byte, speeds of pods, what their caches hold. Pure.
+"""What answers have taught a gateway: tokens of a byte, speeds of pods, sizes of their caches. Pure.
 
-Gateways before one registry keep it there, so that one that has just started predicts as one that has run for an hour.
-It is an estimate: whoever loads it goes on learning from there.
+Gateways with one registry keep it there, so that a gateway that has just started predicts as well as one that has run
+for an hour. It is an estimate: a gateway that loads it goes on learning from there.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from router.routing.types import PodId
 T = TypeVar("T")
 VERSION = 1
 MAX_PODS = 4096
-"""Of a model: of more the first are kept."""
+"""Pods of a model; beyond that, only the first are kept."""
 MAX_BYTES = 2**20
 _MAX_ENGINES = 16
 _MAX_SIZES = 64
 _LARGEST = 1e12
 _MOST_LOG = 50.0
-"""Logarithms of ratios and seconds."""
+"""Bound of the logarithms of ratios and seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearntTokens:
-    """Of a model's text. Sums that decay: see `router.gateway.estimates`."""
+    """What is learnt of a model's text. Sums that decay: see `router.gateway.estimates`."""
 
     prompt_bytes: float
     prompt_tokens: float
@@ -40,27 +40,27 @@ class LearntTokens:
 
 @dataclass(frozen=True, slots=True)
 class LearntRoom:
-    """Of the cache of a pod that publishes nothing, in tokens."""
+    """What is learnt of the cache of a pod that publishes nothing, in tokens."""
 
     capacity_tokens: float
-    """As its answers corrected it."""
+    """The capacity as the pod's answers corrected it."""
     told_tokens: int | None
-    """As the pod told it; None: it does not."""
+    """The capacity that the pod told; None: it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """Of one model and its pods."""
+    """What is learnt of one model and its pods."""
 
     tokens: LearntTokens | None = None
     speeds: Mapping[str, LearntSpeed] = field(default_factory=dict)
-    """By the kind of engine."""
+    """Kind of engine -> its speed."""
     factors: Mapping[PodId, LearntFactor] = field(default_factory=dict)
     rooms: Mapping[PodId, LearntRoom] = field(default_factory=dict)
 
 
 def encode_learnt(learnt: Learnt, written_s: float) -> bytes:
-    """As JSON. `written_s`: seconds since 1970, by Redis's clock."""
+    """Return the record as JSON. `written_s`: seconds since 1970, by Redis's clock."""
     tokens = learnt.tokens
     speeds = {
         kind: [s.level, s.noise, s.noises, s.observations, [[digits, *size] for digits, size in s.sizes.items()]]
@@ -79,7 +79,7 @@ def encode_learnt(learnt: Learnt, written_s: float) -> bytes:
 
 
 def decode_learnt(data: bytes) -> tuple[Learnt, float]:
-    """The record, and when it was written. Raises DecodeError on another version, and on absurd numbers."""
+    """Return the record, and when it was written. Raises DecodeError on another version and on absurd numbers."""
     if len(data) > MAX_BYTES:
         raise DecodeError(f"a record of {len(data)} bytes, more than {MAX_BYTES}")
     try:

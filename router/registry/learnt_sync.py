@@ -1,8 +1,8 @@
-"""Keeps what a gateway has learnt in Redis, and has one that starts begin with it.
+"""Keeps what a gateway has learnt in Redis, so that a gateway that starts begins with it.
 
-A hash with a field for each model, which whichever gateway has learnt something writes as a whole, so the last one
-counts: all of them see the same pods, and each began with what those before it knew. No gateway leads, and none waits
-for another. Without Redis each learns by itself.
+Redis has a hash with a field for each model. A gateway that has learnt something writes the field as a whole. The last
+writer counts, because all gateways see the same pods and each began with what the earlier ones knew. No gateway leads,
+and none waits for another. Without Redis each learns by itself.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from router.registry.learnt import Learnt, decode_learnt, encode_learnt
 log = logging.getLogger(__name__)
 
 WRITE_S = 5.0
-"""Seconds between two looks at what was learnt since ..."""
+"""Seconds between two checks for something new to write ..."""
 FIRST_S = 0.5
-"""... and of a gateway that has neither loaded nor written anything."""
+"""... and before the first one, if this gateway has neither loaded nor written anything."""
 KEPT_S = 3600
-"""What nobody has written for so long goes away: the machine may do other things by then."""
+"""Seconds until a record expires that nobody writes: the machines may do other things by then."""
 DEADLINE_S = 1.0
-"""To load, when the gateway starts, and to write, when it stops."""
+"""Seconds for loading when the gateway starts, and for writing when it stops."""
 
 
 class LearntSource(Protocol):
     """What a gateway has learnt."""
 
     def models(self) -> Iterable[str]:
-        """Those that it serves."""
+        """Return the models that this gateway serves."""
 
     def learnt(self, model: str) -> Learnt | None:
-        """What answers taught of the model; None: nothing yet."""
+        """Return what answers taught about the model; None: nothing yet."""
 
     def expect(self, model: str, learnt: Learnt) -> None:
-        """Others had learnt this of a model."""
+        """Begin with what other gateways have learnt about a model."""
 
 
 class LearntSync:
-    """Every failure of Redis is survived."""
+    """Loads and writes what a gateway has learnt. It survives every failure of Redis."""
 
     def __init__(self, redis_url: str, source: LearntSource) -> None:
         self._redis: Redis = connect(redis_url)
@@ -53,7 +53,7 @@ class LearntSync:
         self._written: dict[str, Learnt] = {}
 
     async def load(self) -> None:
-        """Begin with what others had learnt. Takes DEADLINE_S at most."""
+        """Begin with what other gateways have learnt. Takes DEADLINE_S at most."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 seconds, _ = await self._redis.time()
@@ -71,12 +71,12 @@ class LearntSync:
             await drop_connections(self._redis)  # the next gateway removes them
 
     def _enter(self, name: bytes, data: bytes, now_s: float) -> bool:
-        """Use the record of a model. False: nobody has written it for so long that it is void."""
+        """Use the record of a model. False: the record is too old."""
         model = name.decode(errors="replace")
         try:
             learnt, written_s = decode_learnt(data)
         except DecodeError as error:
-            log.warning("what other gateways have learnt of model %r is passed over: %s", model, error)
+            log.warning("what other gateways have learnt of model %r is skipped: %s", model, error)
             return True
         if abs(now_s - written_s) > KEPT_S:
             return False
@@ -85,7 +85,7 @@ class LearntSync:
         return True
 
     async def run(self) -> None:
-        """Write what is news, until cancelled."""
+        """Write what is new, until cancelled."""
         while True:
             raise_if_cancelled()
             await asyncio.sleep(WRITE_S if self._written else FIRST_S)

@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 MAX_PLACES = 32_768
 """Kept in memory; each takes about 0.5 KB."""
 PLACE_TTL_S = 6 * 3600.0
-"""After the last turn. Engines keep responses in memory too: a conversation of yesterday is the client's to send."""
+"""Seconds after the last turn. Engines keep responses in memory too, so a client has to send an older conversation."""
 ASK_S = 0.5
 """How long a request waits for Redis to say where its conversation is."""
 MAX_PENDING = 4096
-"""Places that wait to be written; of more, the oldest are not written."""
+"""Places that wait to be written; beyond that, the oldest are not written."""
 WRITTEN_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a response or a conversation is. `tokens`: of it so far, as far as they are known."""
+    """Where a response or a conversation is. `tokens`: its known tokens so far."""
 
     pod: str
     model: str
@@ -39,15 +39,16 @@ class Place:
 
 
 class Places:
-    """Finds places. Those that are not in memory, another gateway may have written."""
+    """Finds places. Places that are not in memory may have been written to Redis by another gateway."""
 
     def __init__(self, clock: Callable[[], float], redis: Redis | None = None) -> None:
-        """`redis`: None where gateways do not share."""
+        """`redis`: None if gateways do not share."""
         self._clock = clock
         self._redis = redis
         self._known: OrderedDict[str, tuple[Place, float]] = OrderedDict()
-        """Each with the time at which it is forgotten, the oldest first."""
-        self._pending: OrderedDict[str, Place] = OrderedDict()
+        """Each place with the time at which it is forgotten, the oldest first."""
+        self._pending: OrderedDict[str, Place | None] = OrderedDict()
+        """Places to be written; None: the place is gone."""
         self._has_pending = asyncio.Event()
         self._outage = Outage()
 
@@ -55,15 +56,23 @@ class Places:
         return len(self._known)
 
     def put(self, name: str, place: Place) -> None:
-        """From here on this gateway knows it."""
+        """Remember a place in this gateway."""
         self._known.pop(name, None)
         self._known[name] = (place, self._clock() + PLACE_TTL_S)
         while len(self._known) > MAX_PLACES:
             self._known.popitem(last=False)
 
     def share(self, name: str, place: Place) -> None:
-        """As `put`, and the other gateways hear of it soon."""
+        """Remember a place as `put` does, and soon tell the other gateways."""
         self.put(name, place)
+        self._tell(name, place)
+
+    def forget(self, name: str) -> None:
+        """Forget a place. Other gateways find it no more, unless they already have it in memory."""
+        self._known.pop(name, None)
+        self._tell(name, None)
+
+    def _tell(self, name: str, place: Place | None) -> None:
         if self._redis is not None:
             self._pending.pop(name, None)
             self._pending[name] = place
@@ -72,7 +81,7 @@ class Places:
             self._has_pending.set()
 
     def known(self, name: str) -> Place | None:
-        """The place, as far as this gateway knows."""
+        """Return the place if this gateway knows it."""
         found = self._known.get(name)
         if found is None:
             return None
@@ -82,7 +91,7 @@ class Places:
         return found[0]
 
     async def find(self, name: str) -> Place | None:
-        """The place; None: nobody knows it, or Redis does not say so in time."""
+        """Return the place; None if nobody knows it, or if Redis does not answer in time."""
         place = self.known(name)
         if place is not None or self._redis is None:
             return place
@@ -98,7 +107,7 @@ class Places:
         return place
 
     async def run(self) -> None:
-        """Write what is shared, until cancelled. What cannot be written is left out: its conversation is known here."""
+        """Write what is shared, until cancelled. A place that cannot be written is skipped: it is still known here."""
         assert self._redis is not None
         while True:
             raise_if_cancelled()
@@ -109,7 +118,10 @@ class Places:
             try:
                 pipe: Any = self._redis.pipeline(transaction=False)
                 for name, place in batch:
-                    pipe.set(place_key(name), orjson.dumps(asdict(place)), ex=round(PLACE_TTL_S))
+                    if place is None:
+                        pipe.set(place_key(name), b"", ex=1)  # no place; needs no further permission
+                    else:
+                        pipe.set(place_key(name), orjson.dumps(asdict(place)), ex=round(PLACE_TTL_S))
                 await pipe.execute()
                 self._outage.end()
             except REDIS_ERRORS as error:
@@ -122,7 +134,7 @@ class Places:
 
 
 def _read(value: object) -> Place | None:
-    """A place as another gateway wrote it; None for what is none."""
+    """Parse a place that another gateway wrote; None if it is not valid."""
     if not isinstance(value, bytes):
         return None
     try:

@@ -1,7 +1,7 @@
 """The gateway's side of the registry: snapshots, then the stream, into the index in memory. No request waits for it.
 
-Order of a load: the tail's position is fixed first, then the snapshot is read, then the stream between the two is
-replayed for that pod. What comes later arrives through the tail, so nothing is missed and nothing is applied twice.
+A load first fixes the tail's position, then reads the pod's snapshot, then replays the stream between the two for that
+pod. What comes later arrives through the tail, so nothing is missed and nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from engine.contract.events import DecodeError, Decoder, Kind, RegistryMessage, UnknownVersion
+from engine.contract.events import DecodeError, Decoder, MessageKind, RegistryMessage, UnknownVersion
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
 from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 100
 PAUSE_S = 0.025
-"""At most so long, in a large fleet, what is new gathers before it is read: a read costs as much as ten messages."""
+"""The longest pause in a large fleet, in which new messages gather: a read costs as much as ten messages."""
 REPLAY_S = 15.0
 REPLAY_ENTRIES = 1_000_000
 LOADS_AT_A_TIME = 512
-"""Pods that are loaded before the stream is read again, lest it is trimmed meanwhile."""
+"""Pods that are loaded before the stream is read again: if more were loaded, the stream might be trimmed meanwhile."""
 SNAPSHOTS_AT_A_TIME = 8
-"""Of some MB each, at worst of 32 MiB: they are in memory together."""
+"""Snapshots in memory together: some MB each, 32 MiB at worst."""
 RETRY_S = 0.5
-"""Until a pod's snapshot is looked for again; for pods of which nothing was ever heard longer in a large fleet."""
+"""Seconds until a pod's snapshot is looked for again; in a large fleet longer for pods that were never heard."""
 EXPIRE_EVERY_S = 0.1
 MAX_BACKOFF_S = 0.5
 
@@ -55,15 +55,15 @@ class RegistryStatus:
     resyncs: int
     last_error: str | None
     refused: int = 0
-    """Messages that could not be believed."""
+    """Messages that could not be decoded or had absurd numbers."""
     unknown: int = 0
-    """Messages of another version, which were passed over."""
+    """Messages of another version, which were skipped."""
 
 
 class RegistryReader:
-    """Keeps `index` equal to what the engines hold, through Redis. Every failure of Redis is survived.
+    """Keeps `index` equal to what the engines hold, through Redis. It survives every failure of Redis.
 
-    `on_load` gets each load report, `on_life` each pod that has just published, and its epoch. A pod silent for
+    `on_load` gets each load report. `on_life` gets each pod that has just published, and its epoch. A pod silent for
     `lease_s` is dropped from the index.
     """
 
@@ -89,7 +89,7 @@ class RegistryReader:
         self._connected = False
         self._heard_at_s = 0.0
         self._applied_at_s = -math.inf
-        """When a pod that is followed was last heard; unknown (-inf) after one has gone."""
+        """When a followed pod was last heard; -inf (not known) after a pod has gone."""
         self._expire_at_s = 0.0
         self._changed = asyncio.Event()
         self._messages = 0
@@ -102,7 +102,7 @@ class RegistryReader:
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
     def set_pods(self, pods: Mapping[PodId, str]) -> None:
-        """The pods of the fleet and their models; pods no longer among them leave the index."""
+        """Set the pods of the fleet and their models. Pods that are not among them leave the index."""
         for pod in self._feeds.keys() - pods.keys():
             del self._feeds[pod]
             self._index.drop(pod)
@@ -115,7 +115,8 @@ class RegistryReader:
                     self._index.drop(pod)  # keys of another model
 
     async def wait_warm(self, timeout_s: float) -> bool:
-        """Until every known pod's snapshot is loaded or known to be absent. False: Redis did not answer in time."""
+        """Wait until every known pod's snapshot is loaded or known to be absent. False: Redis did not answer in
+        time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not all(feed.looked for feed in self._feeds.values()):
@@ -126,13 +127,13 @@ class RegistryReader:
         return True
 
     def reports(self, pod: PodId) -> bool:
-        """True once this pod has published something in its present stay in the fleet."""
+        """Return whether this pod has published something since it joined the fleet."""
         feed = self._feeds.get(pod)
         return feed is not None and feed.ever_synced
 
     @property
     def expired(self) -> bool:
-        """True when pods have published but every lease has run out: the index says nothing any more."""
+        """True if pods have published but every lease has run out: then the index tells nothing any more."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._applied_at_s <= self._lease_s:
             return False
@@ -140,7 +141,7 @@ class RegistryReader:
         return bool(feeds) and all(feed.is_expired(now_s, self._lease_s) for feed in feeds)
 
     def status(self) -> RegistryStatus:
-        """A snapshot of counters and state. What is wrong with a pod's messages is told for a lease."""
+        """Return counters and state. A fault of a pod's messages is shown for a lease."""
         now_s = asyncio.get_running_loop().time()
         complaints = [f.complaint for f in self._feeds.values() if now_s - f.complained_at_s < self._lease_s]
         return RegistryStatus(
@@ -164,7 +165,7 @@ class RegistryReader:
                 await self._follow()
             except REDIS_ERRORS as error:
                 self._disconnected(error)
-            except Exception as error:  # outermost loop: a defect met in one message must not end the registry
+            except Exception as error:  # outermost loop: a defect in one message must not end the registry
                 self._disconnected(error, defect=error)
             else:
                 continue
@@ -176,14 +177,14 @@ class RegistryReader:
     # -- one connection ---------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Until nothing has been heard for a lease: the address may lead to another server by now, and after a stream
-        was lost a clock that is behind may number its entries from before the tail."""
+        """Follow Redis until nothing has been heard for a lease. Then the address may lead to another server. And if
+        the stream was lost and Redis's clock is behind, new entries may get numbers from before the tail."""
         clock = asyncio.get_running_loop().time
         self._heard_at_s = clock()
         async with open_stream(self._redis_url) as redis:
             self._tails.clear()
             for feed in self._feeds.values():
-                feed.lost()  # the stream may have been trimmed, or Redis replaced, while nobody looked
+                feed.lost()  # the stream may have been trimmed meanwhile, or Redis replaced
                 feed.retry_at_s = 0.0
             await redis.ping()
             while clock() - self._heard_at_s <= self._lease_s:
@@ -200,7 +201,7 @@ class RegistryReader:
                     await asyncio.sleep(PAUSE_S * (1 - SMALL_FLEET / len(self._feeds)))
 
     async def _read(self, redis: Redis) -> bool:
-        """What is new. True: there is more."""
+        """Take up what is new. True: there is more."""
         if not self._tails:
             await asyncio.sleep(POLL_MS / 1000)
             await redis.ping()
@@ -214,7 +215,7 @@ class RegistryReader:
         return is_behind
 
     def _take(self, delta_of_pod: Delta) -> None:
-        """One delta from the tail."""
+        """Take up one delta from the tail."""
         name, data, fetch = delta_of_pod
         pod = PodId(name.decode(errors="replace"))
         feed = self._feeds.get(pod)
@@ -240,16 +241,16 @@ class RegistryReader:
                 feed.lost()
             else:
                 self._met(pod, feed, delta)
-                self._index.drop(pod)  # another life of the engine: its cache began empty
+                self._index.drop(pod)  # the engine has restarted: its cache began empty
                 feed.began_anew()
 
     def _met(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
-        """A life that was left does not come back: two engines of one id have the pod loaded anew all the time."""
+        """Complain if an old epoch comes back: two engines with one id make the reader load the pod again and again."""
         if message.epoch == feed.left_epoch:
             self._complain(pod, f"two engines publish as pod {pod}: give each its own --pod-id")
 
     def _apply(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
-        if message.kind is Kind.SNAPSHOT:
+        if message.kind is MessageKind.SNAPSHOT:
             self._index.replace(pod, message.stored)
         else:
             self._index.apply(pod, message.removed, message.stored)
@@ -259,16 +260,17 @@ class RegistryReader:
         self._on_load(pod, message.load)
 
     def _pass_over(self, pod: PodId, feed: PodFeed, error: UnknownVersion) -> None:
-        """Engines of another release are followed by gateways of that release; here they publish nothing."""
+        """Skip a message of another version: the pod counts as one that publishes nothing. In a rollout, gateways of
+        the engine's release follow that engine."""
         self._unknown += 1
         if not feed.is_unreadable:
-            log.warning("registry: pod %s: %s; it is routed to as an engine that publishes nothing", pod, error)
+            log.warning("registry: pod %s: %s; it counts as an engine that publishes nothing", pod, error)
             self._index.drop(pod)
             feed.became_unreadable()
         feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
 
     def _decode(self, pod: PodId, data: bytes, fetch: bytes = b"") -> RegistryMessage | None:
-        """The message, None for one that is not to be believed. Raises UnknownVersion."""
+        """Return the message, or None if it is not to be believed. Raises UnknownVersion."""
         try:
             message = self._decoder.decode(data, fetch)
         except UnknownVersion:
@@ -314,7 +316,7 @@ class RegistryReader:
                     await self._enter(redis, pod, feed, data, (replay or {}).pop(pod, []))
 
     async def _snapshots(self, redis: Redis, model: str, pods: list[PodId]) -> dict[PodId, bytes]:
-        """Those that there are, encoded."""
+        """Return the snapshots that exist, encoded."""
         snapshots: list[Any] = await redis.mget([snapshot_key(model, pod) for pod in pods])
         found = {}
         now_s = asyncio.get_running_loop().time()
@@ -332,7 +334,7 @@ class RegistryReader:
         return found
 
     async def _enter(self, redis: Redis, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[Delta]) -> None:
-        """One pod's snapshot, then the deltas behind it."""
+        """Enter one pod's snapshot, then the deltas after it."""
         try:
             snapshot = self._decode(pod, data)
             if snapshot is not None:
@@ -347,7 +349,7 @@ class RegistryReader:
             await redis.set(resync_key(feed.model, pod), b"1", px=int(REPLAY_S * 1000))
 
     def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[Delta]) -> None:
-        """What came after the snapshot just applied."""
+        """Apply what came after the snapshot that was just applied."""
         epoch = feed.epoch
         for _, data, fetch in deltas:
             try:
@@ -355,7 +357,7 @@ class RegistryReader:
             except UnknownVersion:
                 self._unknown += 1
                 continue
-            # Entries of an earlier life, still in the stream, say nothing about this one.
+            # Entries of an earlier epoch that are still in the stream say nothing about this one.
             if delta is None or delta.epoch != epoch:
                 continue
             verdict = feed.judge(delta)
@@ -365,7 +367,7 @@ class RegistryReader:
                 feed.lost()
 
     async def _recent(self, redis: Redis, model: str, pods: Sequence[PodId]) -> dict[PodId, list[Delta]]:
-        """The pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
+        """Return the pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
         seconds, _ = await redis.time()
         since_ms = max(0, int((seconds - REPLAY_S) * 1000))
         by_name: dict[bytes, list[Delta]] = {pod.encode(): [] for pod in pods}

@@ -1,4 +1,4 @@
-"""How much a pod that publishes nothing can hold: its capacity as it told it, corrected by what its answers reuse."""
+"""How much a pod that publishes nothing can hold: the capacity that it told, corrected by what its answers reuse."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from engine.contract.keys import PrefixKey
 
 STEP = 0.1
-"""Part of the way that the capacity goes towards what one answer shows of it."""
+"""Part of the distance that the estimate moves towards the capacity that one answer shows."""
 LEAST_SHARE, MOST_SHARE = 1 / 16, 2.0
-"""Bounds of the corrected capacity, of what the pod told: others may use it too, and blocks may be shared unseen."""
+"""Bounds of the corrected capacity, as shares of what the pod told: others may use the pod, and share blocks unseen."""
 ENOUGH_SIGNS = 3
-"""Refutations from which a pod that tells no capacity has one: the first may be of a cache that was emptied."""
+"""Refutations that give a capacity to a pod that tells none. The first may come from a cache that was emptied."""
 DEFAULT_BLOCK_TOKENS = 16
-"""Of vLLM on GPUs; where blocks are larger and the pod does not tell, its capacity comes out a little too large."""
+"""vLLM's on GPUs. If blocks are larger and the pod does not say so, its capacity comes out a little too large."""
 _MEAN_OF = 50
-"""So many requests count in what a key stands for: prompts with images differ from text."""
+"""Requests that count in the mean of tokens per key: prompts with images differ from text."""
 _REGRET_FOLLOW = 0.05
 _LOST_KEYS = 32_768
 _MERGED_SHARE = 4.0
-"""Of loose tokens, entries up to this many times the mean are made one when there are too many entries."""
+"""When there are too many entries of loose tokens, neighbours are merged up to this many times the mean."""
 _GIVE_UP_SHARE = 1 / 64
 
 
@@ -31,24 +31,25 @@ class Taken(NamedTuple):
     """What one request takes of a pod's cache."""
 
     tokens: int
-    """Its prompt and its expected answer: an engine keeps the KV of both."""
+    """Tokens of its prompt and its expected answer: an engine keeps the KV of both."""
     key_tokens: float
     """Tokens that a prefix key stands for, on average; above 0."""
     capacity_tokens: int | None
-    """What the pod's cache holds, running requests included; None: it does not tell."""
+    """What the pod's cache holds, running requests included; None: the pod does not tell."""
     block_tokens: int | None
-    """Tokens of a block: a request takes whole ones; None: it does not tell."""
+    """Tokens of a block: a request takes whole blocks; None: the pod does not tell."""
 
 
 class Room:
-    """The cache of one pod as an LRU of so many tokens: keys, which requests share, and loose tokens, which none does.
+    """The cache of one pod as an LRU in tokens: keys, which requests share, and loose tokens, which belong to one
+    request.
 
-    Loose are the tail of a prompt behind its last key, the answer, and the rest of the last block. The keys themselves
-    are `Speculation`'s; this counts what lies beside them, and where the capacity lies.
+    Loose tokens are the tail of a prompt after its last key, the answer, and the rest of the last block. The keys
+    themselves are in `Speculation`. This class counts the loose tokens and estimates the capacity.
 
-    Every answer that reused less than was believed shows a key that the pod evicted though fewer tokens were used
-    since: its capacity is at most those. Every answer that reused a key that had been given up here shows that the
-    capacity is at least what was used since then. The estimate moves `STEP` of the way to either.
+    If an answer reused less than was believed, the pod evicted a key, and the capacity is at most what was used since
+    that key. If an answer reused a key that was given up here, the capacity is at least what was used since that key.
+    The estimate moves `STEP` of the way to either bound.
     """
 
     __slots__ = (
@@ -65,51 +66,51 @@ class Room:
     )
 
     def __init__(self, limit: int) -> None:
-        """`limit`: keys given up that are remembered, and entries of loose tokens."""
+        """`limit`: how many given-up keys are remembered, and the most entries of loose tokens."""
         self._limit = limit
         self._told: int | None = None
         self._capacity = math.inf
         self._signs: list[float] = []
-        """What the first refutations showed, while no capacity is known."""
+        """What the first refutations showed, in tokens, while no capacity is known."""
         self._loose: deque[tuple[float, float]] = deque()
-        """(Used at, tokens), oldest first."""
+        """(Last use, tokens), oldest first."""
         self._ghosts: dict[PrefixKey, float] = {}
-        """Keys given up for lack of room -> tokens given up until then; oldest first."""
+        """Key given up for lack of room -> all tokens given up until then; oldest first."""
         self._evicted_tokens = 0.0
         self._taken = 0
-        """Requests, up to `_MEAN_OF`."""
+        """Requests so far, up to `_MEAN_OF`."""
         self.loose_tokens = 0.0
         self.key_tokens = 0.0
 
     @property
     def capacity_tokens(self) -> float:
-        """What the pod is believed to hold at a time; infinite while nothing is known of it."""
+        """What the pod is believed to hold at a time; infinite while its capacity is not known."""
         return self._capacity
 
     @property
     def is_told(self) -> bool:
-        """Whether the pod has told what its cache holds."""
+        """Whether the pod has told its capacity."""
         return self._told is not None
 
     @property
     def told_tokens(self) -> int | None:
-        """What the pod told."""
+        """The capacity that the pod told; None: it told none."""
         return self._told
 
     def begin_with(self, capacity_tokens: float, told_tokens: int | None) -> None:
-        """Know what another gateway has learnt. For a room that nothing was taken of yet. `told_tokens`: by the pod."""
+        """Start from another gateway's estimate, before any request. `told_tokens`: the capacity that the pod told."""
         self._told = told_tokens
         self._capacity = capacity_tokens if told_tokens is None else self._bounded(capacity_tokens, told_tokens)
 
     def take(self, taken: Taken, keys: int, now_s: float) -> None:
-        """A request of so many keys goes to the pod."""
+        """Count a request with `keys` prefix keys that goes to the pod."""
         told = taken.capacity_tokens
         if told is not None and told != self._told and told > 0:
             was = self._told or (self._capacity if self._capacity < math.inf else None)
-            # Another life of another size: what was learnt is a share of it.
+            # The pod restarted with another capacity: keep the learnt ratio.
             self._capacity = float(told) if was is None else self._bounded(self._capacity * told / was, told)
             self._told = told
-        self._taken = min(self._taken + 1, _MEAN_OF)  # the first ones, when the model's tokens are not known, fade soon
+        self._taken = min(self._taken + 1, _MEAN_OF)  # the first requests are guesses: they fade soon
         self.key_tokens += (taken.key_tokens - self.key_tokens) / self._taken
         block = taken.block_tokens or DEFAULT_BLOCK_TOKENS
         loose = -(-taken.tokens // block) * block - keys * taken.key_tokens
@@ -120,7 +121,7 @@ class Room:
                 self._merge_loose()
 
     def give_up(self, used_at_s: float) -> float:
-        """Forget the loose tokens last used at `used_at_s` or before; how many these were."""
+        """Forget the loose tokens last used at `used_at_s` or before, and return how many these were."""
         loose, forgotten = self._loose, 0.0
         while loose and loose[0][0] <= used_at_s:
             forgotten += loose.popleft()[1]
@@ -128,15 +129,15 @@ class Room:
         return forgotten
 
     def dropped(self, used_at_s: float) -> None:
-        """Keys last used then were forgotten for another reason than room. While nothing is known of the capacity,
-        nobody asks for what was used before."""
+        """Note that keys last used at `used_at_s` were forgotten, but not for lack of room. While no capacity is known,
+        loose tokens from before that time have no use."""
         if self._capacity == math.inf:
             self.give_up(used_at_s)
 
     def _merge_loose(self) -> None:
-        """Halve the number of entries at least: neighbours become one, last used when the later of them was.
+        """Halve the number of entries at least: neighbours become one, which takes the later last use.
 
-        None is larger than a small share of all, however many requests a cache has room for.
+        No entry is larger than a small share of all, however many requests a cache has room for.
         """
         most = _MERGED_SHARE * self.loose_tokens / self._limit
         merged: deque[tuple[float, float]] = deque()
@@ -150,7 +151,7 @@ class Room:
         self._loose = merged
 
     def given_up(self, keys: Sequence[PrefixKey], tokens: float) -> None:
-        """`keys` were given up for lack of room, and loose tokens with them: `tokens` in all."""
+        """Note that `keys` and loose tokens were given up for lack of room, `tokens` in all."""
         ghosts = self._ghosts
         self._evicted_tokens += tokens
         for key in keys:
@@ -161,7 +162,8 @@ class Room:
                 del ghosts[key]
 
     def was_evicted(self, distance_tokens: float) -> None:
-        """A key was gone from the pod, though so many tokens only had been used since: no larger is the cache."""
+        """Note that a key was gone although only `distance_tokens` had been used since: the cache is at most that
+        large."""
         if self._capacity == math.inf:
             self._signs.append(distance_tokens)
             if len(self._signs) >= ENOUGH_SIGNS:
@@ -171,7 +173,7 @@ class Room:
             self._move(distance_tokens)
 
     def was_held(self, key: PrefixKey) -> bool:
-        """A key was still there that was given up here: so large is the cache. False where it was not given up."""
+        """Note that a key was still there, and return whether it had been given up here: then the cache is larger."""
         evicted_then = self._ghosts.pop(key, None)
         if evicted_then is None:
             return False
@@ -180,8 +182,8 @@ class Room:
         return True
 
     def found_loose(self, tokens: float) -> None:
-        """So many tokens were reused that stood under no key, as the answer in a conversation's next turn: they are
-        under one now."""
+        """Note that `tokens` were reused that no key covered, like the answer in a conversation's next turn. A key
+        covers them now."""
         left = min(tokens, self.loose_tokens)
         while left > 0 and self._loose:
             used_at_s, loose = self._loose.popleft()
@@ -200,20 +202,20 @@ class Room:
 
 
 class Regret:
-    """How likely what pods evict is asked for again: then an eviction costs its prefill a second time."""
+    """How likely it is that evicted keys are asked for again: then an eviction costs their prefill a second time."""
 
     def __init__(self) -> None:
         self._lost: dict[PrefixKey, None] = {}
-        """Keys given up for lack of room and not asked for since, oldest first."""
+        """Keys that were given up for lack of room and not asked for since, oldest first."""
         self._evicted = self._asked = 0.0
 
     @property
     def share(self) -> float:
-        """Part of what was given up that came to be asked for again, where no pod was chosen that holds it, 0 to 1."""
+        """Share of the given-up keys that were asked for again, and that the chosen pod did not hold; 0 to 1."""
         return min(1.0, self._asked / self._evicted) if self._evicted else 0.0
 
     def lost(self, keys: Sequence[PrefixKey]) -> None:
-        """`keys` were given up by a pod."""
+        """Note that a pod gave up `keys`."""
         lost = self._lost
         keep = 1 - _REGRET_FOLLOW * min(1.0, len(keys) / 256)
         self._evicted = keep * self._evicted + len(keys)
@@ -224,7 +226,7 @@ class Regret:
                 del lost[key]
 
     def asked(self, keys: Iterable[PrefixKey]) -> None:
-        """`keys` are computed somewhere, as the pod chosen does not hold them."""
+        """Note that `keys` are computed somewhere because the chosen pod does not hold them."""
         if self._lost:
             missing, pop = object(), self._lost.pop
             self._asked += sum([pop(key, missing) is not missing for key in keys])

@@ -1,4 +1,4 @@
-"""Tokens that each pod's cache takes before it evicts something, kept current where the estimates change."""
+"""Tokens that each pod's cache takes before it evicts something, updated when the estimates change."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 from router.routing.types import PodId
 
 OnRoom = Callable[[PodId, float], None]
-"""Told of a pod, and of the tokens that it has room for."""
+"""Called with a pod and the tokens that it has room for."""
 
 
 class Rooms:
-    """What decisions read, so that none of them asks each pod's estimate anew."""
+    """The room of each pod. Decisions read it here, so that none of them asks each pod's estimate anew."""
 
     def __init__(self) -> None:
         self._tokens: dict[PodId, float] = {}
-        """Of the pods whose room is known."""
+        """Pods whose room is known -> tokens."""
         self._watchers: tuple[OnRoom, ...] = ()
 
     def of(self, pod: PodId) -> float:
-        """Tokens that the pod can take before it evicts something; infinite where that is not known."""
+        """Return the tokens that the pod can take before it evicts something; infinite if that is not known."""
         return self._tokens.get(pod, math.inf)
 
     def set(self, pod: PodId, tokens: float) -> None:
-        """The pod has room for so many tokens now; infinite: that is not known any more."""
+        """Note that the pod has room for `tokens` now. Infinite: its room is not known any more."""
         if tokens == self._tokens.get(pod, math.inf):
             return
         if tokens == math.inf:
@@ -35,11 +35,11 @@ class Rooms:
             watcher(pod, tokens)
 
     def watch(self, watcher: OnRoom) -> None:
-        """Tell `watcher` of each pod whose room is known, and from now on of each change."""
+        """Tell `watcher` about each pod whose room is known, and from now on about each change."""
         self._watchers = (*self._watchers, watcher)
         for pod, tokens in self._tokens.items():
             watcher(pod, tokens)
 
     def unwatch(self, watcher: OnRoom) -> None:
-        """End that."""
+        """Stop telling `watcher`."""
         self._watchers = tuple(other for other in self._watchers if other != watcher)

@@ -1,12 +1,12 @@
-"""Gateways agree on affinity groups, and on which pods each tries first: each writes what it sends to Redis, as decayed
-counters, and merges the others'.
+"""Gateways agree on affinity groups, and on which pods each tries first. Each writes what it sends to Redis, as decayed
+counters, and merges the others' counters.
 
 One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time, prefill seconds]`.
-Without Redis a gateway's groups follow its own traffic alone, and it takes itself for the only one.
-
-The time is Redis's, in seconds: no other two clocks agree. A gateway that is gone leaves its last report behind, under
-an id that never comes back: whoever finds one that is FORGET_S old removes it. Gateways of the release before wrote no
-time: theirs count once they are seen to change, and go when they do not for FORGET_S.
+Without Redis a gateway's groups follow its own traffic alone, and it assumes that it is the only gateway.
+The time is Redis's, in seconds, because no two other clocks agree. A gateway that is gone leaves its last report
+behind, under an id that never comes back. Any gateway that finds a report FORGET_S old removes it. Gateways of the
+release before wrote no time: their reports count once they are seen to change, and are removed after FORGET_S without a
+change.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ log = logging.getLogger(__name__)
 
 SYNC_S = 1.0
 FORGET_S = 60
-"""A report, or a whole hash, that nobody has written for so long goes away."""
+"""Seconds until a report, or a whole hash, that nobody writes is removed."""
 
 MAX_ITEMS = 65_536
 """Keys of one report."""
 MAX_WEIGHT = 1e15
-"""Requests, tokens, or seconds since 1970: more of them are absurd."""
+"""Bound of requests, tokens, and seconds since 1970: larger numbers are absurd."""
 
 
 class Shares(Protocol):
     """Counters of one model that gateways exchange."""
 
     def export(self, now_s: float) -> ShareReport:
-        """Those of this gateway."""
+        """Return the counters of this gateway."""
         ...
 
     def merge(self, gateway_id: str, report: ShareReport, now_s: float) -> None:
-        """Another gateway's, as of `now_s`, in place of its last."""
+        """Replace another gateway's counters by `report`, as of `now_s`."""
         ...
 
 
@@ -56,7 +56,7 @@ class ShareSync:
         self._gateway_id = gateway_id
         self._shares = shares
         self._last_seen: dict[tuple[str, str], tuple[bytes, float]] = {}
-        """Model and gateway -> its last report, and since when it has been that one."""
+        """Model and gateway -> its last report, and when that report was first seen."""
 
     async def run(self) -> None:
         """Exchange every SYNC_S seconds until cancelled; no Redis failure ends it."""
@@ -91,13 +91,13 @@ class ShareSync:
             if not self._read(model, gateway.decode(errors="replace"), data, shares, redis_s, now_s)
         ]
         if gone:
-            await redis.hdel(key, *gone)  # one that lives after all writes again within SYNC_S
+            await redis.hdel(key, *gone)  # a gateway that still runs writes again within SYNC_S
         names = {gateway.decode(errors="replace") for gateway in others.keys() - gone}
         for seen in [seen for seen in self._last_seen if seen[0] == model and seen[1] not in names]:
             del self._last_seen[seen]
 
     def _read(self, model: str, name: str, data: bytes, shares: Shares, redis_s: float, now_s: float) -> bool:
-        """Count another gateway's report if it is news. Whether that gateway may still be there."""
+        """Count another gateway's report if it is new. Return whether that gateway may still run."""
         last = self._last_seen.get((model, name))
         if last is not None and last[0] == data:
             return now_s - last[1] <= FORGET_S
@@ -106,25 +106,25 @@ class ShareSync:
         if decoded is None:
             return True
         report, written_s = decoded
-        if written_s is None:  # when is not known; but a gateway that is there writes another one within SYNC_S
+        if written_s is None:  # time not known; a gateway that runs changes it within SYNC_S
             if last is not None:
                 shares.merge(name, report, now_s)
             return True
         age_s = redis_s - written_s
-        if abs(age_s) > FORGET_S:  # or from the future, when Redis has come back with another clock
+        if abs(age_s) > FORGET_S:  # in the future if Redis has come back with another clock
             return False
         shares.merge(name, report, now_s - max(0.0, age_s))
         return True
 
 
 def encode_report(report: ShareReport, written_s: float) -> bytes:
-    """The report as JSON, with the time of its writing."""
+    """Return the report as JSON, with the time of its writing."""
     keys = [[item.key, item.parent, item.weight] for item in report.keys]
     return orjson.dumps([report.total, keys, written_s, report.prefill_s])
 
 
 def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
-    """The report in `data` and when it was written (None: not said), None where it is no report known here."""
+    """Return the report in `data` and when it was written (None: not said); None if it is no report known here."""
     try:
         total, items, *written = orjson.loads(data)
         if len(items) > MAX_ITEMS:
@@ -138,13 +138,13 @@ def decode_report(data: bytes) -> tuple[ShareReport, float | None] | None:
 
 def _weight(number: Any) -> float:
     if not 0 <= (value := float(number)) <= MAX_WEIGHT:
-        raise ValueError(f"{value} is no weight")
+        raise ValueError(f"{value} is not a weight")
     return value
 
 
 def _key(number: Any) -> PrefixKey:
     if not 0 <= (key := int(number)) < 2**64:
-        raise ValueError("it is no key")
+        raise ValueError("it is not a prefix key")
     return PrefixKey(key)
 
 

@@ -1,4 +1,4 @@
-"""What a gateway believes a pod holds because it sent a request there: entries in the order of their last use."""
+"""The keys that a gateway believes a pod holds because it sent requests there, in the order of their last use."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from engine.contract.keys import PrefixKey
 from router.registry.room import Room, Taken
 
 SETTLED_S = 5.0
-"""A use older than this has been computed (or lost) for good; a younger one may still be in the pod's queue."""
+"""A use older than this is computed, or lost for good. A younger one may still be in the pod's queue."""
 _EXPIRY_GRID_S = 0.0625
-"""Entries expire up to this late, many at a time: the oldest is found slowly in a dict whose front has been emptied."""
+"""Entries expire up to this late, many at a time, because finding the oldest entry of a dict is slow after removals
+at its front."""
 _SAME_USE_S = 0.01
-"""Times of one use differ by less, after having been told by another clock."""
+"""Two times of one use differ by less than this if one of them comes from another clock."""
 _ROOM_SHARE = 1 / 64
-"""At the limit, this share of it is given up at a time; for the same reason. So it is where the pod's cache is full."""
+"""Share of the limit, or of a full cache, that is given up at a time, for the same reason."""
 _LEAST_GHOSTS = 64
 
 
 _USE = Struct("=ddd?")
 _Use = NewType("_Use", bytes)
-"""One use of consecutive keys; shared by them, so that an entry costs one pointer. Never changed.
+"""One use of consecutive keys; the keys share it, so that an entry costs one pointer. Never changed.
 
-Packed, as the garbage collector tracks an object with fields (one of a subclass of bytes as well), and with it the dict
-that has a million of them: that is a pause of 40 ms (`engine/contract/collector.py`).
+It is packed because the garbage collector tracks an object with fields (and an object of a subclass of bytes), and then
+also the dict with a million of them. That would cost a pause of 40 ms (`engine/contract/collector.py`).
 """
 
 
 def _use(used_at_s: float, expires_at_s: float, settled_at_s: float = -math.inf, *, is_first: bool = False) -> _Use:
-    """`settled_at_s`: the last use before this one that had settled, when the pod was believed to hold the key since
-    then; -inf without one. `is_first`: whether nothing was believed of the key before this use."""
+    """Pack one use. `settled_at_s`: the last earlier use that had settled, if the key was believed in ever since; -inf
+    without one. `is_first`: whether the key was not believed in before this use."""
     return _Use(_USE.pack(used_at_s, expires_at_s, settled_at_s, is_first))
 
 
 def _unpack(use: _Use) -> tuple[float, float, float, bool]:
-    """Used at, expires at, settled at, is first."""
+    """Return when the use was, when it expires, when the one before settled, and whether it is the first."""
     return _USE.unpack(use)
 
 
@@ -48,17 +49,17 @@ def _expiry_s(at_s: float) -> float:
 
 
 Run = tuple[float, Sequence[PrefixKey]]
-"""When keys were last used, and those keys, in the order in which they would be dropped."""
+"""The last use of some keys, and those keys, in the order in which they would be dropped."""
 
 
 class Speculation:
-    """The speculative entries of one pod, at most `limit` of them: the longest unused goes first.
+    """The speculative entries of one pod, at most `limit` of them: the longest unused go first.
 
-    Expiry follows the order of use: an entry lives at least as long as those used before it. Within one use the
-    deepest key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
+    Expiry follows the order of use: an entry expires no earlier than those used before it. Within one use the deepest
+    key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
 
-    Of a pod that publishes nothing it is told what each request takes of its cache; then what was used longest ago
-    goes as soon as all that was used since fills the cache (`Room`).
+    For a pod that publishes nothing, `take` says what each request takes of its cache. Then the longest unused keys go
+    as soon as what was used since fills the cache (`Room`).
     """
 
     __slots__ = ("_limit", "_newest_expiry_s", "_room", "_uses", "believed", "next_expiry_s")
@@ -71,7 +72,7 @@ class Speculation:
         self.believed = self._uses.keys()
         """The keys that have an entry."""
         self.next_expiry_s = math.inf
-        """No entry expires before this; infinity without one."""
+        """No entry expires before this; infinity if there is none."""
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -79,9 +80,9 @@ class Speculation:
     def use(
         self, keys: Sequence[PrefixKey], now_s: float, ttl_s: float
     ) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
-        """Enter `keys`, shortest prefix first, as just used: those new among them, and what had to make room.
+        """Enter `keys`, shortest prefix first, as just used. Return the new keys, and the keys dropped to make room.
 
-        An infinite `ttl_s`: until there is no room.
+        An infinite `ttl_s` means until there is no room.
         """
         expires_at_s = _expiry_s(now_s + ttl_s)
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)
@@ -109,8 +110,8 @@ class Speculation:
         return new, self.discard(too_many)
 
     def take(self, taken: Taken, keys: int, now_s: float) -> Sequence[PrefixKey]:
-        """The request whose `keys` were just entered takes so much of the pod's cache: the keys for which there is no
-        room any more. Its own stay, however small the cache is thought to be."""
+        """Count what the request whose `keys` were just entered takes of the pod's cache. Return the keys for which
+        there is no room any more. The request's own keys stay, however small the cache is thought to be."""
         room = self._room
         if room is None:
             room = self._room = self._new_room()
@@ -138,34 +139,34 @@ class Speculation:
         return Room(max(_LEAST_GHOSTS, self._limit // 4))
 
     def expect_room(self, capacity_tokens: float, told_tokens: int | None) -> None:
-        """The pod's cache is thought to hold so much, by what another gateway has learnt. `told_tokens`: by the pod."""
+        """Use another gateway's estimate of the pod's capacity. `told_tokens`: the capacity that the pod told."""
         if self._room is None:
             self._room = self._new_room()
             self._room.begin_with(capacity_tokens, told_tokens)
 
     @property
     def learnt_room(self) -> tuple[float, int | None] | None:
-        """What the pod's cache is thought to hold, and what the pod told; None while nothing is known of it."""
+        """The estimated capacity, and the capacity that the pod told; None while nothing is known of it."""
         room = self._room
         return None if room is None or room.capacity_tokens == math.inf else (room.capacity_tokens, room.told_tokens)
 
     def room_tokens(self) -> float:
-        """Tokens that the pod can take before it evicts something; infinite while nothing is known of its capacity."""
+        """Return the tokens that the pod can take before it evicts something; infinite while no capacity is known."""
         room = self._room
         return math.inf if room is None else max(0.0, room.capacity_tokens - self._tokens(room))
 
     @property
     def has_room(self) -> bool:
-        """Whether anything was told of what requests take of the pod's cache; else its room is infinite."""
+        """Whether any request was counted in the pod's cache; if not, its room is infinite."""
         return self._room is not None
 
     @property
     def capacity_is_told(self) -> bool:
-        """Whether the pod has told what its cache holds."""
+        """Whether the pod has told its capacity."""
         return self._room is not None and self._room.is_told
 
     def was_held(self, key: PrefixKey, tokens: float) -> None:
-        """An answer reused `tokens` more than was believed; `key` is the first of those not believed."""
+        """Note that an answer reused `tokens` more than was believed; `key` is the first key not believed."""
         if self._room is not None and not self._room.was_held(key):
             self._room.found_loose(tokens)
 
@@ -173,14 +174,14 @@ class Speculation:
         return len(self._uses) * room.key_tokens + room.loose_tokens
 
     def runs(self) -> list[Run]:
-        """All entries, the first to be dropped first."""
+        """Return all entries, those to be dropped first at the front."""
         return [
             (_unpack(use)[0], [key for key, _ in entries])
             for use, entries in groupby(self._uses.items(), key=itemgetter(1))
         ]
 
     def merge(self, runs: Iterable[Run], now_s: float, ttl_s: float) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
-        """Enter what somebody else knew: a use that is newer than the one known here counts. The new keys, and what had
+        """Enter another gateway's entries; for each key the newer use counts. Return the new keys, and the keys dropped
         to make room."""
         uses = self._uses
         found: dict[PrefixKey, _Use] = {}
@@ -206,16 +207,17 @@ class Speculation:
         return new, self.discard(list(islice(uses, len(uses) - self._limit)))
 
     def retract(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
-        """Drop those of `keys` that one use alone vouches for; the dropped."""
+        """Drop the keys of `keys` that only one use vouches for, and return them."""
         return self.discard([key for key in keys if (use := self._uses.get(key)) is not None and _unpack(use)[3]])
 
     def unused_since(self, keys: Iterable[PrefixKey], used_at_s: float) -> list[PrefixKey]:
-        """Those of `keys` that were last used at `used_at_s` or before."""
+        """Return the keys of `keys` that were last used at `used_at_s` or before."""
         uses = self._uses
         return [key for key in keys if (use := uses.get(key)) is not None and _unpack(use)[0] <= used_at_s]
 
     def refute(self, keys: Sequence[PrefixKey], strides: int) -> list[PrefixKey]:
-        """Drop `keys[strides:]`, and all that was last used before `keys[strides]` had been (LRU evicts it earlier)."""
+        """Drop `keys[strides:]` and all keys last used before `keys[strides]` was (LRU evicts them earlier); return
+        them."""
         refuted = self._uses.get(keys[strides]) if strides < len(keys) else None
         dropped = self.discard(keys[strides:])
         if refuted is not None and (horizon_s := _unpack(refuted)[2]) > -math.inf:
@@ -233,12 +235,12 @@ class Speculation:
         return dropped
 
     def discard(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
-        """Drop whichever of `keys` have an entry; the dropped."""
+        """Drop the keys of `keys` that have an entry, and return them."""
         pop = self._uses.pop
         return [key for key in keys if pop(key, None) is not None]
 
     def expire(self, now_s: float) -> list[PrefixKey]:
-        """Drop the entries whose time is up; the dropped."""
+        """Drop the entries that have expired, and return their keys."""
         expired = []
         self.next_expiry_s = math.inf
         seen: _Use | None = None

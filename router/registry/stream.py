@@ -1,6 +1,6 @@
-"""The stream of deltas as the reader wants it: pods and encoded messages, without redis-py's dictionaries.
+"""The stream of deltas in the form that the reader needs: pods and encoded messages, without redis-py's dictionaries.
 
-redis-py makes a dictionary of each entry, which takes longer than everything else that is done with a heartbeat.
+redis-py makes a dictionary of each entry. That takes longer than all other work on a heartbeat.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_FETCH_FIELD, ST
 
 READ_ENTRIES = 512
 PAGE_ENTRIES = 2048
-"""Of a stream that is replayed: Redis serves nobody else while it collects a page, some ms."""
+"""Entries of a page when a stream is replayed. Redis serves nobody else while it collects a page, for some ms."""
 
 Delta = tuple[bytes, bytes, bytes]
-"""A pod's id, its encoded message and its encoded fetch costs; empty where the entry lacks one."""
+"""A pod's id, its encoded message and its encoded fetch costs; empty bytes if the entry lacks one."""
 
 
 def open_stream(url: str) -> Redis:
-    """A client whose XREAD and XRANGE answer as Redis does."""
+    """Return a client whose XREAD and XRANGE give Redis's answer unchanged."""
     redis = connect(url)
     for command in ("XREAD", "XRANGE"):
         redis.set_response_callback(command, _as_it_is)
@@ -30,7 +30,7 @@ def open_stream(url: str) -> Redis:
 
 
 async def read_new(redis: Redis, tails: Mapping[str, bytes], block_ms: int) -> list[tuple[str, bytes, list[Delta]]]:
-    """What came after the models' `tails`, at most READ_ENTRIES for each: model, new tail, deltas in order.
+    """Return what came after the models' `tails`, at most READ_ENTRIES for each: model, new tail, deltas in order.
 
     Waits for up to `block_ms` for the first. Raises REDIS_ERRORS.
     """
@@ -42,7 +42,7 @@ async def read_new(redis: Redis, tails: Mapping[str, bytes], block_ms: int) -> l
 
 
 async def read_range(redis: Redis, model: str, since_ms: int, until: bytes) -> AsyncIterator[list[Delta]]:
-    """The model's deltas from `since_ms`, Unix time, up to the entry `until`, in pages. Raises REDIS_ERRORS."""
+    """Yield the model's deltas from `since_ms` (Unix time) up to the entry `until`, in pages. Raises REDIS_ERRORS."""
     start: Any = since_ms
     while True:
         entries: Any = await redis.xrange(stream_key(model), start, until, count=PAGE_ENTRIES)
@@ -62,7 +62,7 @@ def _deltas(entries: list[Any]) -> list[Delta]:
 
 
 def _odd(fields: list[bytes]) -> Delta:
-    """An entry with other fields, or in another order."""
+    """Return the delta of an entry with other fields, or with fields in another order."""
     named = dict(zip(fields[::2], fields[1::2], strict=False))
     return named.get(STREAM_POD_FIELD, b""), named.get(STREAM_DATA_FIELD, b""), named.get(STREAM_FETCH_FIELD, b"")
 

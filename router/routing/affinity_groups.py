@@ -13,8 +13,9 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.latency import prefill_s
 from router.routing.pick import bound_per_weight, decide, load, lowest
-from router.routing.recent import RecentWork
+from router.routing.recent import RecentWork, Turns
 from router.routing.ring import Rings
+from router.routing.run import Run
 from router.routing.shares import Popularity, TrafficShares
 from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
@@ -22,23 +23,23 @@ from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
 _ELSEWHERE = 1e9
 """Tokens; above any load."""
 _SLACK = 4
-"""Requests beyond the bound that are no imbalance yet: so many come together by chance."""
+"""Requests beyond the bound that are no imbalance yet: this many come together by chance."""
 _EVEN = 1.08
-"""Requests of the last minutes that a pod may have had, relative to the mean, to be sent further ones ..."""
+"""A pod with more than this many times the mean requests of the last minutes gets no new prefix ..."""
 _EVEN_AT_HOME = 1.25
-"""... and to be sent what it holds: new conversations, not old ones, make up for what those bring."""
+"""... and with more than this, no request whose prefix it holds. New conversations even out what old ones bring."""
 _RECENT_HALF_LIFE_S = 60.0
 _FIRST_REQUESTS = 20
-"""Shares of fewer requests are chance: no groups before."""
+"""There are no groups before this many requests: shares of fewer are chance."""
 _NEAR = 0.5
-"""Part of a prompt from which the pods that hold it are worth waiting for."""
+"""Pods that hold at least this share of a prompt are worth waiting for."""
 _FULL = 1.25
-"""Pods' worth of load past which a pod gets no further group while another is free."""
+"""A pod with more than this many pods' worth of load gets no further group while another pod is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Who serves what, until the next look at the shares."""
+    """Which pods serve which prefixes, until the shares are read again."""
 
     made_at_s: float = float("-inf")
     pods: frozenset[PodId] = frozenset()
@@ -48,13 +49,17 @@ class _Groups:
 
 
 class AffinityGroups(WidePolicy):
-    """Least loaded within the group of the deepest popular prefix of the request that has one.
+    """Chooses the least loaded pod within the group of the request's deepest popular prefix that has a group.
 
-    A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring, k following its
-    share and changing only when that is `hysteresis` pods away. Pods are whole and shares are not: what a group's pods
-    have had too much of goes to others. What recurs below the popular keys (a conversation, a system prompt that one
-    pod can serve) stays on the pod that holds it while that is within `bound` times the mean load: for a group of one
-    pod, the one where the prefix already is serves best.
+    A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
+    prefix's share, and changes only when the share is `hysteresis` pods away. Pods are whole and shares are not, so
+    excess requests of a group go to other pods. Text that recurs below the popular keys (a conversation, a system
+    prompt that one pod can serve) stays on the pod that holds it while that pod is within `bound` times the mean load:
+    such text needs one pod, and the pod that already holds it serves best.
+
+    Shares follow traffic late. If more prompts in a row share one prefix than its group explains, and no pod holds more
+    of the prompt than this prefix, all pods take turns: then only even arrivals can be gained. Two in a row are enough
+    if every pod that holds the prefix has more prefill queued than its cache would spare.
     """
 
     name = "affinity_groups"
@@ -71,21 +76,34 @@ class AffinityGroups(WidePolicy):
         self._groups = _Groups()
         self._seen = 0
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
+        self._run = Run()
+        self._turns = Turns()
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        """See `Policy.choose`; scores are loads in tokens; of pods outside the group behind all others, of those
-        that hold what recurs before them."""
+        """See `Policy.choose`. Scores are loads in tokens. Pods outside the group score behind all others. Pods that
+        hold recurring text, and pods that take turns, score before all others."""
         ids = frozenset(pod.pod_id for pod in pods)
         groups = self._current(ids, lambda key: list(self._rings.successors(key, pods)), request.now_s)
         group, depth = self._group(groups, request)
         recent = self._recent_requests(pods, request.now_s)
         even = _within(_EVEN, recent, pods)
         scores = [load(pod) + _ELSEWHERE for pod in pods]
-        group = _candidates(request, pods, group, depth)
-        for i in [i for i in even if pods[i].pod_id in group] or _nearest(even, pods):
+        longest = max([pod.matched_tokens for pod in pods])
+        nearby = _candidates(request, pods, longest, group, depth)
+        for i in [i for i in even if pods[i].pod_id in nearby] or _nearest(even, pods):
             scores[i] = load(pods[i])
-        for i in self._homes(request, depth, _within(_EVEN_AT_HOME, recent, pods), pods):
-            scores[i] = load(pods[i]) - _ELSEWHERE
+        common = self._run.common(request)
+        queued = 0.0
+        if self._run.is_pair(common):
+            queued = min([pod.in_flight_uncached_tokens for pod in pods if pod.matched_tokens == longest])
+        if self._takes_turns(request, common, longest, queued, depth, len(group), len(pods)):
+            limit = bound_per_weight(pods, self._bound)
+            for i in even:
+                if pods[i].in_flight <= limit * pods[i].weight + _SLACK:
+                    scores[i] = self._turns.last(pods[i].pod_id) - _ELSEWHERE
+        else:
+            for i in self._homes(request, depth, _within(_EVEN_AT_HOME, recent, pods), pods):
+                scores[i] = load(pods[i]) - _ELSEWHERE
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
@@ -93,7 +111,8 @@ class AffinityGroups(WidePolicy):
             self._count_joined([pod.pod_id for pod in pods], recent, request.now_s)
             self._groups = groups
         pod, decoding = pods[chosen], sum([view.decoding for view in pods]) / len(pods)
-        self._remember(request, pod.pod_id, _work_s(request, pod.cost, pod.overhead_s, pod.matched_tokens, decoding))
+        work_s = _work_s(request, pod.cost, pod.overhead_s, pod.matched_tokens, decoding)
+        self._remember(request, pod.pod_id, work_s, common)
         return decide(self.name, pods, chosen)
 
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
@@ -114,11 +133,17 @@ class AffinityGroups(WidePolicy):
             is_candidate = is_even & (matched == matched[is_even].max())
         scores = loads + _ELSEWHERE
         scores[is_candidate] = loads[is_candidate]
-        is_home = recent <= _EVEN_AT_HOME * sent / sum(weights) * columns.weight + _SLACK
-        is_home &= matched >= _beyond(request, depth) - 1
-        if is_home.any():
-            limit = self._bound * (float(columns.in_flight.sum()) + 1) / sum(weights)
-            is_home &= columns.in_flight <= limit * columns.weight + _SLACK
+        limit = self._bound * (float(columns.in_flight.sum()) + 1) / sum(weights)
+        is_free = columns.in_flight <= limit * columns.weight + _SLACK
+        common = self._run.common(request)
+        queued = float(pods.uncached(now_s)[matched == pods.longest].min()) if self._run.is_pair(common) else 0.0
+        if self._takes_turns(request, common, pods.longest, queued, depth, len(group), len(table)):
+            is_free &= is_even
+            scores[is_free] = self._turns.lasts(ids)[is_free] - _ELSEWHERE
+        else:
+            is_home = recent <= _EVEN_AT_HOME * sent / sum(weights) * columns.weight + _SLACK
+            is_home &= matched >= _beyond(request, depth) - 1
+            is_home &= is_free
             is_home &= matched == matched[is_home].max(initial=0.0)
             scores[is_home] = loads[is_home] - _ELSEWHERE
         chosen = pods.lowest(request, scores)
@@ -128,7 +153,7 @@ class AffinityGroups(WidePolicy):
         decoding = float(columns.decoding.sum()) / len(table)
         overhead_s = float(pods.columns.overhead_s[chosen])
         work_s = _work_s(request, table.costs[chosen], overhead_s, pods.matched_by(chosen), decoding)
-        self._remember(request, ids[chosen], work_s)
+        self._remember(request, ids[chosen], work_s, common)
         return pods.decision(self.name, chosen)
 
     def _recent_wide(self, table: PodTable, weights: Floats, now_s: float) -> Floats:
@@ -142,14 +167,35 @@ class AffinityGroups(WidePolicy):
         joined: Floats = np.where(is_there, recent, share * weights)
         return joined
 
-    def _remember(self, request: RequestInfo, pod_id: PodId, work_s: float) -> None:
-        """The request goes to the pod, and takes so many seconds of it."""
+    def _takes_turns(
+        self, request: RequestInfo, common: int, longest_match: int, queued: float, depth: int, group: int, pods: int
+    ) -> bool:
+        """Whether all pods take turns.
+
+        They do if all requests now share the prefix of `common` keys. They also do if the request is the second of its
+        prefix, and each pod that holds the prefix has at least `queued` tokens to prefill before it, which is more than
+        the cache would spare. `queued` is 0 for any other request.
+
+        `group`: number of pods that the request's `depth` popular keys own. Popular keys that are less than half of
+        the prompt own none.
+        """
+        if longest_match >= _beyond(request, common) - 1:
+            return False
+        if queued > longest_match:
+            return True
+        share = group / pods if depth >= _NEAR * len(request.keys) else self._min_pods / pods
+        return self._run.is_all(common, share)
+
+    def _remember(self, request: RequestInfo, pod_id: PodId, work_s: float, common: int) -> None:
+        """Note that the request goes to the pod and takes `work_s` seconds of it. `common`: see `Run`."""
         self._seen += 1
+        self._run.add(request, common)
+        self._turns.take(pod_id)
         self._recent.add(pod_id, 1.0, request.now_s)
         self.shares.record(request.keys, work_s, request.now_s)
 
     def _group(self, groups: _Groups, request: RequestInfo) -> tuple[Sequence[PodId] | frozenset[PodId], int]:
-        """The pods for the request, and how many of its keys are popular."""
+        """Return the pods for the request, and how many of its keys are popular."""
         group: Sequence[PodId] | frozenset[PodId] = groups.rest
         for depth, key in enumerate(request.keys):
             if key not in groups.popular:
@@ -158,22 +204,22 @@ class AffinityGroups(WidePolicy):
         return group, len(request.keys)
 
     def _recent_requests(self, pods: Sequence[PodView], now_s: float) -> list[float]:
-        """Requests of the last minutes. A pod that has just joined, or come back, counts as served like the others:
-        else it would get every new prefix until it had caught up."""
+        """Return each pod's requests of the last minutes. A pod that has just joined or come back counts with the
+        others' number: otherwise it would get every new prefix until it had caught up."""
         there = [pod for pod in pods if pod.pod_id in self._groups.pods]
         sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
         share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0
         return [sent.get(pod.pod_id, share * pod.weight) for pod in pods]
 
     def _count_joined(self, ids: Sequence[PodId], recent: Sequence[float], now_s: float) -> None:
-        """Keep what `_recent_requests` says of pods that were not there."""
+        """Store the numbers that `_recent_requests` assumed for pods that have just joined."""
         for pod_id, count in zip(ids, recent, strict=True):
             if pod_id not in self._groups.pods:
                 self._recent.add(pod_id, count - self._recent.tokens(pod_id, now_s), now_s)
 
     def _homes(self, request: RequestInfo, depth: int, even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
-        """Of the pods `even`, those with the longest match beyond the popular keys, unless too busy; in the group or
-        not, as groups change while a conversation lasts."""
+        """Return those of the pods `even` that have the longest match beyond the popular keys and are not too busy.
+        They may be outside the group, because groups change while a conversation lasts."""
         holders = [i for i in even if pods[i].matched_tokens >= _beyond(request, depth) - 1]
         if not holders:
             return []
@@ -183,7 +229,7 @@ class AffinityGroups(WidePolicy):
         return [i for i in free if pods[i].matched_tokens == longest]
 
     def _current(self, ids: frozenset[PodId], ring: _RingOrder, now_s: float) -> _Groups:
-        """The groups in force, made anew when old or when a pod is new; a pod left out for one retry is no reason."""
+        """Return the current groups, made anew if they are old or a pod is new, but not if a retry leaves a pod out."""
         groups = self._groups
         if now_s - groups.made_at_s < self._refresh_s and (ids is groups.pods or ids <= groups.pods):
             return groups
@@ -200,7 +246,7 @@ class AffinityGroups(WidePolicy):
         return _Groups(now_s, ids, frozenset(popular), owned, rest)
 
     def _sizes(self, popular: dict[PrefixKey, Popularity], pods: int) -> dict[PrefixKey, int]:
-        """Pods for each prefix with enough traffic of its own."""
+        """Return the number of pods for each prefix with enough traffic of its own."""
         sizes = {}
         for key, popularity in popular.items():
             exact = popularity.own * pods
@@ -216,7 +262,7 @@ _RingOrder = Callable[[PrefixKey], list[PodId]]
 
 
 def _place(ring: list[PodId], count: int, worth: defaultdict[PodId, float], each: float) -> tuple[PodId, ...]:
-    """`count` pods in the order of `ring`, those with room for `each` pods' worth of load first."""
+    """Return `count` pods in the order of `ring`; pods with room for `each` pods' worth of load come first."""
     group = sorted(ring, key=lambda pod_id: worth[pod_id] + each > _FULL)[:count]
     for pod_id in group:
         worth[pod_id] += each
@@ -224,7 +270,7 @@ def _place(ring: list[PodId], count: int, worth: defaultdict[PodId, float], each
 
 
 def _beyond(request: RequestInfo, depth: int) -> float:
-    """Tokens up to one key beyond the popular ones."""
+    """Return the prompt tokens up to one key beyond the popular ones."""
     return (depth + 1) * request.prompt_tokens / max(1, len(request.keys))
 
 
@@ -249,11 +295,14 @@ def _is_candidate(
 
 
 def _candidates(
-    request: RequestInfo, pods: Sequence[PodView], group: Sequence[PodId] | frozenset[PodId], depth: int
+    request: RequestInfo,
+    pods: Sequence[PodView],
+    longest: int,
+    group: Sequence[PodId] | frozenset[PodId],
+    depth: int,
 ) -> Sequence[PodId] | frozenset[PodId]:
-    """Every pod, if neither the popular keys nor what any pod holds make up half of the prompt: there is nothing to be
-    near to. Else the group; with the pods beside it that hold as much as any, if most of the prompt is popular."""
-    longest = max([pod.matched_tokens for pod in pods])
+    """Return every pod if neither the popular keys nor any pod's match make up half of the prompt. Otherwise return the
+    group. If most of the prompt is popular, pods outside the group that hold as much as any pod belong to it, too."""
     popular = depth * request.prompt_tokens / max(1, len(request.keys))
     least = _NEAR * request.prompt_tokens
     if max(longest, popular) < least:
@@ -264,22 +313,22 @@ def _candidates(
 
 
 def _within(bound: float, recent: Sequence[float], pods: Sequence[PodView]) -> list[int]:
-    """The pods with no more than `bound` times their share of the recent requests."""
+    """Return the pods with at most `bound` times their share of the recent requests."""
     limit = bound * sum(recent) / sum([pod.weight for pod in pods])
     return [i for i, pod in enumerate(pods) if recent[i] <= limit * pod.weight + _SLACK]
 
 
 def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
-    """Where a group's requests go when all of its pods have had too many: those that hold most of the prefix."""
+    """Return the pods that hold most of the prefix: they take requests of a group whose pods have all had too many."""
     longest = max([pods[i].matched_tokens for i in even])
     return [i for i in even if pods[i].matched_tokens == longest]
 
 
 def _work_s(request: RequestInfo, cost: StepCost, overhead_s: float, matched_tokens: int, decoding: float) -> float:
-    """Seconds of the pod that the request takes: its prefill, and its part in the steps that decode its answer.
+    """Return the pod's seconds that the request takes: its prefill, and its part in the steps that decode its answer.
 
-    The fixed part of a step is shared by those that decode in it, on average over the pods `decoding`. Of a pod that
-    does not tell it, the fixed part of a request stands for it.
+    The requests that decode in a step, on average `decoding` over the pods, share the step's fixed part. If a pod does
+    not tell that part, the fixed part of a request stands for it.
     """
     uncached = max(0, request.prompt_tokens - matched_tokens)
     token_s = (cost.base_s + overhead_s) / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens

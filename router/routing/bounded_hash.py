@@ -12,9 +12,9 @@ from router.routing.wide import WidePods, WidePolicy
 
 
 class BoundedHash(WidePolicy):
-    """As `prefix_hash`, but the first pod in ring order with at most `bound` times its share of the requests in flight.
+    """As `prefix_hash`, but takes the first pod on the ring with at most `bound` times its share of requests in flight.
 
-    Shares go by weight, and count the new request, so some pod always qualifies.
+    Shares are by weight and count the new request, so some pod always qualifies.
     """
 
     name = "bounded_hash"
@@ -26,7 +26,7 @@ class BoundedHash(WidePolicy):
         self._keyless = LeastLoaded()
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        """See `Policy.choose`; scores are places on the ring, those past the bound behind all others."""
+        """See `Policy.choose`. Scores are places on the ring; pods past the bound score behind all others."""
         if not request.keys:
             decision = self._keyless.choose(request, pods, explain=explain)
             return decide(self.name, pods, decision.pod, [score.score for score in decision.scores])

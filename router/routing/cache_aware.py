@@ -15,8 +15,8 @@ _ELSEWHERE = 1e9
 class CacheAware(WidePolicy):
     """A pod holds the prefix if its match is at least `match_share` of the longest.
 
-    Where the longest is below `min_prompt_share` of the prompt, no pod does: else a short text common to all requests
-    would keep them all on the pod that saw it first.
+    If the longest match is below `min_prompt_share` of the prompt, no pod holds it. Otherwise a short text common to
+    all requests would keep them all on the pod that saw it first.
     """
 
     name = "cache_aware"
@@ -26,7 +26,7 @@ class CacheAware(WidePolicy):
         self._min_prompt_share = min_prompt_share
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        """See `Policy.choose`; scores are loads in tokens, those of pods without the prefix behind all others."""
+        """See `Policy.choose`. Scores are loads in tokens; pods without the prefix score behind all others."""
         needed = self._needed(request, max(pod.matched_tokens for pod in pods))
         scores = [load(pod) + (_ELSEWHERE if pod.matched_tokens < needed else 0.0) for pod in pods]
         return decide(self.name, pods, lowest(request, pods, scores), scores if explain else ())
@@ -39,5 +39,5 @@ class CacheAware(WidePolicy):
         return pods.decision(self.name, pods.lowest(request, scores))
 
     def _needed(self, request: RequestInfo, longest: int) -> float:
-        """Matched tokens from which a pod holds the prefix, of the `longest` match."""
+        """Return the matched tokens from which a pod holds the prefix, if the longest match has `longest` tokens."""
         return self._match_share * longest if longest >= self._min_prompt_share * request.prompt_tokens else 0.0

@@ -1,4 +1,4 @@
-"""What it has cost so far that a prefix lies on too few pods: the ledger behind a decision to copy it to another."""
+"""The ledger of what requests lost because a prefix lies on too few pods. It decides when to copy the prefix."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from collections.abc import Sequence
 from engine.contract.keys import PrefixKey
 
 _HALF_LIFE_S = 10.0
-"""Traffic that has gone no longer argues for a copy."""
+"""Half-life of a debt: past traffic does not justify a copy."""
 _ACCOUNTS = 4096
 _NEARBY_STRIDES = 4
-"""Matches of one shared prefix are estimated in tokens, so they come out a stride or so apart."""
+"""Strides within which matches count as one shared prefix: they are estimated in tokens, so they differ a little."""
 
 
 class Debts:
-    """Seconds lost by prefix; the accounts used last are kept, and each halves every `_HALF_LIFE_S`."""
+    """Seconds lost by prefix; the last used accounts are kept, and each halves every `_HALF_LIFE_S`."""
 
     def __init__(self) -> None:
-        self._accounts: dict[PrefixKey, tuple[float, float]] = {}
-        """Key -> (seconds, as of), longest unused first."""
+        self._accounts: dict[PrefixKey, tuple[float, float, int]] = {}
+        """Key -> (seconds, time of booking, pods that lacked the prefix then), least recently used first."""
 
     def account(self, keys: Sequence[PrefixKey], strides: int) -> PrefixKey | None:
-        """The key under which the first `strides` of `keys` are booked; None for no strides."""
+        """Return the key under which the first `strides` of `keys` are booked; None for no strides."""
         for key in reversed(keys[max(0, strides - _NEARBY_STRIDES) : strides]):
             if key in self._accounts:
                 return key
         return keys[strides - 1] if strides else None
 
-    def owed_s(self, key: PrefixKey, now_s: float) -> float:
-        """Seconds booked under `key`, decayed."""
-        seconds, at_s = self._accounts.get(key, (0.0, now_s))
+    def owed_s(self, key: PrefixKey, now_s: float, lacking: int | None = None) -> float:
+        """Return the decayed seconds booked under `key`. `lacking`: pods that lack the prefix now; None: no other
+        gateway makes copies. If fewer pods lack it than at the booking, another gateway's copy has paid the debt."""
+        seconds, at_s, lacked = self._accounts.get(key, (0.0, now_s, 0))
+        if lacking is not None and lacking < lacked:
+            return 0.0
         return seconds * math.exp2((at_s - now_s) / _HALF_LIFE_S)
 
-    def book(self, key: PrefixKey, owed_s: float, now_s: float) -> None:
-        """Set what is owed under `key`."""
+    def book(self, key: PrefixKey, owed_s: float, now_s: float, lacking: int = 0) -> None:
+        """Set the seconds owed under `key`. `lacking`: pods that lack the prefix."""
         self._accounts.pop(key, None)
         if owed_s > 0:
-            self._accounts[key] = (owed_s, now_s)
+            self._accounts[key] = (owed_s, now_s, lacking)
             if len(self._accounts) > _ACCOUNTS:
                 del self._accounts[next(iter(self._accounts))]

@@ -1,15 +1,15 @@
-"""What the best other pod would have been worth, once the answer is known.
+"""Regret: how the best other pod would have done, once the answer is known.
 
-Of the pods that were not chosen the decision keeps one: the rival, where the first token was predicted soonest. No
-request ran there, so its time is the prediction, corrected by the one thing that the answer tells of every pod: how
-many tokens the prompt has. With `n` tokens estimated and `m` in truth, the rival's own prefill takes `m / n` times as
-long, and its first token
+A decision keeps one of the pods that were not chosen: the rival, the pod with the soonest predicted first token. The
+request did not run there, so the rival's time is the prediction, corrected by the one thing that the answer tells about
+every pod: the number of prompt tokens. If `n` tokens were estimated and the prompt has `m`, the rival's own prefill
+takes `m / n` times as long, and its first token comes after
 
     ttft_s + own_s * (m / n - 1)
 
-What the chosen pod turned out to hold, or how long its queue really was, says nothing of the rival. A rival is the best
-of several predictions, so it is predicted too early more often than not: compare regret with gain, and with what it was
-a week ago, and take neither for what another policy would win.
+The chosen pod's real match and real queue say nothing about the rival. A rival is the best of several predictions, so
+its prediction is too early more often than not. Compare regret with gain, and with the regret of a week ago. Neither
+number tells what another policy would gain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from router.routing.wide import Floats
 
 
 def rival_of(ttfts_s: list[float], owns_s: list[float], chosen: int) -> Rival | None:
-    """The rival of the pod `chosen`; None where it is the only one. `owns_s`: each pod's prefill of the request."""
+    """Return the rival of the pod `chosen`; None if there is no other pod. `owns_s`: each pod's prefill of the
+    request."""
     if len(ttfts_s) < 2:
         return None
     chosen_s, ttfts_s[chosen] = ttfts_s[chosen], math.inf
@@ -32,7 +33,7 @@ def rival_of(ttfts_s: list[float], owns_s: list[float], chosen: int) -> Rival | 
 
 
 def wide_rival_of(ttfts_s: Floats, owns_s: float | Floats, chosen: int) -> Rival | None:
-    """As `rival_of`, of many pods."""
+    """As `rival_of`, for many pods."""
     if len(ttfts_s) < 2:
         return None
     chosen_s, ttfts_s[chosen] = ttfts_s[chosen], math.inf
@@ -43,9 +44,9 @@ def wide_rival_of(ttfts_s: Floats, owns_s: float | Floats, chosen: int) -> Rival
 
 
 def regret_s(rival: Rival, actual_s: float, *, estimated_tokens: int, prompt_tokens: int | None) -> float:
-    """Seconds by which the first token would have come sooner on the rival; negative: later. `actual_s`: when it came.
+    """Return the seconds by which the first token would have come sooner on the rival; negative: later.
 
-    `prompt_tokens`: as the engine counted them; None: as estimated.
+    `actual_s`: the real time to first token. `prompt_tokens`: the engine's count; None: as estimated.
     """
     share = 1.0 if prompt_tokens is None else prompt_tokens / max(1, estimated_tokens)
     return actual_s - (rival.ttft_s + rival.own_s * (share - 1.0))

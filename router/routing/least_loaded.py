@@ -10,7 +10,7 @@ from router.routing.wide import WidePods, WidePolicy
 
 
 class LeastLoaded(WidePolicy):
-    """Knows nothing of prefixes: the baseline a cache-aware policy has to beat."""
+    """Ignores prefixes: the baseline a cache-aware policy has to beat."""
 
     name = "least_loaded"
 

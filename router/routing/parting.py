@@ -1,78 +1,129 @@
-"""Which pods each of several gateways tries first, as none sees at once what the others send."""
+"""Which pods each of several gateways tries first, because no gateway sees at once what the others send."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 _HALF_LIFE_S = 20.0
 _DELAY_FOLLOW = 0.1
 _MOST_DELAY_S = 1.0
 _SILENT_SHARE = 0.01
-"""A gateway that does less than this share of the work counts as none."""
+"""A gateway with less than this share of the work does not count."""
 _COPY_SHARE = 0.5
 _FOLLOW = 0.05
-"""Weight of a request in the mean prefill of those of others."""
+"""Weight of a request in the mean prefill of others' requests."""
 _LEAST_S = 0.5
-"""Seconds of traffic that a rate is taken from at least."""
+"""A rate is taken from at least this many seconds of traffic."""
 LEAST_PART = 0.02
-"""Of a pod: it is nobody's own by less."""
+"""A gateway owns no part of a pod that is smaller than this."""
+EQUAL = 0.2
+"""Shares that all differ by less than this part of an even share count as even, because chance moves them. Two gateways
+choose the same pod at the same time if a tenth of it changes hands now and then."""
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
 
 
 class Parting(NamedTuple):
-    """The own pods of one gateway: a stretch of all of them, in order of pod id."""
+    """The own pods of one gateway: a stretch of all pods in order of pod id."""
 
     low: float
     high: float
-    """From `low` to `high` of all pods, 0 to 1."""
+    """The stretch goes from `low` to `high`, as parts of all pods, 0 to 1."""
     unseen_s: float
-    """Seconds of prefill that another gateway may have sent to a pod of its own and not told yet."""
+    """Seconds of prefill that another gateway may have sent to one of its own pods without having told yet."""
+    meets: tuple[float, ...] = ()
+    """Where the stretches of all gateways meet, 0 to 1, ascending; empty: all others count as one gateway."""
+    is_told: bool = False
+    """Whether gateways tell each other of each request at once. If not, several make a copy before they see one."""
+
+    @property
+    def share(self) -> float:
+        """The share of all gateways' work that this gateway's requests stand for: its own share, but at least an even
+        one. With less, a request would stand for dozens of others that may be nothing like it. 1 if others' requests
+        are not told."""
+        return max(1 / (len(self.meets) + 1), self.high - self.low) if self.is_told else 1.0
 
     def part(self, row: int, pods: int) -> float:
-        """How much of the pod in this place of so many is its own, 0 to 1."""
+        """Return how much of the pod in place `row` of `pods` pods is this gateway's own, 0 to 1."""
         return max(0.0, min(self.high * pods, row + 1.0) - max(self.low * pods, float(row)))
 
     def own_rows(self, pods: int) -> range:
-        """The places, of so many, of the pods that are its own by `LEAST_PART` or more: they lie side by side."""
+        """Return the places, of `pods`, of the pods that are this gateway's own by `LEAST_PART` or more: they lie side
+        by side."""
         if self.own_pods(pods) < LEAST_PART:
             return range(0)
         first = max(0, math.ceil(self.low * pods + LEAST_PART) - 1)
         return range(first, min(pods, math.floor(self.high * pods - LEAST_PART) + 1))
 
     def own_pods(self, pods: int) -> float:
-        """How many of so many pods are its own, parts counted as such."""
+        """Return how many of `pods` pods are this gateway's own; parts of pods count as fractions."""
         return (self.high - self.low) * pods
+
+    def guest_ranks(self, rows: Sequence[int], ranks: Sequence[float], pods: int) -> list[float]:
+        """Return the order in which this gateway, as a guest, takes others' pods; the lowest rank comes first.
+
+        `rows`: places, among `pods` pods, of equally good pods that are all others'. `ranks`: the order in which their
+        owners take them. Equal ranks of one owner stay equal. The owner's next pod may have an unseen request already,
+        so a guest takes the pod that its owner takes last. Each guest begins with the gateway after its own, so that
+        guests do not meet either.
+        """
+        gateways = len(self.meets) + 1
+        own = bisect_right(self.meets, (self.low + self.high) / 2)
+        by_owner: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            by_owner.setdefault(bisect_right(self.meets, (row + 0.5) / pods), []).append(i)
+        found = [0.0] * len(rows)
+        for owner, places in by_owner.items():
+            order = sorted([ranks[i] for i in places])
+            for i in places:
+                found[i] = float((owner - own) % gateways - bisect_left(order, ranks[i]) * gateways)
+        return found
+
+
+def parted(works_s: Mapping[str, float], own: str, unseen_s: float, *, is_told: bool) -> Parting:
+    """Return the pods of the gateway `own`. `works_s`: recent prefill by gateway, in the order of names."""
+    gateways = len(works_s)
+    *sums_s, total_s = accumulate(works_s.values())
+    even_s = total_s / gateways
+    if all(abs(work_s - even_s) <= EQUAL * even_s for work_s in works_s.values()):
+        meets = tuple([number / gateways for number in range(1, gateways)])
+    else:
+        meets = tuple([sum_s / total_s for sum_s in sums_s])
+    place = list(works_s).index(own)
+    return Parting((0.0, *meets)[place], (*meets, 1.0)[place], unseen_s, meets, is_told)
 
 
 def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> float:
-    """`unseen_s` on a pod with the longest match, of which it has so many tokens more than some other pod: at most
-    half of their prefill, else requests would make copies out of fear."""
+    """Return `unseen_s` for a pod with the longest match, which is `spared_tokens` longer than on some other pod. It is
+    at most half of their prefill: otherwise unseen requests that may not exist would cause copies."""
     return min(parting.unseen_s, _COPY_SHARE * token_s * spared_tokens) if spared_tokens else parting.unseen_s
 
 
 class Gateways:
-    """What each gateway sends of late, this one included: each counts the pods as its own by its share of that.
+    """Each gateway's recent prefill, this one's included: a gateway's share of it is its share of own pods.
 
-    A gateway hears of the others' requests some milliseconds late, more where it or Redis is busy. Meanwhile a pod
-    looks idle that was just sent a long prompt, and it looks so to all alike: equal rules send all their next requests
-    there. So what others send in that time is reckoned on any pod but a gateway's own:
+    A gateway hears of the others' requests some milliseconds late, more if it or Redis is busy. Meanwhile a pod that
+    was just sent a long prompt looks idle to all other gateways, and equal rules send all their next requests there.
+    So each gateway allows for what others send in that time, on every pod except its own:
 
         unseen = min(others' prefill, s per s * seconds until it is told, a usual prefill of theirs)
 
-    One unseen request is what mostly lies there: with more in the sum, gateways far apart would each keep to its own
-    pods and let the others' stand idle.
+    In most cases one unseen request is there. With a larger bound, gateways that hear each other late would keep to
+    their own pods and leave the others' pods idle.
 
-    All gateways line up in the order of their names and the pods in the order of theirs, so that each pod is some
-    gateway's own. Nothing is reserved: a pod of others that is better by more is chosen.
+    Gateways in the order of their names divide the pods in the order of theirs, so each pod is some gateway's own.
+    Nothing is reserved: another gateway's pod is chosen if it is better by more.
     """
 
     def __init__(self, own: str) -> None:
-        """`own`: this gateway's name, among names that are sorted alike everywhere."""
+        """`own`: this gateway's name; all gateways sort the names in the same way."""
         self._own = own
         self._work_s: dict[str, float] = {}
-        """Seconds of prefill by gateway, in units that grow as they decay."""
+        """Seconds of prefill by gateway, in the order of names, in units that grow as the seconds decay."""
         self._origin_s = 0.0
         self._delay_s = 0.0
         self._began_s = math.inf
@@ -81,11 +132,11 @@ class Gateways:
         """Mean prefill of a request of another gateway."""
 
     def sent(self, work_s: float, now_s: float) -> None:
-        """This gateway sends so much prefill."""
+        """Count prefill that this gateway sends."""
         self._add(self._own, work_s, now_s)
 
     def heard(self, gateway: str, work_s: float, delay_s: float, now_s: float) -> None:
-        """Another gateway sent so much prefill, `delay_s` ago."""
+        """Count prefill that another gateway sent `delay_s` ago."""
         if gateway not in self._work_s and len(self._work_s) >= _GATEWAYS:
             del self._work_s[min(self._work_s, key=self._work_s.__getitem__)]
         usual_s = work_s if self._usual_s is None else self._usual_s
@@ -103,12 +154,11 @@ class Gateways:
         total_s = math.fsum(works_s.values())
         if not own_s or own_s == total_s:
             return None
-        before_s = math.fsum(work_s for name, work_s in works_s.items() if name < self._own)
-        # Part of the decayed sum that there would be if it had always come at this rate.
+        # The decayed sum, as a part of the sum of traffic that always came at this rate.
         counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
         rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
         unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)
-        return Parting(before_s / total_s, (before_s + own_s) / total_s, unseen_s)
+        return parted(works_s, self._own, unseen_s, is_told=True)
 
     def _add(self, gateway: str, work_s: float, now_s: float) -> None:
         self._began_s = min(self._began_s, now_s)
@@ -116,7 +166,10 @@ class Gateways:
         if unit > 2.0**30:
             self._work_s = {name: work / unit for name, work in self._work_s.items()}
             self._origin_s, unit = now_s, 1.0
-        self._work_s[gateway] = self._work_s.get(gateway, 0.0) + work_s * unit
+        if gateway in self._work_s:
+            self._work_s[gateway] += work_s * unit
+        else:
+            self._work_s = dict(sorted([*self._work_s.items(), (gateway, work_s * unit)]))
 
     def _unit(self, now_s: float) -> float:
         return math.exp2(min(max(0.0, now_s - self._origin_s) / _HALF_LIFE_S, 1000.0))

@@ -13,17 +13,18 @@ Parts = Sequence[Mapping[str, float]]
 
 
 def load(pod: PodView) -> float:
-    """A pod's load for its weight: prompt tokens still to be prefilled, and among equals the number of requests."""
+    """Return a pod's load for its weight: prompt tokens still to be prefilled, then the number of requests."""
     return (pod.in_flight_uncached_tokens + pod.in_flight * 1e-6) / pod.weight
 
 
 def bound_per_weight(pods: Sequence[PodView], bound: float) -> float:
-    """Requests in flight that a pod of weight 1 may have: `bound` times its share, the new request counted."""
+    """Return how many requests a pod of weight 1 may have: `bound` times its share, with the new request counted."""
     return bound * (sum([pod.in_flight for pod in pods]) + 1) / sum([pod.weight for pod in pods])
 
 
 def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float]) -> int:
-    """Index of the lowest score. Ties go by rendezvous hash: one pod for equal prompts, spread over unlike ones."""
+    """Return the index of the lowest score. A rendezvous hash breaks ties: equal prompts go to one pod, and unlike
+    prompts are spread."""
     best = min(scores)
     if scores.count(best) == 1:
         return scores.index(best)
@@ -31,7 +32,7 @@ def lowest(request: RequestInfo, pods: Sequence[PodView], scores: Sequence[float
 
 
 def by_hash(request: RequestInfo, tied: Sequence[tuple[PodId, int]]) -> int:
-    """Of pods with their places, the place of the one that the request's session falls to, or else its deepest key."""
+    """Return the place of one of the `tied` (pod, place) pairs, by a hash of the request's session or deepest key."""
     if request.session:
         seed = request.session
     else:
@@ -48,7 +49,7 @@ def decide(
     predicted_ttft_s: float | None = None,
     rival: Rival | None = None,
 ) -> Decision:
-    """The decision for `pods[pod]`; give `scores` (and the parts they are made of) only where they were asked for."""
+    """Return the decision for `pods[pod]`; give `scores` and their `parts` only if the caller asked for them."""
     explained: tuple[PodScore, ...] = ()
     if scores:
         explained = tuple(

@@ -1,4 +1,4 @@
-"""What the gateway learns about one life of one pod, from what it sent there, what came back, and load reports."""
+"""What the gateway learns about one run of one pod: from its requests, the answers, and load reports."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from router.routing.row import EARLY_S, PodRow, fullness
 from router.routing.sent import Mark, Sent
 from router.routing.speeds import PodSpeed, SpeedPool
 from router.routing.types import PodId, PodView
+from router.routing.unheard import Unheard
 
 USUAL_TOKENS = 512.0
-"""Prompt tokens to be prefilled of a request of which nothing is known, on a pod that this gateway sent none yet."""
+"""Uncached prompt tokens assumed of an unknown request, on a pod to which this gateway has sent nothing yet."""
 _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
-"""A report may lack what was sent this long before it came: publishing takes up to 50 ms, the way there the rest."""
+"""A report may lack what was sent this long before the report came: publishing takes up to 50 ms, the way the rest."""
 
 
 class PodState:
-    """Load and speed of one pod. Every time is seconds of one monotonic clock, passed in and never going back.
+    """Load and speed of one pod. Every time is seconds of one monotonic clock, passed in; it never goes back.
 
-    The queued prefill is kept as the time at which it ends: that drains with the clock, grows by what is sent, and is
-    set right by every first token (all sent earlier is done) and by every report. A report is up to `REPORT_LAG_S` old,
-    so of this gateway's own requests it is believed only where it says less; beyond them it adds the others' share.
+    The queued prefill is kept as the time at which it ends. The queue drains with the clock, grows by what is sent, and
+    is corrected by every first token (all sent earlier is done) and by every report. A report is up to `REPORT_LAG_S`
+    old, so about this gateway's own requests it is believed only if it says less. Beyond these it adds others' share.
     """
 
     __slots__ = (
         *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
-        *("_prefilled", "_reported", "_sent", "_stepped_s", "_usual_tokens", "_watchers", "_weight", "speed"),
+        *("_prefilled", "_reported", "_sent", "_sent_s", "_stepped_s", "_unheard", "_usual_tokens", "_watchers"),
+        *("_weight", "speed"),
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
-        """`pool`: of the pods that are like this one; None: it has none like it."""
+        """`pool`: the pool of pods that are alike; None: the pod gets a pool of its own."""
         self._pending: dict[str, Sent] = {}
-        """Sent and without a first token, oldest first."""
+        """Requests that were sent and have no first token, oldest first."""
         self._decoding: dict[str, Sent] = {}
+        self._unheard = Unheard()
         self._pending_tokens = 0
         self._context_tokens = 0
         self._free_at_s = 0.0
         self._stepped_s = -math.inf
-        """When a first token or the end of an answer last came, and with it the end of a step."""
+        """When a first token or the end of an answer, and so the end of a step, was last seen."""
         self._prefilled: deque[tuple[float, int]] = deque()
-        """(Time of first token, uncached tokens) of requests that a report on its way may still count as waiting."""
+        """(Time of first token, uncached tokens) of requests that a coming report may still count as waiting."""
         self._joins_until_s = -math.inf
-        """When the last step begins that is reckoned for what waits: what is sent before then shares it."""
+        """When the last step predicted for the waiting requests begins: requests sent before then share it."""
         self.speed = PodSpeed(SpeedPool() if pool is None else pool)
         self.speed.pool.join(self)
         self._reported = Reported()
-        self._sent = 0
-        """Requests ever sent."""
+        self._sent, self._sent_s = 0, -math.inf
+        """Requests ever sent, and when the last one was sent."""
         self._usual_tokens = USUAL_TOKENS
         """Uncached tokens of a request here: a moving mean."""
         self._watchers: tuple[set[PodState], ...] = ()
@@ -64,7 +67,7 @@ class PodState:
 
     @property
     def cost(self) -> StepCost:
-        """The pod's constants, as far as known."""
+        """Return the pod's constants, as far as known."""
         return self.speed.cost
 
     @property
@@ -79,11 +82,11 @@ class PodState:
             self._tell()
 
     def watch(self, changed: set[PodState]) -> None:
-        """Have this pod added to `changed` whenever its row changes but for the passing of time."""
+        """Add this pod to `changed` whenever its row changes other than by the passing of time."""
         self._watchers = (*self._watchers, changed)
 
     def unwatch(self, changed: set[PodState]) -> None:
-        """End that."""
+        """Stop adding this pod to `changed`."""
         self._watchers = tuple(watcher for watcher in self._watchers if watcher is not changed)
 
     def speed_changed(self, now_s: float) -> None:
@@ -107,8 +110,9 @@ class PodState:
         now_s: float,
         streams: bool = True,
         loads_adapter: bool = False,
+        is_elsewhere: bool = False,
     ) -> None:
-        """A request goes to the pod. `streams`: the first byte of its answer is its first token. Others: see `Sent`."""
+        """Note a request to the pod. `streams`: its answer's first byte is its first token. Others: see `Sent`."""
         self.finished(request_id, now_s=now_s)
         work_s = self._work_s(uncached_tokens, prompt_tokens)
         if not self._pending or now_s >= self._joins_until_s:
@@ -121,6 +125,7 @@ class PodState:
         self._free_at_s = max(self._free_at_s, now_s) + work_s
         self._pending_tokens += uncached_tokens
         self._sent += 1
+        self._sent_s = max(self._sent_s, now_s)
         self._usual_tokens += _FOLLOW * (uncached_tokens - self._usual_tokens)
         self._pending[request_id] = Sent(
             prompt_tokens,
@@ -133,16 +138,17 @@ class PodState:
             streams,
             not self._pending,
             loads_adapter,
+            is_elsewhere,
         )
         self._tell()
 
     def first_token(self, request_id: str, *, now_s: float, cached_tokens: int | None = None) -> None:
-        """The first token came; `cached_tokens` as the pod counted them. Ignored for a request not waited for."""
+        """Note a first token; `cached_tokens`: the pod's count. Ignored for a request without a pending first token."""
         request = self._pending.get(request_id)
         if request is None:
             return
         self._tell()
-        if not request.streams:  # the whole answer is there: its prefill is done, only not known since when
+        if not request.streams:  # the whole answer is there: its prefill has ended at an unknown time
             self._withdraw(request_id, request, now_s)
             return
         del self._pending[request_id]
@@ -163,9 +169,10 @@ class PodState:
             waiting.due_s = self._free_at_s + self.speed.overhead_s
 
     def finished(self, request_id: str, *, now_s: float, uncached_tokens: int | None = None) -> None:
-        """The request has left the pod, however it ended. May be called again. `uncached_tokens`: of its prompt, as the
-        pod told at the end; None: it did not."""
+        """Note that the request has left the pod, however it ended. May be called again. `uncached_tokens`: of its
+        prompt, as the pod told at the end; None: not told."""
         self._tell()
+        self._unheard.remove(request_id)
         if (request := self._decoding.pop(request_id, None)) is not None:
             if request.service_s is not None:
                 computed = request.uncached_tokens if uncached_tokens is None else uncached_tokens
@@ -175,14 +182,14 @@ class PodState:
         elif (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
             if request.streams and request.due_s < now_s:
-                # Given up in vain. Else a pod that hangs would look idle again, and have the next one wait as long.
+                # The request got no token. Without this a hung pod would look idle again and stall the next request.
                 self._free_at_s = max(self._free_at_s, 2 * now_s - request.due_s)
 
     def sent_elsewhere(
         self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
     ) -> None:
-        """Another gateway sent a request at `now_s`, a little while ago maybe. Of its first token nothing is expected
-        here: it counts as decoding when its prefill should have ended, and teaches no speed."""
+        """Note a request that another gateway sent at `now_s`, perhaps a while ago. It teaches no speed. It counts as
+        decoding when its prefill should have ended, because its first token is heard of late. See `Unheard`."""
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False
@@ -194,27 +201,29 @@ class PodState:
             output_tokens=output_tokens,
             now_s=now_s,
             streams=False,
+            is_elsewhere=True,
         )
 
     def began_elsewhere(self, request_id: str, *, now_s: float) -> None:
-        """The first token of such a request came."""
-        request = self._pending.get(request_id)
-        if request is not None:
-            self._tell()
+        """Note the first token of another gateway's request."""
+        self._tell()
+        self._unheard.remove(request_id)
+        if (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
             self._context_tokens += request.context_tokens
             self._decoding[request_id] = request
 
     def finished_elsewhere(self, request_id: str, *, now_s: float) -> None:
-        """Such a request has left the pod. Too long ago to tell when the pod's steps end."""
+        """Note that another gateway's request has left the pod, too long ago to tell when the pod's steps end."""
         self._tell()
+        self._unheard.remove(request_id)
         if (request := self._decoding.pop(request_id, None)) is not None:
             self._context_tokens -= request.context_tokens
         elif (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
 
     def report(self, load: LoadReport, *, now_s: float) -> None:
-        """A load report of the pod."""
+        """Take a load report of the pod."""
         self._tell()
         self._settle(now_s)
         self._reported.note(load, now_s)
@@ -224,7 +233,7 @@ class PodState:
         recent_tokens = sum(tokens for _, tokens in self._prefilled)
         requests = load.running + load.waiting
         others = max(0, requests - len(self._pending) - len(self._decoding))
-        # The pod may count a prefix once for each request that waits for it: more tokens are no sign of more requests.
+        # The pod may count a prefix once for each request that waits for it: more tokens do not mean more requests.
         others_tokens = min(
             max(0, load.uncached_tokens - self._pending_tokens - recent_tokens),
             load.uncached_tokens * others // max(1, requests),
@@ -242,15 +251,15 @@ class PodState:
 
     @property
     def mark(self) -> Mark:
-        """How things stand, for `counted`."""
+        """Return what is known now, for `counted`."""
         return Mark(len(self._pending) + len(self._decoding), self._sent)
 
     def counted(self, counts: Counts, since: Mark, *, capacity_tokens: int | None, now_s: float) -> None:
-        """The pod's metrics, asked for at `since`: a correction of what others have there, and nothing else.
+        """Take the pod's metrics, requested at `since`. They correct the others' share and nothing else.
 
-        Whatever was there at any time since then counts as known, so what began or ended meanwhile is taken for
-        nobody's twice. What the pod does with requests of others is not told: those that wait have as many tokens to
-        prefill as requests sent from here, the others decode. `capacity_tokens`: of its KV cache, None: not known.
+        Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
+        counts twice. Metrics do not tell what others' requests do: waiting ones are assumed to have as many tokens to
+        prefill as requests sent from here, and the rest to decode. `capacity_tokens`: of the KV cache; None: unknown.
         """
         self._tell()
         self._settle(now_s)
@@ -272,13 +281,13 @@ class PodState:
     def view(
         self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
     ) -> PodView:
-        """The pod as a policy sees it, for a request of which it holds `matched_tokens`."""
+        """Return the pod as a policy sees it, for a request of which the pod holds `matched_tokens`."""
         free_at_s, pending = self._free_at_s, self._pending
-        if pending and next(iter(pending.values())).due_s <= now_s:  # else the oldest is in time, and so are all
+        if self._unheard or (pending and next(iter(pending.values())).due_s <= now_s):  # else all are in time
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
-        decoding, speed = len(self._decoding), self.speed
-        view = PodView(  # by position: names cost a third more
+        decoding, speed, reported = len(self._decoding), self.speed, self._reported
+        view = PodView(  # by position: names take more than twice as long (DECISIONS.md)
             pod_id,
             matched_tokens,
             host_tokens,
@@ -289,6 +298,7 @@ class PodState:
             self._context_tokens,
             free_at_s,
             self._stepped_s,
+            self._sent_s,
             speed.cost,
             not speed.is_known(now_s),
             0.0,
@@ -296,28 +306,30 @@ class PodState:
             0.0,
             math.inf,
             speed.overhead_s,
+            reported.fetch,
         )
-        if self._reported.load is not None:
-            self._reported.add_to(view, now_s)
+        if reported.load is not None:
+            reported.add_to(view, now_s)
         return view
 
     def row(self, now_s: float) -> PodRow[float]:
-        """The pod as `view` has it, before what time does to it."""
+        """Return the numbers of `view`, before the clock is applied to them."""
         self._settle(now_s)
         pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self.speed
         in_flight = pending + decoding
-        due_s = until_s = math.inf
+        step_s = self._step_s() if pending or self._unheard else 0.0
+        reported, others = self._reported, self._reported.others
+        due_s, until_s = self._unheard.late_from_s(now_s, speed.spread), self._unheard.known_until_s()
         for request in self._pending.values():
             if request.streams:
-                due_s = self._late_from_s(request)
+                due_s = min(due_s, request.late_from_s(speed.spread, reported.unsure_s(step_s)))
                 break
-            # When the first of them counts as decoding without its first token seen.
+            # When the first of these requests counts as decoding without a first token that was seen.
             until_s = min(until_s, request.due_s)
         is_known = speed.is_known(now_s)
         if is_known:
             until_s = min(until_s, speed.known_until_s - EARLY_S)
         others_until_s, trust, span_s, others_uncached, full = -math.inf, 0.0, 1.0, 0.0, 0.0
-        reported, others = self._reported, self._reported.others
         if trust := reported.trust(now_s):
             until_s = min(until_s, reported.at_s + FRESH_S - EARLY_S) if trust == 1 else -math.inf
             full = fullness(trust * reported.kv_used)
@@ -330,7 +342,7 @@ class PodState:
         return PodRow(
             self._free_at_s,
             due_s,
-            self._step_s() if pending else 0.0,
+            step_s,
             others_until_s,
             trust,
             span_s,
@@ -340,23 +352,26 @@ class PodState:
             decoding,
             context,
             self._stepped_s,
+            self._sent_s,
             full,
             speed.cost.token_s,
             speed.overhead_s,
             self._weight,
+            reported.fetch.shared.latency_s,
+            reported.fetch.shared.token_s,
             not is_known,
             until_s,
         )
 
     @property
     def fetch_costs(self) -> FetchCosts:
-        """What fetching from its tiers takes, as it last told."""
+        """Return what fetching from the pod's tiers costs, as it last told."""
         return self._reported.fetch
 
     def queue_s(self, now_s: float) -> float:
-        """Seconds until the prefill that is queued on the pod ends, as `view` predicts them."""
+        """Return the seconds until the prefill queued on the pod ends, as `view` predicts them."""
         free_at_s = self._free_at_s
-        if self._pending:
+        if self._pending or self._unheard:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         wait_s = max(0.0, free_at_s - now_s)
@@ -365,12 +380,12 @@ class PodState:
         return wait_s
 
     def knows_speed(self, now_s: float) -> bool:
-        """Whether the pod, or what it answered, has told how fast it is; else `queue_s` rests on a prior."""
+        """Whether the pod or its answers have told its speed; otherwise `queue_s` rests on a prior."""
         return self.speed.is_known(now_s)
 
     def lateness_s(self, now_s: float) -> float:
-        """Seconds since the oldest request without a first token should have had it, as was thought when it was sent;
-        0 where that is less than half of the time it was to take."""
+        """Return the seconds by which the oldest pending first token is late, by the prediction when it was sent; 0 if
+        that is less than half of the predicted time."""
         for oldest in self._pending.values():
             late_s = now_s - oldest.promised_s
             is_late = oldest.streams and late_s > 0.5 * (oldest.promised_s - oldest.sent_s)
@@ -378,40 +393,36 @@ class PodState:
         return 0.0
 
     def waiting(self, now_s: float) -> int:
-        """Requests that have no first token yet: this gateway's, or more where a report says so."""
+        """Return the number of requests without a first token: this gateway's, or more if a report says so."""
         reported = self._reported
         if reported.load is None or now_s - reported.at_s >= FRESH_S:
             return len(self._pending)
         return max(len(self._pending), reported.load.waiting)
 
     def backed_up_s(self, now_s: float) -> float:
-        """Seconds for which every report has said that requests wait; 0 where the last says no, or is old."""
+        """Return seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
         return self._reported.backed_up_s(now_s)
 
     def requests(self, now_s: float) -> int:
-        """Requests on the pod, those of other gateways included as far as it reports them."""
+        """Return the number of requests on the pod, with other gateways' as far as the pod reports them."""
         others = round(self._reported.trust(now_s) * self._reported.others.running)
         return len(self._pending) + len(self._decoding) + others
 
     def _overdue_free_at_s(self, now_s: float) -> float:
-        """A pod that keeps a request waiting past its time is taken to need as long again, and a step.
+        """Return when an overdue pod is free: it is assumed to need the time by which it is late once more, and a step.
 
-        Else a pod that is slower than thought, or hangs, would drain with the clock, look idle, and draw every request.
+        Otherwise a pod that is slow or hangs would drain with the clock, look idle, and draw every request.
         """
+        step_s, late_from_s = self._step_s(), self._unheard.late_from_s(now_s, self.speed.spread)
         for oldest in self._pending.values():
             if oldest.streams:
-                if (late_from_s := self._late_from_s(oldest)) < now_s:
-                    return max(self._free_at_s, 2 * now_s - late_from_s + self._step_s())
+                late_from_s = min(late_from_s, oldest.late_from_s(self.speed.spread, self._reported.unsure_s(step_s)))
                 break
-        return self._free_at_s
-
-    def _late_from_s(self, request: Sent) -> float:
-        """When it is later than noise explains."""
-        spread = self.speed.spread
-        return request.due_s + spread * (request.due_s - request.sent_s) if spread else request.due_s
+        again_s = 2 * now_s - late_from_s + step_s if late_from_s < now_s else 0.0
+        return max(self._free_at_s, again_s)
 
     def _step_s(self) -> float:
-        """Seconds of a step of the pod, apart from its prefill."""
+        """Return the seconds of a step of the pod, without its prefill."""
         others = self._reported.others
         return decode_s(self.cost, len(self._decoding) + others.decoding, self._context_tokens + others.context_tokens)
 
@@ -422,7 +433,7 @@ class PodState:
         return work_s + further * self._step_s() if further else work_s
 
     def _reprice(self, now_s: float) -> None:
-        """Look at the waiting requests in the light of new constants."""
+        """Recompute the waiting requests' times with new constants."""
         before_s = after_s = 0.0
         for request in self._pending.values():
             before_s += request.work_s
@@ -435,22 +446,24 @@ class PodState:
             self._free_at_s = now_s + (self._free_at_s - now_s) * ratio
 
     def _queued_s(self, uncached_tokens: int) -> float:
-        """Seconds to prefill that many queued tokens, at the mean cost of what this gateway has waiting there."""
+        """Return the seconds to prefill so many queued tokens, at the mean cost of this gateway's waiting requests."""
         own_s = sum(request.work_s for request in self._pending.values())
         per_token_s = own_s / self._pending_tokens if self._pending_tokens else self.cost.token_s
         return uncached_tokens * per_token_s
 
     def _settle(self, now_s: float) -> None:
-        """Requests whose first token cannot be seen count as decoding once their prefill should have ended."""
+        """Count requests with an invisible first token as decoding once their prefill should have ended."""
         while self._pending:
             request_id, request = next(iter(self._pending.items()))
             if request.streams or request.due_s > now_s:
                 return
             del self._pending[request_id]
             self._start_decoding(request_id, request)
+            if request.is_elsewhere:
+                self._unheard.add(request_id, request)
 
     def _step_ended(self, now_s: float) -> None:
-        """A step has ended with no first token of this gateway: what was sent while it ran begins with the next."""
+        """Note that a step ended without a first token for this gateway: requests sent during it begin the next."""
         began_s, self._stepped_s = max(self._stepped_s, now_s - self._step_s()), now_s
         unbegun: list[Sent] = []
         for request in reversed(self._pending.values()):
@@ -475,7 +488,7 @@ class PodState:
         self._decoding[request_id] = request
 
     def _withdraw(self, request_id: str, request: Sent, now_s: float) -> None:
-        """Take a request out of the prefill queue: those behind it come forward by what was left of it."""
+        """Take a request out of the prefill queue: requests behind it move forward by what was left of its prefill."""
         left_s = min(request.work_s, max(0.0, request.due_s - self.speed.overhead_s - now_s))
         is_behind = False
         for other_id, other in self._pending.items():

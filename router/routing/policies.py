@@ -19,7 +19,7 @@ from router.routing.types import Policy
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What can be set about policies. The defaults suit every workload of tests/router/routing."""
+    """Options of the policies. The defaults suit every workload of tests/router/routing."""
 
     hash_depth_strides: int = 8
     """prefix_hash, bounded_hash: strides that are hashed; 8 strides of 256 bytes are about 500 tokens."""
@@ -30,11 +30,11 @@ class PolicyOptions:
     match_min_prompt_share: float = 0.3
     """cache_aware: share of the prompt below which the longest match counts as none, 0 to 1."""
     group_min_pods: float = 1.5
-    """affinity_groups: load, in pods' worth, from which a prefix is popular: less needs but the pod that holds it."""
+    """affinity_groups: load, in pods' worth, from which a prefix is popular: one pod is enough for less."""
     group_hysteresis_pods: float = 0.75
-    """affinity_groups: a group keeps its size while its load is at most so far from it; at least 0.5."""
+    """affinity_groups: a group keeps its size while its load is within this many pods of the size; at least 0.5."""
     group_refresh_s: float = 0.5
-    """affinity_groups: seconds between two looks at the shares."""
+    """affinity_groups: seconds between two readings of the shares."""
     share_half_life_s: float = 30.0
     """affinity_groups: seconds in which the weight of past traffic halves."""
     share_limit: int = 4096
@@ -42,22 +42,22 @@ class PolicyOptions:
     share_depth_strides: int = 128
     """affinity_groups: leading strides of a request that are counted."""
     host_share: float = 0.2
-    """predicted_ttft: seconds to fetch a token from host memory, as a share of its prefill. The pod fetches only where
+    """predicted_ttft: seconds to fetch a token from host memory, as a share of its prefill. The pod fetches only if
     that is faster than prefill, so the true share lies between 0 and 1."""
     disk_share: float = 0.5
     """predicted_ttft: the same for disk."""
     pressure_weight: float = 0.05
-    """predicted_ttft: weight of KV pressure; at 0.05 a pod 90 % full costs a third of a cold prefill extra."""
+    """predicted_ttft: weight of KV pressure; at 0.05 a pod that is 90 % full costs a third of a cold prefill extra."""
     stall_weight: float = 0.05
-    """predicted_ttft: what a second of prefill costs for each request that decodes beside it and has to wait."""
+    """predicted_ttft: cost of a second of prefill for each decoding request that waits for it."""
     switch_margin: float = 0.05
-    """predicted_ttft: share of the duplicated prefill by which another pod must be better than the one with the
-    longest match: a duplicate also evicts something."""
+    """predicted_ttft: share of the duplicated prefill by which another pod must be better than the pod with the
+    longest match, because a duplicate also evicts something."""
     same_speed: float = 0.5
     """predicted_ttft: pods whose learnt speed is within this share of the median pod's count as equally fast."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the option that is out of range."""
+        """Raise ValueError that names the option if one is out of range."""
         positive = ("hash_depth_strides", "group_min_pods", "share_half_life_s", "share_limit", "share_depth_strides")
         for name in positive:
             if not getattr(self, name) > 0:
@@ -124,7 +124,7 @@ POLICY_NAMES = tuple(_MAKERS)
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
-    """A new policy with state of its own. Raises ValueError on an unknown name, with the known ones."""
+    """Return a new policy with state of its own. Raise ValueError, with the known names, for an unknown name."""
     maker = _MAKERS.get(name)
     if maker is None:
         raise ValueError(f"unknown policy {name!r}; known are {', '.join(POLICY_NAMES)}")

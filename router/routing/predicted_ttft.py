@@ -1,18 +1,19 @@
-"""`predicted_ttft`: the pod on which this request's first token, and the delay it causes others, cost least."""
+"""`predicted_ttft`: chooses the pod with the least time to first token plus delay that the request causes others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.fetching import fetch_or_compute_s
+from router.routing.fetching import fetch_or_compute_s, reaching, wide_reaching
 from router.routing.hindsight import rival_of, wide_rival_of
-from router.routing.latency import STEP_TOKENS, further_steps, prefill_s, unit_s
+from router.routing.latency import EVENNESS, STEP_TOKENS, decode_s, further_steps, has_fixed, prefill_s, unit_s
 from router.routing.parting import Parting, spared_unseen_s
 from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
@@ -20,17 +21,18 @@ from router.routing.row import fullness
 from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.weights import Weights
 from router.routing.wide import Floats, Ints, WidePods, WidePolicy
-from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after
+from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after, wide_uneven_s
 
 _TIE_SHARE = 0.6
-"""Scores closer than this share of the request's own prefill, or of a usual prompt's if that is less, are equal: no
-prediction of a queue is better. Seconds for a prompt fifty times as long as others would be no error of prediction."""
+"""Scores that differ by less than this share of a prefill are equal, because no prediction of a queue is better. The
+prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
+would be seconds, which is no error of prediction."""
 _UNSHARED_TIE_SHARE = 1.2
-"""The same where traffic shares nothing: there, even arrivals at each pod are worth more than a short queue."""
+"""The same share for traffic that shares nothing: even arrivals at each pod are then worth more than a short queue."""
 _SHARED = 0.1
-"""Mean part of a prompt that some pod holds, from which traffic counts as sharing."""
+"""Traffic counts as sharing if some pod holds this share of a prompt on average."""
 _FOLLOW = 0.02
-"""Weight of a request in that mean, and in a usual prompt's prefill."""
+"""Weight of a request in the mean shared part, and in a usual prompt's prefill."""
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
 _WARM = 0.5
@@ -38,37 +40,54 @@ _WARM = 0.5
 
 
 class Costs:
-    """What each pod would cost, in seconds: a list for each number, as an object for each pod takes most of the time.
+    """What each pod would cost, in seconds. It has a list for each number, because an object for each pod would take
+    most of the time of a decision.
 
-    A score is the sum of a pod's `parts`, which are filled in only where they are asked for, less its credit.
+    A score is the sum of a pod's `parts` less its credit. `parts` are filled only if the caller asks for them.
     """
 
-    __slots__ = ("credit_s", "duplicate_s", "own_s", "parts", "scores", "switch_s", "ttft_s")
+    __slots__ = ("credit_s", "duplicate_s", "own_s", "parts", "scores", "switch_s", "ttft_s", "uneven_s")
 
     def __init__(self, pods: int) -> None:
         self.scores: list[float] = []
         self.ttft_s: list[float] = []
         self.own_s: list[float] = []
         self.duplicate_s = [0.0] * pods
-        """Part of `own_s` and of what decoding waits for it that a pod with the longest match would be spared."""
+        """Part of `own_s`, and of the decoding it delays, that a pod with the longest match would be spared."""
         self.switch_s = [0.0] * pods
         self.credit_s = [0.0] * pods
-        """What is owed to the prefix, taken off for a pod that would be a further copy."""
+        """What is owed to the prefix, taken off the score of a pod that would be a further copy. A request with more
+        of its own to compute than usual gets only a part: it waits, and a later request makes the copy. Otherwise
+        the longest requests would make the copies, and the slowest first tokens would get slower still."""
+        self.uneven_s = [0.0] * pods
+        """Surcharge on a pod among equally warm ones, because it was sent a request less than a step ago: see
+        `EVENNESS`. It is no part of the score."""
         self.parts: list[dict[str, float]] = []
-        """By the names of DESIGN.md 5. `wait_s`; `own_s`; `step_s`: decoding in the steps of its prefill; `fetch_s`:
-        to bring KV from host or disk, or an adapter; `overhead_s`; `externality_s`; `pressure_s`; `sharing_s`: for what
-        its prefill adds to the step that it shares with a request that waits already; `stall_s`: for what its prefill
-        keeps the decoding requests waiting; `evict_s`: for computing again what the pod evicts to make room;
-        `others_s`: for what other gateways may have just sent there; and those above."""
+        """Terms of each score by name: `wait_s`; `own_s`; `step_s`, decoding in the steps of the
+        prefill; `fetch_s`, fetching KV from the tiers, or an adapter; `overhead_s`; `externality_s`; `pressure_s`;
+        `sharing_s`, what the prefill adds to the step that it shares with a waiting request; `stall_s`, how long the
+        prefill delays decoding requests; `evict_s`, computing again what the pod evicts to make room; `others_s`, what
+        other gateways may have just sent there; and the numbers above."""
+
+
+class _Speeds(NamedTuple):
+    """The constants that each pod counts with."""
+
+    costs: list[StepCost]
+    median: int
+    """Place of the median pod."""
+    apart: tuple[int, ...]
+    """Places of pods that count with the median pod's constants, but have the fixed part of a step in the other of
+    `base_s` and `overhead_s`. They count with the median pod's overhead, too, so that the fixed part counts once."""
 
 
 class PredictedTtft(WidePolicy):
-    """Everything in seconds, with constants learnt for each pod; the options are shares of those.
+    """Scores each pod in seconds, with constants learnt for each pod; the options are shares of these.
 
-    Each request alone rather waits for a pod that holds its prefix than pays for another copy, though all that follow
-    would profit from one. So what they lose by waiting is booked as a debt to the prefix; once that and what the
-    request at hand would save make up the price of a copy, it is paid for. This is the rule of ski rental: paying
-    when the losses reach the price costs at most twice what it would to know the future.
+    A single request loses less by waiting for a pod that holds its prefix than by computing another copy, though all
+    later requests would profit from the copy. So what requests lose by waiting is booked as a debt to the prefix. Once
+    the debt and what the current request would save reach the price of a copy, a copy is made. This is the rule of ski
+    rental: paying when the losses reach the price costs at most twice the optimum with known future.
     """
 
     name = "predicted_ttft"
@@ -85,17 +104,25 @@ class PredictedTtft(WidePolicy):
     ) -> None:
         self._weights = Weights(host_share, disk_share, pressure_weight, stall_weight, switch_margin, same_speed)
         self._debts = Debts()
+        self._last_speeds: tuple[list[StepCost], list[bool], _Speeds] = ([], [], _Speeds([], 0, ()))
+        """The pods' own constants, whether each is a prior, and what `_speeds` made of them."""
         self._turns = Turns()
         self._recent = RecentWork(_RECENT_HALF_LIFE_S)
         self._shared = 2 * _SHARED
-        """Traffic counts as sharing until some 35 requests say otherwise."""
+        """Mean shared part of a prompt; traffic counts as sharing until some 35 requests say otherwise."""
         self._usual_s = math.inf
-        """Seconds of prefill of a usual prompt if nothing of it were cached; infinite: no request yet."""
+        """Seconds of prefill of a usual prompt if nothing of it were cached; infinite before the first request."""
+        self._usual_least_s = math.inf
+        """Seconds of prefill of the part of a usual prompt that no pod holds."""
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are seconds."""
+        pods = reaching(pods)
         longest = max([pod.matched_tokens for pod in pods])
-        account, owed_s = self._owed(request, longest)
+        lacking = None
+        if request.parting is not None and request.parting.is_told:
+            lacking = sum([pod.matched_tokens < longest for pod in pods])
+        account, owed_s = self._owed(request, longest, lacking)
         costs = self._costs(request, pods, longest, owed_s, explain=explain)
         chosen = self._choose_equal(request, pods, costs)
         pod, ttft_s = pods[chosen], costs.ttft_s[chosen]
@@ -103,80 +130,100 @@ class PredictedTtft(WidePolicy):
         if explain:
             return decide(self.name, pods, chosen, costs.scores, costs.parts, ttft_s, rival)
         if account is not None:
-            self._debts.book(account, _owed_after(costs, chosen, owed_s), request.now_s)
+            owed_s = _owed_after(costs, chosen, owed_s, request.share)
+            self._debts.book(account, owed_s, request.now_s, (lacking or 0) - (pod.matched_tokens < longest))
         self._remember(request, longest, pod.pod_id, pod.matched_tokens, pod.cost)
         return decide(self.name, pods, chosen, predicted_ttft_s=ttft_s, rival=rival)
 
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
         """See `WidePolicy.choose_wide`."""
-        account, owed_s = self._owed(request, pods.longest)
-        costs = wide_costs(request, pods, owed_s, self._usual_s, self._weights)
+        pods = wide_reaching(pods)
+        matched, lacking = pods.matched, None
+        if request.parting is not None and request.parting.is_told:
+            lacking = 0 if matched is None else int((matched < pods.longest).sum())
+        account, owed_s = self._owed(request, pods.longest, lacking)
+        costs = wide_costs(request, pods, owed_s, self._usual_s, self._usual_least_s, self._weights)
         chosen = self._choose_equal_wide(request, pods, costs)
+        table, held = pods.table, pods.matched_by(chosen)
         if account is not None:
-            self._debts.book(account, wide_owed_after(costs, chosen, owed_s), request.now_s)
-        table, matched = pods.table, pods.matched_by(chosen)
-        self._remember(request, pods.longest, table.ids[chosen], matched, table.costs[chosen])
+            owed_s = wide_owed_after(costs, chosen, owed_s, request.share)
+            self._debts.book(account, owed_s, request.now_s, (lacking or 0) - (held < pods.longest))
+        self._remember(request, pods.longest, table.ids[chosen], held, table.costs[chosen])
         rival = wide_rival_of(costs.ttft_s, costs.own_s, chosen)
-        return Decision(chosen, self.name, matched, float(costs.ttft_s[chosen]), rival=rival)
+        return Decision(chosen, self.name, held, float(costs.ttft_s[chosen]), rival=rival)
 
-    def _owed(self, request: RequestInfo, longest_match: int) -> tuple[PrefixKey | None, float]:
-        """The account of what pods hold of the request, and what is on it."""
+    def _owed(self, request: RequestInfo, longest_match: int, lacking: int | None) -> tuple[PrefixKey | None, float]:
+        """Return the account of the request's longest match, and the debt on it. `lacking`: see `Debts.owed_s`."""
         strides = math.ceil(longest_match * len(request.keys) / request.prompt_tokens)
         account = self._debts.account(request.keys, min(strides, len(request.keys)))
-        return account, 0.0 if account is None else self._debts.owed_s(account, request.now_s)
+        return account, 0.0 if account is None else self._debts.owed_s(account, request.now_s, lacking)
 
     def _remember(self, request: RequestInfo, longest_match: int, pod_id: PodId, matched: int, cost: StepCost) -> None:
-        """The request goes to the pod, which has those constants and holds so much of it."""
+        """Note that the request goes to the pod, which has the constants `cost` and holds `matched` tokens of it."""
         self._shared += _FOLLOW * (longest_match / request.prompt_tokens - self._shared)
-        whole_s = prefill_s(cost, request.prompt_tokens, request.prompt_tokens)
-        self._usual_s = whole_s if math.isinf(self._usual_s) else self._usual_s + _FOLLOW * (whole_s - self._usual_s)
+        prompt = request.prompt_tokens
+        self._usual_s = _follow(self._usual_s, prefill_s(cost, prompt, prompt))
+        self._usual_least_s = _follow(self._usual_least_s, prefill_s(cost, max(1, prompt - longest_match), prompt))
         self._turns.take(pod_id)
         self._recent.add(pod_id, max(1, request.prompt_tokens - matched) + request.output_tokens, request.now_s)
 
     def sent_elsewhere(self, pod_id: PodId, tokens: int, now_s: float) -> None:
-        """Another gateway sent a request to the pod, with so many tokens to compute: the pod had its turn."""
+        """Count a request that another gateway sent to the pod, with `tokens` to compute, as the pod's turn."""
         self._turns.take(pod_id)
         self._recent.add(pod_id, tokens, now_s)
 
     def ttfts_s(self, request: RequestInfo, pods: Sequence[PodView]) -> list[float]:
-        """Seconds to the first token on each pod, as `choose` predicts them. The requests seen before play no part in
-        them, and this one leaves no trace."""
-        return self._costs(request, pods, 0, 0.0).ttft_s
+        """Return the seconds to the first token on each pod, as `choose` predicts them. Requests seen before play no
+        part, and the call changes no state."""
+        return self._costs(request, reaching(pods), 0, 0.0).ttft_s
 
     def least_ttft_s(self, request: RequestInfo, pods: WidePods) -> float:
-        """The least of them, of many pods."""
-        return float(wide_costs(request, pods, 0.0, self._usual_s, self._weights).ttft_s.min())
+        """Return the least `ttfts_s` of many pods."""
+        costs = wide_costs(request, wide_reaching(pods), 0.0, self._usual_s, self._usual_least_s, self._weights)
+        return float(costs.ttft_s.min())
 
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
-        """Of the pods hardly worse than the best, with no shorter match, one with the fewest requests that wait for
-        their first token. Among warm ones of these the pod whose last turn is longest ago: so arrivals at each come
-        evenly. Among others the one with least recent work: what is computed there brings its like.
+        """Choose among the pods that are hardly worse than the best and have no shorter match.
 
-        Where scores are explained the parts say so: `tied` counts as good as the best, `tied_waiting` requests wait
-        there, `tied_turn` is the place in the order of turns, from 1.
+        Pods with the fewest requests before their first token come first. Among these, if they are warm, the pod whose
+        last turn is longest ago is chosen: then arrivals at each pod come evenly. Otherwise it is the pod with the
+        least recent work, because a prompt computed there brings its like.
+
+        Warm pods are compared with `Costs.uneven_s` added, unless other gateways send there, too: this gateway does not
+        know when they last did. A warm pod may be worse than the best by a tie and by the unknown end of the running
+        step, but by no more: turns do not outweigh a prefill that is known to be in the way.
+
+        If scores are explained, the parts tell the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
+        the best, `tied_waiting` requests wait there, and `tied_turn` is the place in the order of turns, from 1.
         """
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
         own_s, least_match = owns_s[best], pods[best].matched_tokens
-        limit = scores[best] + self._tied_s(own_s)
         most_own_s = own_s + _TIE_SHARE * own_s  # no pod of half the speed
+        is_warm = least_match >= _WARM * request.prompt_tokens
+        most_adapter_s = pods[best].adapter_s
+        is_evened = is_warm and request.parting is None and any(costs.uneven_s)
+        limit = scores[best] + self._tied_s(own_s)
+        if is_evened:
+            limit += _unsure_s(pods[best].cost, pods[best].decoding, pods[best].context_tokens)
         equals = [
             i
             for i, score in enumerate(scores)
             if score <= limit
             and pods[i].matched_tokens >= least_match
             and owns_s[i] <= most_own_s
-            and pods[i].adapter_s <= pods[best].adapter_s
+            and pods[i].adapter_s <= most_adapter_s
         ]
+        if is_evened:
+            equals = self._evenest(equals, costs, own_s)
         if len(equals) == 1:
-            return best
+            return equals[0]
         waiting = [max(0, pods[i].in_flight - pods[i].decoding) for i in equals]
         least = min(waiting)
         if costs.parts:
             for i, waits in zip(equals, waiting, strict=True):
                 costs.parts[i] |= {"tied": 1.0, "tied_waiting": float(waits)}
         equals = [i for i, waits in zip(equals, waiting, strict=True) if waits == least]
-        is_warm = least_match >= _WARM * request.prompt_tokens
         rank = self._turns.last if is_warm else self._recent.rank
         ranks = [math.inf] * len(pods)
         for i in equals:
@@ -188,13 +235,27 @@ class PredictedTtft(WidePolicy):
                 costs.parts[i]["tied_turn"] = 1.0 + sum(ranks[other] < ranks[i] for other in equals)
         return lowest(request, pods, ranks)
 
+    def _evenest(self, rows: Sequence[int], costs: Costs, own_s: float) -> list[int]:
+        """Return those of `rows` that are hardly worse than the best of them with `Costs.uneven_s` added."""
+        scores = [costs.scores[i] + costs.uneven_s[i] for i in rows]
+        if costs.parts:
+            for i in rows:
+                costs.parts[i]["tied_uneven_s"] = costs.uneven_s[i]
+        limit = min(scores) + self._tied_s(own_s)
+        return [i for i, score in zip(rows, scores, strict=True) if score <= limit]
+
     @staticmethod
     def _rank_own(parting: Parting, ranks: list[float], equals: Sequence[int], *, is_warm: bool) -> None:
-        """Of the pods `equals` leave only the own ones, if there are any: others do not choose them. One that is partly
-        another gateway's has its turn less often, or has had too much work sooner, by its part."""
+        """Leave only this gateway's own pods of `equals`, if there are any, because other gateways avoid these.
+
+        A pod that is partly another gateway's is ranked by its part: it has its turn less often, or its recent work
+        counts for more. If all pods are others', the order is a guest's."""
         pods = len(ranks)
         own = parting.own_rows(pods)
         if not any(i in own for i in equals):
+            guest_ranks = parting.guest_ranks(equals, [ranks[i] for i in equals], pods)
+            for i, rank in zip(equals, guest_ranks, strict=True):
+                ranks[i] = rank
             return
         for i in equals:
             if i not in own:
@@ -213,18 +274,24 @@ class PredictedTtft(WidePolicy):
             best = pods.spread(request, tied)
         own_s = costs.own_s if isinstance(costs.own_s, float) else float(costs.own_s[best])
         least_match = pods.matched_by(best)
-        limit, most_own_s = float(scores[best]) + self._tied_s(own_s), own_s + _TIE_SHARE * own_s
+        is_warm = least_match >= _WARM * request.prompt_tokens
+        tied_s, is_evened = self._tied_s(own_s), is_warm and request.parting is None
+        limit = float(scores[best]) + tied_s
+        if is_evened:
+            limit += _unsure_s(pods.table.costs[best], columns.decoding[best], columns.context_tokens[best])
         is_equal = scores <= limit
         if matched is not None:
             is_equal &= matched >= least_match
         if not isinstance(costs.own_s, float):
-            is_equal &= costs.own_s <= most_own_s
+            is_equal &= costs.own_s <= own_s + _TIE_SHARE * own_s
         equals = is_equal.nonzero()[0]
+        if is_evened:
+            evened = scores[equals] + wide_uneven_s(request, pods, costs)[equals]
+            equals = equals[evened <= evened.min() + tied_s]
         if len(equals) > 1:
             waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
             equals = equals[waiting == waiting.min()]
         if len(equals) > 1:
-            is_warm = least_match >= _WARM * request.prompt_tokens
             ids = pods.table.ids
             ranks = (self._turns.lasts(ids) if is_warm else self._recent.ranks(ids))[equals]
             if request.parting is not None:
@@ -234,30 +301,42 @@ class PredictedTtft(WidePolicy):
                     equals, ranks = equals[is_own], ranks[is_own]
                     parts = own_parts(request.parting, count)[equals]
                     ranks = ranks + request.parting.own_pods(count) / parts if is_warm else ranks / parts
+                else:
+                    ranks = np.array(request.parting.guest_ranks(equals.tolist(), ranks.tolist(), count))
             equals = equals[ranks == ranks.min()]
         return int(equals[0]) if len(equals) == 1 else pods.spread(request, equals)
 
     def _tied_s(self, own_s: float) -> float:
-        """Seconds by which scores may differ and count as equal, for a request that takes `own_s` on the best pod."""
+        """Return the seconds by which equal scores may differ, for a request that takes `own_s` on the best pod."""
         share = _TIE_SHARE if self._shared >= _SHARED else _UNSHARED_TIE_SHARE
         return share * min(own_s, self._usual_s)
 
-    def _speeds(self, pods: Sequence[PodView]) -> list[StepCost]:
-        """Each pod's constants; those of the median pod for pods of unknown speed, and for those about as fast.
+    def _speeds(self, pods: Sequence[PodView]) -> _Speeds:
+        """Return each pod's constants. Pods of unknown speed, and pods about as fast as the median, get the median's.
 
-        Learnt constants of equal pods differ by noise. Taken at their word they send every new prefix of an idle fleet
-        to one pod, whose cache then turns over while the others' lie empty.
+        Learnt constants of equal pods differ by noise. Taken literally, they send every new prefix of an idle fleet to
+        one pod. Its cache then turns over while the other caches lie empty.
         """
+        costs, priors = [pod.cost for pod in pods], [pod.cost_is_prior for pod in pods]
+        last, last_priors, found = self._last_speeds
+        if costs != last or priors != last_priors:  # they change far less often than requests come
+            found = self._reckoned_speeds(pods)
+            self._last_speeds = costs, priors, found
+        return found
+
+    def _reckoned_speeds(self, pods: Sequence[PodView]) -> _Speeds:
         units_s = [unit_s(pod.cost) for pod in pods]
         known = [i for i, pod in enumerate(pods) if not pod.cost_is_prior] or list(range(len(pods)))
         known.sort(key=units_s.__getitem__)
         middle = known[len(known) // 2]
         median, median_s = pods[middle].cost, units_s[middle]
         low_s, high_s = median_s / (1 + self._weights.same_speed), median_s * (1 + self._weights.same_speed)
-        return [
+        costs = [
             median if pod.cost_is_prior or low_s <= pod_unit_s <= high_s else pod.cost
             for pod_unit_s, pod in zip(units_s, pods, strict=True)
         ]
+        apart = [i for i, pod in enumerate(pods) if costs[i] is median and has_fixed(pod.cost) != has_fixed(median)]
+        return _Speeds(costs, middle, tuple(apart))
 
     def _costs(
         self,
@@ -268,11 +347,15 @@ class PredictedTtft(WidePolicy):
         *,
         explain: bool = False,
     ) -> Costs:
-        """What each pod would cost, and its score. One loop with few calls: every request pays for it."""
-        now_s, prompt, weights, usual_s = request.now_s, request.prompt_tokens, self._weights, self._usual_s
+        """Return what each pod would cost, and its score. One loop with few calls: every request pays for it."""
+        now_s, prompt, weights = request.now_s, request.prompt_tokens, self._weights
+        usual_s, usual_least_s = self._usual_s, self._usual_least_s
         stall_weight, switch_margin = weights.stall_weight, weights.switch_margin
-        speeds = self._speeds(pods)
-        # The queue of a pod taken for as fast as its peers was reckoned at its own speed.
+        speeds, median, apart = self._speeds(pods)
+        overheads_s = [pod.overhead_s for pod in pods]
+        for i in apart:
+            overheads_s[i] = overheads_s[median]
+        # The queue of a pod that counts as fast as its peers was computed with the pod's own speed.
         waits_s = [
             (pod.prefill_free_at_s - now_s) * (cost.token_s / pod.cost.token_s)
             if pod.prefill_free_at_s > now_s
@@ -297,7 +380,7 @@ class PredictedTtft(WidePolicy):
                 own_s = prefill_s(cost, uncached, prompt)
                 is_further = uncached > least_tokens
                 least_s = prefill_s(cost, least_tokens, prompt) if is_further else own_s
-                # What decodes now has ended before a prefill much longer than usual does.
+                # Requests that decode now end before a prefill that is much longer than usual.
                 stalled_s = own_s if own_s < usual_s else usual_s
                 least_stalled_s = least_s if least_s < usual_s else usual_s
                 shared_s = min(stalled_s, STEP_TOKENS * cost.token_s)
@@ -311,8 +394,13 @@ class PredictedTtft(WidePolicy):
                     left_s = step_s / 2
                 if left_s > wait_s:
                     wait_s = left_s
+            sharing_s = 0.0
+            if in_flight > decoding:
+                sharing_s = shared_s
+                unbegun_s = step_s - (now_s - pod.sent_s)
+                if unbegun_s > 0:
+                    costs.uneven_s[i] = EVENNESS * unbegun_s
             step_s *= steps
-            sharing_s = shared_s if in_flight > decoding else 0.0
             stall = stall_weight * decoding
             stall_s = stall * stalled_s
             evict_s = others_s = 0.0
@@ -321,19 +409,22 @@ class PredictedTtft(WidePolicy):
             if parting is not None and i not in own:
                 others_s = spared_s if last_match == longest_match else parting.unseen_s
             fetch_s = pressure_s = duplicate_s = switch_s = credit_s = 0.0
-            if pod.host_tokens or pod.disk_tokens:
+            if pod.host_tokens or pod.disk_tokens or pod.shared_tokens:
                 fetch_s = fetch_or_compute_s(pod, cost, uncached, prompt, weights)
             if pod.adapter_s:
                 fetch_s += pod.adapter_s
             if pod.kv_used:
-                # Out of blocks, the pod preempts: work of about this size is done twice, the likelier the fuller.
+                # A pod without free blocks preempts: it does work of about this size twice, likelier the fuller it is.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
             if is_further:
                 duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s
                 switch_s = costs.switch_s[i] = switch_margin * duplicate_s
                 if owed_s:
-                    credit_s = costs.credit_s[i] = min(owed_s, duplicate_s + switch_s)
-            ttft_s = wait_s + own_s + step_s + fetch_s + pod.overhead_s
+                    credit_s = min(owed_s, duplicate_s + switch_s)
+                    if least_s > usual_least_s:
+                        credit_s *= 1 - (least_s - usual_least_s) / own_s
+                    costs.credit_s[i] = credit_s
+            ttft_s = wait_s + own_s + step_s + fetch_s + overheads_s[i]
             add_ttft(ttft_s)
             add_own(own_s)
             add_score(
@@ -346,7 +437,7 @@ class PredictedTtft(WidePolicy):
                         "own_s": own_s,
                         "step_s": step_s,
                         "fetch_s": fetch_s,
-                        "overhead_s": pod.overhead_s,
+                        "overhead_s": overheads_s[i],
                         "externality_s": externality_s,
                         "pressure_s": pressure_s,
                         "sharing_s": sharing_s,
@@ -361,13 +452,25 @@ class PredictedTtft(WidePolicy):
         return costs
 
 
+def _follow(mean: float, number: float) -> float:
+    """Return the moving mean with one more number; `mean` is infinite before the first."""
+    return number if math.isinf(mean) else mean + _FOLLOW * (number - mean)
+
+
+def _unsure_s(cost: StepCost, decoding: int, context_tokens: int) -> float:
+    """Return the seconds by which the running step may end sooner or later than predicted, which is halfway."""
+    return decode_s(cost, decoding, context_tokens) / 2
+
+
 def _is_same(numbers: float | Floats, rows: Ints) -> bool:
     return isinstance(numbers, float) or bool((numbers[rows] == numbers[rows[0]]).all())
 
 
-def _owed_after(costs: Costs, chosen: int, owed_s: float) -> float:
-    """The debt after this request: paid down by a copy, and grown by what one more copy would have spared it, on an
-    average one of the other pods. Where a copy would have been no better, the request would not have gone there.
+def _owed_after(costs: Costs, chosen: int, owed_s: float, share: float) -> float:
+    """Return the debt after this request. A copy pays it down. It grows by what one more copy, on an average other pod,
+    would have spared the request, or by 0 if that pod would have been no better.
+
+    Other gateways' losses are not told. This gateway's requests are `share` of all, and stand for the rest.
     """
     scores, duplicates_s = costs.scores, costs.duplicate_s
     lacking = [i for i, duplicate_s in enumerate(duplicates_s) if duplicate_s > 0]
@@ -376,9 +479,9 @@ def _owed_after(costs: Costs, chosen: int, owed_s: float) -> float:
     best_s, credits_s, switches_s = scores[chosen], costs.credit_s, costs.switch_s
     if duplicates_s[chosen] > 0:
         best_s = min([score for score, duplicate_s in zip(scores, duplicates_s, strict=True) if duplicate_s <= 0])
-        # What it saves by not waiting for a pod that has one, the request pays itself.
+        # The request itself pays what it saves by not waiting for a pod that holds a copy.
         owed_s -= min(credits_s[chosen], max(0.0, scores[chosen] + credits_s[chosen] - best_s))
     with_copies_s = [scores[i] + credits_s[i] - switches_s[i] - duplicates_s[i] for i in lacking]
     spared_s = math.fsum([max(0.0, best_s - with_copy_s) for with_copy_s in with_copies_s]) / len(lacking)
     price_s = max([duplicates_s[i] + switches_s[i] for i in lacking])
-    return min(owed_s + spared_s, price_s)
+    return min(owed_s + spared_s / share, price_s)

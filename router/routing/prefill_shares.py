@@ -1,58 +1,58 @@
-"""How much prefill each gateway sends of late, as they tell each other every second: which pods each tries first."""
+"""Each gateway's recent prefill, as gateways tell each other every second. It decides which pods each tries first."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from router.routing.parting import Parting
+from router.routing.parting import Parting, parted
 from router.routing.shares import ShareReport, TrafficShares
 
 _HALF_LIFE_S = 20.0
 _FRESH_S = 5.0
-"""What a gateway told counts so long. One that is gone, or that Redis keeps from telling, has no pods of its own."""
+"""How long a gateway's message counts. A gateway that is gone, or cut off from Redis, has no pods of its own."""
 _SILENT_SHARE = 0.01
-"""A gateway that does less than this share of the work counts as none."""
+"""A gateway with less than this share of the work does not count."""
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
 UNSEEN_S = 0.08
-"""From when another gateway sends a request until the pod's load report that counts it is here: on average three
-quarters of the 0.1 s in which a busy pod reports, and the way."""
+"""Mean time from another gateway's request to the arrival of a load report that counts it: three quarters of the 0.1 s
+between a busy pod's reports, and the way."""
 
 
 class PrefillShares:
     """Seconds of prefill that each gateway sent to pods that report their load. Times are of one monotonic clock.
 
-    A report tells what other gateways sent, but late. Until then a pod looks idle that was just sent a long prompt, and
-    it looks so to all alike. So each gateway tries a stretch of the pods first, as long as its share of the work, and
-    reckons on the others' pods with what those send unseen; see `Parting`. Of its own pods it knows nearly all at once.
+    A report tells what other gateways sent, but late. Until then a pod that was just sent a long prompt looks idle to
+    all other gateways. So each gateway first tries a stretch of the pods that is as long as its share of the work, and
+    knows nearly all requests on these pods at once. On other pods it allows for unseen requests; see `Parting`.
     """
 
     def __init__(self, own: str) -> None:
-        """`own`: this gateway's name, among names that are sorted alike everywhere."""
+        """`own`: this gateway's name; all gateways sort the names in the same way."""
         self._own = own
         self._own_s = 0.0
-        """As of `_as_of_s`; what was sent since is `_since_s`."""
+        """Work as of `_as_of_s`; `_since_s` is the work sent since."""
         self._as_of_s = 0.0
         self._since_s = 0.0
         self._others: dict[str, tuple[float, float]] = {}
-        """Name -> (seconds, as of), longest silent first."""
+        """Name -> (seconds of prefill, time of the message), longest silent first."""
         self._parting: Parting | None = None
         self._parted_until_s = -math.inf
 
     def sent(self, work_s: float) -> None:
-        """This gateway sends so much prefill."""
+        """Count prefill that this gateway sends."""
         self._since_s += work_s
 
     def export_s(self, now_s: float) -> float:
-        """What this gateway sent of late, for the others' `merge`."""
+        """Return this gateway's recent prefill in seconds, for the others' `merge`."""
         self._own_s = _decayed(self._own_s, now_s - self._as_of_s) + self._since_s
         self._as_of_s, self._since_s = now_s, 0.0
         self._parted_until_s = -math.inf
         return self._own_s
 
     def merge(self, gateway: str, work_s: float, as_of_s: float) -> None:
-        """Another gateway sent that of late, as it said at `as_of_s`."""
+        """Take another gateway's recent prefill, as it told at `as_of_s`."""
         self._others.pop(gateway, None)
         if len(self._others) >= _GATEWAYS:
             del self._others[next(iter(self._others))]
@@ -60,7 +60,7 @@ class PrefillShares:
         self._parted_until_s = -math.inf
 
     def parting(self, now_s: float) -> Parting | None:
-        """This gateway's own pods; None while it is the only one that sends anything."""
+        """Return this gateway's own pods; None while no other gateway sends anything."""
         if now_s >= self._parted_until_s:
             self._parting = self._parted(now_s)
         return self._parting
@@ -77,26 +77,25 @@ class PrefillShares:
         if self._own not in works_s or len(works_s) == 1:
             return None
         total_s = math.fsum(works_s.values())
-        before_s = math.fsum(work_s for name, work_s in works_s.items() if name < self._own)
         rate = (total_s - own_s) * math.log(2) / _HALF_LIFE_S
-        return Parting(before_s / total_s, (before_s + own_s) / total_s, rate * UNSEEN_S)
+        return parted(dict(sorted(works_s.items())), self._own, rate * UNSEEN_S, is_told=False)
 
 
 class ModelShares:
-    """What gateways exchange of one model."""
+    """What gateways exchange about one model."""
 
     def __init__(self, own: str, traffic: TrafficShares | None) -> None:
-        """`own`: see PrefillShares. `traffic`: the counters behind `affinity_groups`."""
+        """`own`: see `PrefillShares`. `traffic`: the counters of `affinity_groups`."""
         self.prefill = PrefillShares(own)
         self.traffic = traffic
 
     def export(self, now_s: float) -> ShareReport:
-        """This gateway's counters."""
+        """Return this gateway's counters."""
         report = ShareReport((), 0.0) if self.traffic is None else self.traffic.export(now_s)
         return replace(report, prefill_s=self.prefill.export_s(now_s))
 
     def merge(self, gateway_id: str, report: ShareReport, now_s: float) -> None:
-        """Another gateway's, as of `now_s`, in place of its last."""
+        """Take another gateway's counters, as of `now_s`, in place of its previous ones."""
         self.prefill.merge(gateway_id, report.prefill_s, now_s)
         if self.traffic is not None:
             self.traffic.merge(gateway_id, report, now_s)

@@ -1,4 +1,4 @@
-"""What each pod was given lately, and when last: settles which of several equally good pods takes a request."""
+"""Each pod's recent work and last turn: they settle which of several equally good pods takes a request."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _RESCALE_AT = 2.0**40
 
 
 class _Numbers:
-    """A number for each pod, 0 at first; beside them the same as an array for the pods that were last asked for."""
+    """A number for each pod, 0 at first. An array holds the same numbers for the pods last asked for."""
 
     def __init__(self) -> None:
         self.by_pod: dict[PodId, float] = {}
-        """Longest unchanged first."""
+        """The pod whose number is unchanged for longest comes first."""
         self._ids: Sequence[PodId] = ()
         self._rows: dict[PodId, int] = {}
         self._array = np.zeros(0)
 
     def array(self, ids: Sequence[PodId]) -> NDArray[np.float64]:
-        """The numbers of `ids`, in order; not to be changed. Fast while the same object is given."""
+        """Return the numbers of `ids`, in order; do not change the array. Fast if `ids` is the same object again."""
         if ids is not self._ids:
             self._ids, self._rows = ids, {pod_id: i for i, pod_id in enumerate(ids)}
             self._array = np.array([self.by_pod.get(pod_id, 0.0) for pod_id in ids])
         return self._array
 
     def set(self, pod_id: PodId, number: float) -> None:
-        """Change a pod's number; of more than `_PODS` the longest unchanged is forgotten."""
+        """Change a pod's number. Beyond `_PODS` pods the longest unchanged number is forgotten."""
         self.by_pod.pop(pod_id, None)
         self.by_pod[pod_id] = number
         self._show(pod_id, number)
@@ -41,7 +41,7 @@ class _Numbers:
             self._show(forgotten, 0.0)
 
     def divide(self, by: float) -> None:
-        """Change every number."""
+        """Divide every number."""
         self.by_pod = {pod_id: number / by for pod_id, number in self.by_pod.items()}
         self._array /= by
 
@@ -70,7 +70,7 @@ class RecentWork:
         return tokens
 
     def rank(self, pod_id: PodId) -> float:
-        """The greater, the more recent work; comparable until the next `add`."""
+        """Return a number that grows with recent work; numbers are comparable until the next `add`."""
         return self._sent.by_pod.get(pod_id, 0.0)
 
     def ranks(self, ids: Sequence[PodId]) -> NDArray[np.float64]:
@@ -97,7 +97,7 @@ class Turns:
         self._count = 0
 
     def last(self, pod_id: PodId) -> float:
-        """Number of the pod's last turn, the greater the later; 0: it had none."""
+        """Return the number of the pod's last turn, greater if later; 0: it had none."""
         return self._taken.by_pod.get(pod_id, 0.0)
 
     def lasts(self, ids: Sequence[PodId]) -> NDArray[np.float64]:
@@ -105,6 +105,6 @@ class Turns:
         return self._taken.array(ids)
 
     def take(self, pod_id: PodId) -> None:
-        """It is this pod's turn."""
+        """Give the pod the latest turn."""
         self._count += 1
         self._taken.set(pod_id, float(self._count))

@@ -1,4 +1,4 @@
-"""What a pod last said of its load, and the share of it that this gateway did not send. It counts less with age."""
+"""A pod's last load report, and the part of that load that this gateway did not send. It counts less with age."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FRESH_S = 3.0
 STALE_S = 10.0
 """... and not at all from this one."""
 PARTS = 1_000_000
-"""Of a KV cache of which only the used share is told."""
+"""Blocks that stand for a KV cache if only its used share is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Counts:
     """Share of the KV cache that running requests hold, 0 to 1; None: not told."""
 
     def as_load(self) -> LoadReport:
-        """As far as a report can say it."""
+        """Return the counts as a load report, without what metrics do not tell."""
         total = 0 if self.kv_used is None else PARTS
         free = round((1 - (self.kv_used or 0.0)) * total)
         return LoadReport(self.running, self.waiting, blocks_free=free, blocks_total=total)
@@ -42,9 +42,9 @@ class Reported:
         self.load: LoadReport | None = None
         self.at_s = 0.0
         self.fetch: FetchCosts = NO_FETCH_COSTS
-        """What fetching from its tiers takes, by the last report that said so."""
+        """What fetching from the pod's tiers costs, by the last report that told it."""
         self.is_count = False
-        """Whether it was the engine's count of its requests, of which some may be heard of later."""
+        """Whether the last report was the engine's count of its requests. This gateway may learn of some later."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
@@ -52,10 +52,10 @@ class Reported:
         self.others_until_s = 0.0
         """When the others' prefill should end."""
         self._waiting_since_s = math.inf
-        """When the first of the reports came that, without a break, say that requests wait; infinite: none does."""
+        """When the unbroken run of reports with waiting requests began; infinite if the last report has none."""
 
     def note(self, load: LoadReport, now_s: float) -> None:
-        """A report has come. What of it is the others' share is for the caller to say."""
+        """Take a report. The caller sets which part of it is the others'."""
         self.load, self.at_s = load, now_s
         if load.fetch is not NO_FETCH_COSTS and load.fetch != NO_FETCH_COSTS:  # snapshots do not tell them
             self.fetch = load.fetch
@@ -65,8 +65,8 @@ class Reported:
         self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
 
     def known_since(self, sent_s: float) -> None:
-        """A request that another gateway sent at `sent_s` is known from now on. Where it was counted, as one of the
-        others', it is so no more: else it would be there twice until the next count."""
+        """Take out of the others' share a request that another gateway sent at `sent_s` and that is known from now on.
+        Otherwise it would count twice until the next count."""
         others = self.others
         if not self.is_count or sent_s > self.at_s or not others.running:
             return
@@ -84,20 +84,25 @@ class Reported:
             )
 
     def trust(self, now_s: float) -> float:
-        """How much the last report counts: 1 while it is fresh, 0 once it is stale, and where there is none."""
+        """Return how much the last report counts: 1 while it is fresh, 0 once it is stale or if there is none."""
         age_s = now_s - self.at_s
         if self.load is None or age_s >= STALE_S:
             return 0.0
         return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
 
+    def unsure_s(self, step_s: float) -> float:
+        """Return by how much a running step of `step_s` may end later than predicted, which is halfway
+        (`step_left_s`). It is 0 if other gateways send here, too: a late first token then tells of their prefill."""
+        return 0.0 if self.others.running else step_s / 2
+
     def backed_up_s(self, now_s: float) -> float:
-        """Seconds for which every report has said that requests wait; 0 where the last says no, or is old."""
+        """Return seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
         if now_s - self.at_s >= FRESH_S:
             return 0.0
         return max(0.0, now_s - self._waiting_since_s)
 
     def add_to(self, view: PodView, now_s: float) -> None:
-        """Add what the last report says beyond this gateway's own requests; the older, the less it counts."""
+        """Add the others' share of the last report to `view`; the older the report, the less it counts."""
         trust = self.trust(now_s)
         if not trust:
             return

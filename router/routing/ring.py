@@ -1,4 +1,4 @@
-"""Consistent-hash rings, kept for the sets of pods seen last."""
+"""Consistent-hash rings, kept for the last few sets of pods."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.routing.wide import Floats, PodTable, WidePods
 VNODES = 100
 """Points on the ring of a pod of weight 1: shares of equal pods then differ by about 10 %."""
 _RINGS_KEPT = 8
-"""Retries leave single pods out, so a few sets alternate; building a ring costs about 0.1 ms a pod."""
+"""Retries leave out single pods, so a few sets alternate; building a ring costs about 0.1 ms a pod."""
 
 
 class Rings:
-    """A ring for each set of pods; a pod keeps its points in all of them."""
+    """A ring for each set of pods; a pod has the same points on all rings."""
 
     def __init__(self) -> None:
         self._rings: dict[frozenset[tuple[PodId, float]], HashRing] = {}
@@ -32,11 +32,11 @@ class Rings:
         return PodId(self._ring_of(pods).get_node(str(key)))
 
     def successors(self, key: PrefixKey, pods: Sequence[PodView], count: int | None = None) -> Iterator[PodId]:
-        """Distinct pods in ring order from `key`: all, or the first `count`."""
+        """Yield distinct pods in ring order from `key`: all, or the first `count`."""
         return islice((PodId(name) for name in self._ring_of(pods).iterate_nodes(str(key))), count)
 
     def successors_wide(self, key: PrefixKey, pods: WidePods) -> Iterator[int]:
-        """As `successors`: rows."""
+        """Yield the rows of all `successors`."""
         weights, wide = pods.columns.weight, self._wide
         if wide is None or wide[0] is not pods.table or not np.array_equal(wide[1], weights):
             of_pods = zip(pods.table.ids, weights.tolist(), strict=True)

@@ -11,7 +11,7 @@ from router.routing.wide import WidePods, WidePolicy
 
 
 class RoundRobin(WidePolicy):
-    """The pod whose id follows the one chosen last. The place in the order survives changes of the set of pods."""
+    """Chooses the pod whose id follows the last chosen one. Changes of the set of pods do not lose the place."""
 
     name = "round_robin"
 

@@ -5,43 +5,47 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 EARLY_S = 1e-6
-"""Rows are made anew this much before a limit, as sums of times are rounded."""
+"""Rows are made anew this long before a limit, because sums of times are rounded."""
 
 Number = TypeVar("Number")
 
 
 class PodRow(NamedTuple, Generic[Number]):
-    """`PodView` in numbers that stay what they are while time passes: `wide.py` has a column of each.
+    """`PodView` in numbers that do not change while time passes: `wide.py` has a column of each.
 
-    A request waits until `free_at_s`; if `due_s` is past, until at least as long after now as that is before, and a
-    step of `late_step_s`; and then for what the others sent, until `others_until_s`, times `others_trust`.
+    A request waits until `free_at_s`. If `due_s` is past, it waits at least as long again as `due_s` is past, and a
+    step of `late_step_s`. Then it waits for what the others sent, until `others_until_s`, times `others_trust`.
     """
 
     free_at_s: Number
     due_s: Number
-    """When the oldest request whose first token can be seen should have had it; infinite without one."""
+    """From when the first token of the oldest request that streams is late; infinite without such a request."""
     late_step_s: Number
     others_until_s: Number
     others_trust: Number
     others_span_s: Number
-    """Seconds that the others' prefill took from when it was reported."""
+    """Seconds that the others' prefill takes, counted from its report."""
     others_uncached: Number
-    """Their prompt tokens to be prefilled when it was reported, as far as that is trusted."""
+    """The others' prompt tokens still to be prefilled at that report, times the trust in it."""
     own_uncached: Number
     in_flight: Number
     decoding: Number
     context_tokens: Number
     stepped_s: Number
+    sent_s: Number
     fullness: Number
     token_s: Number
     overhead_s: Number
     weight: Number
+    shared_latency_s: Number
+    shared_token_s: Number
+    """Seconds a token to fetch from the shared tier, as the pod tells; 0: it has none, or says nothing."""
     is_prior: Number
     valid_until_s: Number
-    """When the pod has to be looked at again, if nothing happens to it before."""
+    """When the row has to be made anew even if nothing happens to the pod."""
 
 
 def fullness(kv_used: float) -> float:
-    """What KV pressure grows with: convex, about 6 at 90 % and 46 at 98 %, where it ends."""
+    """Return the measure that KV pressure is proportional to: convex, about 6 at 90 %, and 46 from 98 % on."""
     full = min(kv_used, 0.98)
     return full**4 / (1 - full)

@@ -1,4 +1,4 @@
-"""Requests on their pod, as the gateway reckons with them."""
+"""Requests on a pod, as the gateway tracks them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,38 @@ from typing import NamedTuple
 
 @dataclass(slots=True)
 class Sent:
-    """A request of this gateway that the pod has not finished."""
+    """A request that the pod has not finished."""
 
     prompt_tokens: int
     uncached_tokens: int
     context_tokens: int
-    """Expected mean length of its context while it decodes."""
+    """Expected mean length of the context while the request decodes."""
     work_s: float
-    """Time it takes: its prefill, and what decodes beside it in its steps beyond the first."""
+    """Seconds it takes: its prefill, and the decoding in the steps of its prefill beyond the first."""
     sent_s: float
     due_s: float
     """When its prefill should end."""
     promised_s: float
-    """The same, as it was thought when it was sent."""
+    """`due_s` as it was predicted when the request was sent."""
     streams: bool
     was_alone: bool
     """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
-    requests at a time; taken from one first token to the next, a pod would look the faster the more it is sent."""
+    requests at a time, so times between first tokens would make a pod look faster the more it is sent."""
     loads_adapter: bool = False
-    """Its adapter had to be loaded for it."""
+    """The pod had to load the adapter for this request."""
+    is_elsewhere: bool = False
+    """Another gateway sent the request, and tells of its first token."""
     service_s: float | None = field(default=None, init=False)
-    """Time to its first token, where that tells the pod's speed once it is known how much was computed for it."""
+    """Seconds to the first token, if they tell the pod's speed as soon as the computed tokens are known."""
+
+    def late_from_s(self, spread: float, unsure_s: float) -> float:
+        """Return the time from which a missing first token is late. Neither noise explains it (`spread`: of the pool's
+        answers), nor the unknown end of the step that ran when the request came (`unsure_s`)."""
+        return self.due_s + spread * (self.due_s - self.sent_s) + unsure_s
 
 
 class Mark(NamedTuple):
-    """How much was known of a pod at one moment."""
+    """What was known of a pod at one moment."""
 
     in_flight: int
     sent: int

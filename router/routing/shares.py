@@ -1,4 +1,4 @@
-"""Which prefixes carry how much of the recent traffic: decayed counters, summed over gateways."""
+"""Shares of prefixes in recent traffic: decayed counters, summed over gateways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.contract.keys import PrefixKey
 _RESCALE_AT = 2.0**40
 _GATEWAYS_KEPT = 64
 _FORGOTTEN_AFTER = 10
-"""Half-lives after which a silent gateway's counters are dropped: a thousandth is left of them."""
+"""Half-lives after which a silent gateway's counters are dropped: a thousandth of them is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ShareReport:
     keys: tuple[KeyWeight, ...]
     total: float
     prefill_s: float = 0.0
-    """Of late; see `PrefillShares`."""
+    """Decayed seconds of prefill that the gateway sent; see `PrefillShares`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Popularity:
     """Shares of the traffic of all gateways, 0 to 1."""
 
     share: float
-    """Of requests that begin with the key."""
+    """Share of requests that begin with the key."""
     own: float
-    """Of these, requests that begin with no longer popular key."""
+    """Share of requests that begin with the key, and with no longer popular key."""
 
 
 class TrafficShares:
     """Weight of recent requests by prefix key; a weight halves every `half_life_s`.
 
-    Between `limit` and twice as many keys are kept, the heaviest, of the first `depth_strides` keys of each request.
+    Only the first `depth_strides` keys of a request count. The heaviest keys are kept: `limit` to twice `limit`.
     """
 
     def __init__(self, *, half_life_s: float, limit: int, depth_strides: int) -> None:
@@ -84,7 +84,7 @@ class TrafficShares:
             self._parents = {key: self._parents[key] for key in self._weights}
 
     def share(self, key: PrefixKey, now_s: float) -> float:
-        """Share of all gateways' recent traffic that begins with `key`, 0 to 1."""
+        """Return the share of all gateways' recent traffic that begins with `key`, 0 to 1."""
         weight, total = self._weights.get(key, 0.0) / self._unit(now_s), self._total / self._unit(now_s)
         for report, factor in self._others(now_s):
             weight += factor * sum(item.weight for item in report.keys if item.key == key)
@@ -92,7 +92,7 @@ class TrafficShares:
         return weight / total if total > 0 else 0.0
 
     def popular(self, min_share: float, now_s: float) -> dict[PrefixKey, Popularity]:
-        """Every key with at least that share."""
+        """Return every key with at least that share."""
         unit = self._unit(now_s)
         weights: defaultdict[PrefixKey, float] = defaultdict(float)
         parents = dict(self._parents)
@@ -115,14 +115,14 @@ class TrafficShares:
         return {key: Popularity(share, max(0.0, own[key])) for key, share in shares.items()}
 
     def export(self, now_s: float) -> ShareReport:
-        """This gateway's own counters, for the others' `merge`."""
+        """Return this gateway's own counters, for the others' `merge`."""
         unit = self._unit(now_s)
         heaviest = nlargest(self._limit, self._weights.items(), key=lambda item: item[1])
         keys = tuple(KeyWeight(key, self._parents[key], weight / unit) for key, weight in heaviest)
         return ShareReport(keys, self._total / unit)
 
     def merge(self, gateway_id: str, report: ShareReport, now_s: float) -> None:
-        """Take another gateway's latest report, in place of its last."""
+        """Take another gateway's latest report in place of its previous one."""
         self._reports.pop(gateway_id, None)
         self._reports[gateway_id] = (report, now_s)
         for silent in [name for name, (_, at_s) in self._reports.items() if self._is_forgotten(at_s, now_s)]:
@@ -134,7 +134,7 @@ class TrafficShares:
         return now_s - at_s > _FORGOTTEN_AFTER * self._half_life_s
 
     def _others(self, now_s: float) -> list[tuple[ShareReport, float]]:
-        """The other gateways' reports with the factor they have decayed to."""
+        """Return the other gateways' reports, each with its factor of decay since."""
         return [(report, 2 ** ((at_s - now_s) / self._half_life_s)) for report, at_s in self._reports.values()]
 
     def _unit(self, now_s: float) -> float:

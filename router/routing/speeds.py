@@ -1,11 +1,11 @@
-"""How fast pods are that do not say so: learnt from the times to their first tokens, together for pods that are alike.
+"""Speeds of pods that do not tell them: learnt from times to first token, together for pods that are alike.
 
     seconds = factor of the pod * level * (base_s + token_s * uncached tokens)
 
-On a machine that others use too, answers of one pod differ tenfold within a minute. Two equal pods, each fitted by
-itself, then come out several times apart, and a request leaves the pod that holds its prefix for one that only seems
-faster. So base, tokens and level are learnt from all of them, and a pod's own factor stays near 1 until its answers
-have told something else for long enough: the noisier the answers, the longer (empirical Bayes).
+On a shared machine one pod's times differ tenfold within a minute. Two equal pods, each fitted by itself, then come out
+several times apart, and a request leaves the pod that holds its prefix for a pod that only seems faster. So `base_s`,
+`token_s` and the level are learnt from all pods together. A pod's own factor stays near 1 until its answers differ for
+long enough: the noisier the answers, the longer (empirical Bayes).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakSet, WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 from engine.contract.load import StepCost
 from router.routing.adapters import AdapterLoads
@@ -23,33 +23,35 @@ from router.routing.types import PodId
 
 _FASTEST_TOKEN_S = 1e-7
 _SIZE_ANSWERS = 50
-"""About so many answers of each size count: cached prompts must not wipe out what is known of long ones."""
+"""About this many answers of each size count: cached prompts must not wipe out what is known of long prompts."""
 _LEVEL_ANSWERS = 20
-"""About so many count in the level, and two more for each pod: it follows a machine that all of them share."""
+"""About this many answers count in the level, and two more for each pod: it follows a machine that the pods share."""
 _PRIOR_WEIGHT = 0.01
 _PRIOR_TOKENS = 2000.0
-"""The prior counts as two requests of that weight: one of no tokens, one of so many."""
+"""The prior counts as two requests: one of no tokens, one of this many."""
 _OUTLIER = math.log(10.0)
-"""A time this many times the expected one counts as that: one stall must not spoil the fit, a slow pod still shows."""
+"""Times are cut off at this multiple of the expected one: one stall must not spoil the fit; a slow pod still shows."""
 _TOLD_AGAIN = math.log(1.05)
-"""Pods hear of the pool's constants when these have moved by so much."""
+"""Pods are told the pool's constants when these have moved by this much."""
+_TOLD_PART = math.exp(_TOLD_AGAIN) - 1
 _FACTOR_VARIANCE = 0.5
-"""Of the logarithms of pods' factors: one of them in three is twice as fast as another."""
+"""Prior variance of the logarithm of a pod's factor: about one pod in three is twice as fast as another."""
 _NOISE_VARIANCE = 0.25
-"""Of the logarithm of an answer's time, until answers tell."""
+"""Prior variance of the logarithm of an answer's time."""
 _NOISE_ANSWERS = 50
 _LEAST_NOISE = 0.01
 _SPELL_S = 6.0
-"""Whatever slows a machine goes on for about so long: answers of that time are one sign, not many."""
+"""A slow spell of a machine lasts about this long: answers within it are one observation, not many."""
 _HALF_LIFE_S = 30.0
-"""Of what a pod's answers told of its factor."""
+"""Half-life of what a pod's answers told of its factor."""
 _SAME_FACTOR = math.log(1.05)
 _MOST_SPREAD = 3.0
+_Terms = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class LearntSpeed:
-    """What a pool knows, for one that knows nothing yet. Logarithms are natural."""
+    """What a pool has learnt, as a start for a new pool. Logarithms are natural."""
 
     level: float
     noise: float
@@ -61,86 +63,123 @@ class LearntSpeed:
 
 @dataclass(frozen=True, slots=True)
 class LearntFactor:
-    """What is known of one pod of a pool."""
+    """What a pool's answers told of one pod."""
 
     factor: float
     evidence_s: float
     mean: float
 
 
+def _terms(answers: float, tokens: float, seconds: float) -> _Terms:
+    """Return the terms that `answers` of `seconds` on average add to a least squares fit of relative errors: the sums
+    of the weight, and of the weight times tokens, tokens squared, seconds, and tokens times seconds."""
+    weight = answers / (seconds * seconds)
+    return weight, weight * tokens, weight * tokens * tokens, weight * seconds, weight * tokens * seconds
+
+
+class _Size:
+    """Answers to prompts of about one size: how many count, their mean tokens, and the mean logarithm of their seconds
+    at level 0. `terms` is kept, because an answer changes one size, and the fit is over all sizes."""
+
+    __slots__ = ("answers", "seconds", "terms", "tokens")
+
+    def __init__(self, answers: float, tokens: float, seconds: float) -> None:
+        self.answers, self.tokens, self.seconds = answers, tokens, seconds
+        self.terms = _terms(answers, tokens, math.exp(seconds))
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add one answer; `seconds`: the logarithm."""
+        answers = self.answers = min(self.answers + 1, _SIZE_ANSWERS)
+        self.tokens += (tokens - self.tokens) / answers
+        self.seconds += (seconds - self.seconds) / answers
+        self.terms = _terms(answers, self.tokens, math.exp(self.seconds))
+
+
+_OF_NONE = _terms(_PRIOR_WEIGHT, 0.0, PRIOR.base_s)
+_OF_SOME = _terms(_PRIOR_WEIGHT, _PRIOR_TOKENS, PRIOR.base_s + PRIOR.token_s * _PRIOR_TOKENS)
+_PRIOR_TERMS: _Terms = tuple(none + some for none, some in zip(_OF_NONE, _OF_SOME, strict=True))  # type: ignore[assignment]
+
+
 class Member(Protocol):
     """A pod of a pool."""
 
     def speed_changed(self, now_s: float) -> None:
-        """The constants of the pool are others now."""
+        """Take note that the pool's constants have changed."""
         ...
 
 
 class SpeedPool:
-    """What is known of the speed of pods that are alike: same model, same kind of engine."""
+    """The learnt speed of pods that are alike: same model, same kind of engine."""
 
     def __init__(self, engine: str = "unknown") -> None:
-        """`engine`: which kind of engine they are."""
+        """`engine`: the kind of engine of the pods."""
         self.engine = engine
         self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
-        """Without `base_s`: from outside a fixed time of each step and one of each request look alike, and a queue is
-        no longer for the second."""
+        """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like one of each
+        request, and the second does not make a queue longer."""
         self.overhead_s = 0.0
-        """Fixed seconds of each request: its share of steps, and what the engine does before and after."""
+        """Fixed seconds of each request: its share of steps, and the engine's work before and after."""
         self.observations = 0
-        self._members: WeakSet[Member] = WeakSet()
+        self._members: dict[ReferenceType[Member], None] = {}
+        """Weak references: nothing announces a pod's end. Iterating a WeakSet takes longer than telling the pods."""
         self._base_s, self._token_s = PRIOR.base_s, PRIOR.token_s
         self._level = 0.0
         self._noise = _NOISE_VARIANCE
         self._noises = _NOISE_ANSWERS / 10
         self._evidence, self._mean, self._evidence_at_s = 0.0, 0.0, -math.inf
-        """As of a pod, over all of them."""
-        self._sizes: dict[int, list[float]] = {}
-        """By the binary digits of the uncached tokens: answers that count, mean tokens, mean logarithm of seconds at
-        level 0."""
+        """The evidence and mean of `PodSpeed`, over all pods."""
+        self._sizes: dict[int, _Size] = {}
+        """Keyed by the bit length of the uncached tokens."""
 
     def join(self, member: Member) -> None:
-        """Tell it when the constants change."""
-        self._members.add(member)
+        """Tell the member when the constants change."""
+        own = ref(self)  # with a strong reference the pool would live until the garbage collector finds it
+
+        def leave(gone: ReferenceType[Member]) -> None:
+            if (pool := own()) is not None:
+                pool._members.pop(gone, None)
+
+        self._members[ref(member, leave)] = None
 
     @property
     def learnt(self) -> LearntSpeed | None:
-        """What answers taught, of which there were enough; else None."""
+        """Return what the answers taught; None if there were too few."""
         if self.observations < ENOUGH_OBSERVATIONS:
             return None
-        sizes = {digits: (n, tokens, seconds) for digits, (n, tokens, seconds) in self._sizes.items()}
+        sizes = {digits: (size.answers, size.tokens, size.seconds) for digits, size in self._sizes.items()}
         return LearntSpeed(self._level, self._noise, self._noises, self.observations, sizes)
 
     def begin_with(self, learnt: LearntSpeed) -> None:
-        """Know what another gateway has learnt. For a pool that has no member yet."""
+        """Begin with what another gateway has learnt. For a pool without members."""
         self._level, self._noise = learnt.level, max(_LEAST_NOISE, learnt.noise)
         self._noises = min(learnt.noises, _NOISE_ANSWERS)
         self.observations = learnt.observations
         self._sizes = {
-            digits: [min(n, _SIZE_ANSWERS), tokens, seconds] for digits, (n, tokens, seconds) in learnt.sizes.items()
+            digits: _Size(min(n, _SIZE_ANSWERS), tokens, seconds)
+            for digits, (n, tokens, seconds) in learnt.sizes.items()
         }
         self._solve()
         self._tell(0.0)
 
     @property
     def noise(self) -> float:
-        """Variance of the logarithm of an answer's time."""
+        """Return the variance of the logarithm of an answer's time."""
         return self._noise
 
     @property
     def spread(self) -> float:
-        """By which part a time is usually longer than expected, if it is longer."""
+        """Return the usual relative excess of a time that is longer than expected."""
         return min(_MOST_SPREAD, math.exp(math.sqrt(self._noise)) - 1)
 
     def log_ratio(self, uncached_tokens: int, service_s: float) -> float:
-        """Logarithm of a time in relation to the expected one of a pod with factor 1."""
+        """Return the logarithm of a time over the expected time of a pod with factor 1."""
         expected_s = self._base_s + self._token_s * uncached_tokens
         ratio = math.log(max(service_s, 1e-6) / expected_s) - self._level
         return min(max(ratio, -_OUTLIER), _OUTLIER)
 
     def mean_with(self, log_ratio: float, gained: float, now_s: float) -> float:
-        """The mean of all pods' log ratios, this one included, which counts for so many seconds."""
+        """Return the mean of all pods' log ratios, with this one, which counts for `gained` seconds."""
         self._evidence *= math.exp2(-max(0.0, now_s - self._evidence_at_s) / _HALF_LIFE_S)
         self._evidence += gained
         self._evidence_at_s = now_s
@@ -149,37 +188,35 @@ class SpeedPool:
         return self._mean
 
     def saw_noise(self, deviation: float) -> None:
-        """A log ratio was so far from the mean of its pod."""
+        """Count a log ratio's `deviation` from the mean of its pod."""
         self._noises = min(self._noises + 1, _NOISE_ANSWERS)
         self._noise = max(_LEAST_NOISE, self._noise + (deviation**2 - self._noise) / self._noises)
 
     def observe(self, uncached_tokens: int, log_ratio: float, now_s: float) -> None:
-        """A prefill took e ** `log_ratio` times what was expected of its pod, which has that factor."""
+        """Count a prefill that took e ** `log_ratio` times what the pool expects of its pod, with the pod's factor."""
         self.observations += 1
         weight = 1 / min(self.observations + 1, _LEVEL_ANSWERS + 2 * len(self._members))
         expected_s = self._base_s + self._token_s * uncached_tokens
         seconds = math.log(expected_s) + (1 - weight) * log_ratio
         self._level += weight * log_ratio
-        size = self._sizes.setdefault(uncached_tokens.bit_length(), [0.0, 0.0, 0.0])
-        size[0] = min(size[0] + 1, _SIZE_ANSWERS)
-        size[1] += (uncached_tokens - size[1]) / size[0]
-        size[2] += (seconds - size[2]) / size[0]
+        digits = uncached_tokens.bit_length()
+        size = self._sizes.get(digits)
+        if size is None:
+            size = self._sizes[digits] = _Size(0.0, 0.0, 0.0)
+        size.add(uncached_tokens, seconds)
         self._solve()
         self._tell(now_s)
 
     def _solve(self) -> None:
-        """Least squares of relative errors over sizes and the prior."""
-        w = t = tt = y = ty = 0.0
-        prior_s = PRIOR.base_s + PRIOR.token_s * _PRIOR_TOKENS
-        points = [(_PRIOR_WEIGHT, 0.0, PRIOR.base_s), (_PRIOR_WEIGHT, _PRIOR_TOKENS, prior_s)]
-        points += [(n, tokens, math.exp(seconds)) for n, tokens, seconds in self._sizes.values()]
-        for n, tokens, seconds in points:
-            weight = n / (seconds * seconds)
-            w += weight
-            t += weight * tokens
-            tt += weight * tokens * tokens
-            y += weight * seconds
-            ty += weight * tokens * seconds
+        """Fit the constants by least squares of relative errors over sizes and the prior."""
+        w, t, tt, y, ty = _PRIOR_TERMS
+        for size in self._sizes.values():
+            of_w, of_t, of_tt, of_y, of_ty = size.terms
+            w += of_w
+            t += of_t
+            tt += of_tt
+            y += of_y
+            ty += of_ty
         token_s = max((w * ty - t * y) / (w * tt - t * t), _FASTEST_TOKEN_S)
         base_s = (y - token_s * t) / w
         if base_s < 0:
@@ -191,16 +228,16 @@ class SpeedPool:
         base_s, token_s = level * self._base_s, level * self._token_s
         told_s, told_token_s = self.overhead_s, self.cost.token_s
         moved = abs(math.log(token_s / told_token_s))
-        if moved < _TOLD_AGAIN and abs(base_s - told_s) < (math.exp(_TOLD_AGAIN) - 1) * (base_s + 100 * token_s):
+        if moved < _TOLD_AGAIN and abs(base_s - told_s) < _TOLD_PART * (base_s + 100 * token_s):
             return
         self.cost, self.overhead_s = StepCost(token_s=token_s), base_s
-        for member in self._members:
-            member.speed_changed(now_s)
+        for member in list(self._members):
+            if (pod := member()) is not None:
+                pod.speed_changed(now_s)
 
 
 class PodSpeed:
-    """What is known of one pod's speed, best source first: its own constants, answers seen of it and its like, the
-    prior."""
+    """One pod's speed, by the best source there is: constants that the pod tells, answers of its pool, the prior."""
 
     __slots__ = ("_evidence", "_mean", "_observed_s", "_reported", "cost", "factor", "overhead_s", "pool")
 
@@ -209,15 +246,15 @@ class PodSpeed:
         self.cost = pool.cost
         self.overhead_s = pool.overhead_s
         self.factor = 0.0
-        """Logarithm of it."""
+        """Natural logarithm of the pod's factor."""
         self._reported: StepCost | None = None
         self._observed_s: float | None = None
         self._evidence = self._mean = 0.0
-        """Seconds in which answers were seen, and the mean log ratio in them."""
+        """Seconds in which answers were seen, and their mean log ratio."""
 
     @property
     def is_reported(self) -> bool:
-        """Whether the constants are the pod's own."""
+        """Whether the pod told the constants."""
         return self._reported is not None
 
     @property
@@ -226,7 +263,7 @@ class PodSpeed:
         return 0.0 if self._reported is not None else self.pool.spread
 
     def is_known(self, now_s: float) -> bool:
-        """Whether `cost` rests on anything but the prior, and old or few observations."""
+        """Whether `cost` rests on more than the prior and a few or old observations."""
         if self._reported is not None:
             return True
         if self._observed_s is None or now_s - self._observed_s > OBSERVATION_S:
@@ -235,30 +272,30 @@ class PodSpeed:
 
     @property
     def known_until_s(self) -> float:
-        """When `is_known` ends to be so if nothing more is heard, once it is."""
+        """Return when `is_known` becomes false if nothing more is heard. For a known speed."""
         return math.inf if self._reported is not None or self._observed_s is None else self._observed_s + OBSERVATION_S
 
     @property
     def learnt(self) -> LearntFactor | None:
-        """What answers taught of this pod beside its pool; None without any."""
+        """Return what answers taught of this pod relative to its pool; None without answers."""
         if self._reported is not None or not self._evidence:
             return None
         return LearntFactor(self.factor, self._evidence, self._mean)
 
     def begin_with(self, learnt: LearntFactor) -> None:
-        """Know what another gateway has learnt of the pod. For one of which no answer was seen yet."""
+        """Begin with what another gateway has learnt of the pod. For a pod without answers."""
         self.factor, self._evidence, self._mean = learnt.factor, learnt.evidence_s, learnt.mean
         self.use_pool()
 
     def report(self, cost: StepCost) -> None:
-        """The pod's own constants; ignored while it knows none."""
+        """Take the pod's own constants; ignored while the pod knows none."""
         if cost.token_s > 0:
             self._reported = self.cost = cost
             self.overhead_s = 0.0
 
     def observe(self, uncached_tokens: int, service_s: float, now_s: float, *, loaded: bool = False) -> None:
-        """A prefill took `service_s`, waiting for others not counted. `loaded`: an adapter was loaded for it in that
-        time, so it tells of that, and of the speed nothing."""
+        """Count a prefill that took `service_s` without waiting for others. `loaded`: the time contains loading an
+        adapter, so it tells about that, and nothing about the speed."""
         if loaded:
             if self.is_known(now_s):
                 expected_s = self.overhead_s + self.cost.base_s + self.cost.token_s * uncached_tokens
@@ -285,7 +322,7 @@ class PodSpeed:
         self.use_pool()
 
     def use_pool(self) -> None:
-        """Take the constants of the pool, by the pod's factor."""
+        """Use the constants of the pool times the pod's factor."""
         if self._reported is not None:
             return
         pool = self.pool
@@ -304,10 +341,10 @@ class Speeds:
         """A pool lives as long as its pods."""
         self._learnt: dict[tuple[str, str], LearntSpeed] = {}
         self._factors: dict[PodId, LearntFactor] = {}
-        """Of pools and pods that do not exist yet."""
+        """What `expect` was told of pods that do not exist yet."""
 
     def of(self, model: str, engine: str) -> SpeedPool:
-        """The pool of such pods."""
+        """Return the pool of the pods of `model` on `engine`."""
         pool = self._pools.get((model, engine))
         if pool is None:
             pool = self._pools[model, engine] = SpeedPool(engine)
@@ -316,10 +353,10 @@ class Speeds:
         return pool
 
     def factor_of(self, pod: PodId) -> LearntFactor | None:
-        """What another gateway had learnt of a pod that is new here; told once."""
+        """Return what another gateway had learnt of a pod that is new here, and forget it."""
         return self._factors.pop(pod, None)
 
     def expect(self, model: str, speeds: Mapping[str, LearntSpeed], factors: Mapping[PodId, LearntFactor]) -> None:
-        """Pools and pods that come to exist begin with these. `speeds`: by the kind of engine."""
+        """Let new pools and pods begin with these. `speeds`: by the kind of engine."""
         self._learnt |= {(model, engine): speed for engine, speed in speeds.items()}
         self._factors |= factors

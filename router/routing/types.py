@@ -1,7 +1,7 @@
 """What a policy sees and what it answers. Times are seconds of the gateway's monotonic clock.
 
-What is made for every request is never changed once it was given away, though not frozen: freezing makes making it five
-times as dear, and a decision makes a view for each pod.
+Objects made for every request are never changed after they are handed out. They are not frozen all the same: a frozen
+dataclass takes five times as long to make, and a decision makes a view for each pod.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.contract.load import StepCost
 from router.routing.parting import Parting
 
 PodId = NewType("PodId", str)
-"""What an engine calls itself (`x-warmroute-pod`), or host:port of one that has no name for itself."""
+"""The name an engine gives itself (`x-warmroute-pod`), or host:port of an engine without one."""
 
 
 @dataclass(slots=True)
 class RequestInfo:
-    """A request, as far as routing cares."""
+    """What routing knows of a request."""
 
     keys: tuple[PrefixKey, ...]
     """Prefix keys, shortest prefix first; empty for a prompt shorter than one stride."""
@@ -30,14 +30,20 @@ class RequestInfo:
     """Estimated from the canonical bytes and the model's learnt bytes per token; at least 1."""
     now_s: float
     output_tokens: int = 128
-    """Expected length of the answer: learnt mean, or less where the request says so."""
+    """Expected length of the answer: the learnt mean, or less if the request says so."""
     parting: Parting | None = None
-    """Which pods this gateway tries before others do; None where it is the only one."""
+    """Which pods this gateway tries before others do; None if it is the only gateway."""
     regret: float = 0.0
     """Probability that what a full pod evicts for the request is asked for again, 0 to 1."""
     session: int = 0
-    """What its client calls a session, as a 64-bit number: among pods that are equal in all else, requests of one
-    session go to one. 0: it names none."""
+    """The client's session id as a 64-bit number; 0 without one. Among pods that are equal in all else, requests of
+    one session go to the same pod."""
+
+    @property
+    def share(self) -> float:
+        """Share of all gateways' work that this gateway's requests stand for, above 0, at most 1: see
+        `Parting.share`."""
+        return 1.0 if self.parting is None else self.parting.share
 
 
 @dataclass(slots=True)
@@ -52,9 +58,9 @@ class PodView:
     disk_tokens: int = 0
     """Of these, tokens that must come from disk."""
     in_flight: int = 0
-    """Requests of this gateway the pod has not finished, plus others' share from the pod's report."""
+    """This gateway's requests that the pod has not finished, plus others' share from the pod's report."""
     in_flight_uncached_tokens: int = 0
-    """Prompt tokens of those still to be prefilled."""
+    """Prompt tokens of these requests that are still to be prefilled."""
     decoding: int = 0
     context_tokens: int = 0
     """Tokens in the contexts of the decoding requests."""
@@ -62,27 +68,32 @@ class PodView:
     """Predicted time at which the pod's queued prefill ends; in the past for an idle pod."""
     stepped_s: float = -math.inf
     """When a step of the pod was last seen to end: a first token or the end of an answer came."""
+    sent_s: float = -math.inf
+    """When a request was last sent to the pod, as far as this gateway knows."""
     cost: StepCost = field(default_factory=StepCost)
     """Learnt constants of the pod; never all zero (a prior stands in until something is known)."""
     cost_is_prior: bool = False
-    """Whether nothing was heard of the pod's speed lately: it is to be taken for as fast as its peers."""
+    """Whether nothing was heard of the pod's speed lately; the pod then counts as fast as its peers."""
     kv_used: float = 0.0
-    """Share of KV blocks that running requests hold, 0 to 1; 0 where unknown."""
+    """Share of KV blocks that running requests hold, 0 to 1; 0 if unknown."""
     weight: float = 1.0
-    """Traffic it is meant to take beside others, for policies that do not learn what a pod can do; above 0."""
+    """Share of traffic relative to other pods, for policies that do not learn a pod's speed; above 0."""
     adapter_s: float = 0.0
-    """Seconds until the adapter that the request wants is loaded; 0 where it is, or nothing is known."""
+    """Seconds until the adapter that the request wants is loaded; 0 if it is loaded, or if nothing is known."""
     room_tokens: float = math.inf
-    """Tokens that the pod's cache can take before it evicts something; infinite where that is not known."""
+    """Tokens that the pod's cache can take before it evicts something; infinite if unknown."""
     overhead_s: float = 0.0
-    """Seconds of each request beside its prefill, which nobody waits for; 0 for a pod that tells its constants."""
+    """Seconds of each request beside its prefill that delay no other request; 0 for a pod that tells its constants."""
     fetch: FetchCosts = NO_FETCH_COSTS
-    """What bringing the tokens from host memory and disk takes; need not be filled in where there are none."""
+    """What fetching tokens from the pod's tiers costs, as the pod last told."""
+    shared_tokens: int = 0
+    """Tokens behind the matched ones that the pod does not hold, but can fetch from the shared tier sooner than it
+    computes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodScore:
-    """A pod's score for one request: lowest is best; `parts` say where it comes from (seconds or tokens, by name)."""
+    """A pod's score for one request: lowest is best. `parts`: the terms of the score by name, in seconds or tokens."""
 
     pod_id: PodId
     score: float
@@ -91,13 +102,13 @@ class PodScore:
 
 @dataclass(slots=True)
 class Rival:
-    """The best pod that was not chosen: there the first token was predicted soonest."""
+    """The best pod that was not chosen: the one with the soonest predicted first token."""
 
     pod: int
     """Index into the pods given."""
     ttft_s: float
     own_s: float
-    """Part of it: the prefill of the request itself."""
+    """Part of `ttft_s`: the prefill of the request itself."""
 
 
 @dataclass(slots=True)
@@ -111,19 +122,19 @@ class Decision:
     predicted_ttft_s: float | None
     """None for a policy that predicts no time."""
     scores: tuple[PodScore, ...] = ()
-    """Every pod's, in the order given; filled only when asked for (`explain`)."""
+    """Every pod's score, in the order given; filled only on request (`explain`)."""
     rival: Rival | None = None
-    """None for a policy that predicts no time, and where there is one pod."""
+    """None for a policy that predicts no time, and if there is only one pod."""
 
 
 class Policy(Protocol):
-    """A routing policy. State it keeps (a counter, traffic shares) is its own; it reads no clock and does no I/O."""
+    """A routing policy. It owns any state it keeps (a counter, traffic shares), reads no clock and does no I/O."""
 
     name: str
 
     def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        """The pod for the request. `pods` is never empty and in stable order of pod id.
+        """Return the pod for the request. `pods` is never empty and in stable order of pod id.
 
-        The answer depends on nothing but the arguments and the requests seen before. With `explain` the call must
+        The answer depends only on the arguments and the requests seen before. With `explain` the call must
         leave the policy's state as it was.
         """

@@ -1,8 +1,8 @@
-"""The pods of a large fleet as columns of numbers, kept current, so that a decision looks at all of them at once.
+"""The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
 
 `PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is
-8 ms a decision. Here a pod's row is made anew only when something happened to the pod, and what drains with the clock
-is reckoned for all rows by numpy.
+8 ms a decision. Here a pod's row is made anew only if something happened to the pod. Numpy computes for all rows what
+drains with the clock.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import StepCost
-from router.routing.latency import told_s, unit_s
+from router.routing.latency import has_fixed, told_s, unit_s
 from router.routing.pick import by_hash
 from router.routing.pod_state import PodState
 from router.routing.row import PodRow
@@ -31,48 +31,55 @@ _COLUMNS = len(PodRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class WideTiers:
-    """What pods hold of the prompt below their pools: tokens of each, and seconds to fetch these as the pods tell them,
-    0 where one does not."""
+    """The part of the prompt below the pods' pools: each pod's tokens, and the seconds to fetch them as the pod tells
+    them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
 
     host: Floats
     disk: Floats
+    shared: Floats
     host_s: Floats
     disk_s: Floats
+    shared_s: Floats
+
+    @staticmethod
+    def none(pods: int) -> WideTiers:
+        """Return tiers of `pods` pods that hold nothing."""
+        return WideTiers(*np.zeros((len(fields(WideTiers)), pods)))
 
 
 @dataclass(slots=True)
 class WidePods:
-    """The pods that may serve a request, at the moment of the decision: what a list of `PodView` is for few pods."""
+    """The pods that may serve a request, at the moment of the decision; few pods are a list of `PodView` instead."""
 
     table: PodTable
     columns: PodRow[Floats]
     matched: Floats | None = None
-    """As `PodView.matched_tokens`, for each pod; None: none holds anything."""
+    """`PodView.matched_tokens` of each pod; None: no pod holds anything."""
     longest: int = 0
-    """The most of these."""
+    """The greatest of `matched`."""
     tiers: WideTiers | None = None
     """None: no pod holds anything below its pool."""
     room: Floats | None = None
-    """As `PodView.room_tokens`; None: it does not count."""
+    """`PodView.room_tokens` of each pod; None: room does not count."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
-        """The pods in `rows` hold `tokens` of the prompt; said of fewer pods with more tokens later, that counts."""
+        """The pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens, wins."""
         if self.matched is None:
             self.matched = np.zeros(len(self.table))
         self.matched[rows] = tokens
         self.longest = max(self.longest, tokens if len(rows) else 0)
 
     def fetch(self, row: int, host_tokens: int, disk_tokens: int) -> None:
-        """Of what the pod in `row` holds, so much is in host memory and on disk."""
+        """Set how many of its tokens the pod in `row` holds in host memory and on disk."""
         if self.tiers is None:
-            self.tiers = WideTiers(*np.zeros((4, len(self.table))))
+            self.tiers = WideTiers.none(len(self.table))
         tiers, costs = self.tiers, self.table.fetch_costs(row)
         tiers.host[row], tiers.disk[row] = host_tokens, disk_tokens
         tiers.host_s[row] = told_s(host_tokens, costs.host)
         tiers.disk_s[row] = told_s(disk_tokens, costs.disk)
 
     def matched_by(self, row: int) -> int:
-        """Prompt tokens that the pod in `row` holds."""
+        """Return the prompt tokens that the pod in `row` holds."""
         return 0 if self.matched is None else int(self.matched[row])
 
     def lowest(self, request: RequestInfo, scores: Floats) -> int:
@@ -81,11 +88,11 @@ class WidePods:
         return int(tied[0]) if len(tied) == 1 else self.spread(request, tied)
 
     def decision(self, policy: str, row: int) -> Decision:
-        """For the pod in `row`, by a policy that predicts no time."""
+        """Return the decision for the pod in `row`, of a policy that predicts no time."""
         return Decision(row, policy, self.matched_by(row), None)
 
     def spread(self, request: RequestInfo, rows: Ints) -> int:
-        """One of several equal pods, as `pick.lowest` has it."""
+        """Return one of several equal pods, by the hash of `pick.lowest`."""
         ids = self.table.ids
         return by_hash(request, [(ids[row], row) for row in rows.tolist()])
 
@@ -106,7 +113,7 @@ class WidePods:
         return free_s
 
     def least_token_s(self, without: Collection[PodId]) -> float:
-        """Seconds of prefill of a token on the fastest pod that is not among `without`."""
+        """Return the seconds of prefill of a token on the fastest pod that is not in `without`."""
         token_s = self.columns.token_s.copy()
         token_s[self.table.rows(without)] = np.inf
         return float(token_s.min())
@@ -114,35 +121,45 @@ class WidePods:
     def load(self, now_s: float) -> Floats:
         """As `pick.load`."""
         columns = self.columns
+        load: Floats = (self.uncached(now_s) + columns.in_flight * 1e-6) / columns.weight
+        return load
+
+    def uncached(self, now_s: float) -> Floats:
+        """Return `PodView.in_flight_uncached_tokens` of each pod; do not change the array."""
+        columns = self.columns
         uncached = columns.own_uncached
         behind = (columns.others_until_s > now_s).nonzero()[0]
         if len(behind):
             drained = (columns.others_until_s[behind] - now_s) / columns.others_span_s[behind]
             uncached = uncached.copy()
             uncached[behind] += np.rint(columns.others_uncached[behind] * drained)
-        load: Floats = (uncached + columns.in_flight * 1e-6) / columns.weight
-        return load
+        return uncached
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What pods count as: the median pod's constants, or those of a pod that is far from it."""
+    """The constants that pods count with: the median pod's, or their own if they are far from the median."""
 
     median: StepCost
+    median_row: int
+    """Row of the median pod."""
+    apart: tuple[int, ...]
+    """Rows of pods that count as the median pod, but have the fixed part of a step in the other of `base_s` and the
+    overhead: they count with its overhead, too."""
     unlike: tuple[int, ...]
-    """Rows of the pods with constants of their own."""
+    """Rows of the pods that count with their own constants."""
     token_s: float | Floats
     base_s: float | Floats
     attention_s: float | Floats
     sequence_s: float | Floats
     context_s: float | Floats
-    """Numbers where all pods count as the median one; else one for each pod."""
+    """A number if all pods count as the median pod; otherwise a number for each pod."""
     own_share: Floats
-    """For each pod, what it counts as / its own learnt seconds a token."""
+    """For each pod, the seconds a token that it counts with / its own learnt seconds a token."""
 
 
 class PodTable:
-    """The rows of some pods, in order of pod id. `close` when it is of no more use."""
+    """The rows of some pods, in order of pod id. Call `close` when it is no longer needed."""
 
     def __init__(self, pods: Iterable[tuple[PodId, PodState]]) -> None:
         listed = tuple(pods)
@@ -157,19 +174,21 @@ class PodTable:
         self._columns: PodRow[Floats] = PodRow(*(self._cells[:, i] for i in range(_COLUMNS)))
         self._changed: set[PodState] = set(self._states)
         self.room: Floats = np.full(len(listed), np.inf)
-        """As `PodView.room_tokens`, as `set_room` has it."""
+        """`PodView.room_tokens` of each pod, by `set_room`."""
         self._valid_until_s = 0.0
-        """No row has to be made anew before, unless its pod changes."""
+        """Until then no row has to be made anew, unless its pod changes."""
         self._known: list[tuple[float, int]] = []
         """Pods of known speed in the order of their speed: (`unit_s`, row)."""
         self._units_s: list[float | None] = [None] * len(listed)
+        self._fixed = {row for row, cost in enumerate(self.costs) if has_fixed(cost)}
+        """Rows of the pods with the fixed part of a step in their constants."""
         self._speeds: dict[float, Speeds] = {}
         self._sets: dict[int, tuple[Collection[PodId], Ints]] = {}
         for state in self._states:
             state.watch(self._changed)
 
     def close(self) -> None:
-        """Have the pods forget the table."""
+        """Make the pods forget the table."""
         for state in self._states:
             state.unwatch(self._changed)
 
@@ -177,7 +196,7 @@ class PodTable:
         return len(self.ids)
 
     def rows(self, pods: Collection[PodId]) -> Ints:
-        """The rows of `pods`, without those that are not here. Fast for an object given before, unchanged."""
+        """Return the rows of those `pods` that are in the table. Fast if the same unchanged object was given before."""
         found = self._sets.get(id(pods))
         if found is not None and found[0] is pods:
             return found[1]
@@ -188,20 +207,20 @@ class PodTable:
         return rows
 
     def row(self, pod_id: PodId) -> int | None:
-        """The row of a pod, if it is here."""
+        """Return the row of a pod; None if it is not in the table."""
         return self._row_of.get(pod_id)
 
     def fetch_costs(self, row: int) -> FetchCosts:
-        """What fetching from its tiers takes the pod in `row`."""
+        """Return what fetching from its tiers costs the pod in `row`."""
         return self._states[row].fetch_costs
 
     def set_room(self, pod_id: PodId, tokens: float) -> None:
-        """So many tokens the pod can take before it evicts something. Others' pods are passed over."""
+        """Set the tokens that the pod can take before it evicts something. Ignored for a pod not in the table."""
         if (row := self._row_of.get(pod_id)) is not None:
             self.room[row] = tokens
 
     def at(self, now_s: float) -> WidePods:
-        """The pods as of now, holding nothing."""
+        """Return the pods as of now, with no match yet."""
         if self._changed:
             for state in self._changed:
                 self._renew(self._row_of_state[state], now_s)
@@ -213,7 +232,8 @@ class PodTable:
         return WidePods(self, self._columns)
 
     def speeds(self, same_speed: float) -> Speeds:
-        """What each pod counts as, by the rows of the last `at`; one within `same_speed` of the median as that."""
+        """Return the constants that each pod counts with, by the rows of the last `at`. A pod within `same_speed` of
+        the median counts with the median's."""
         found = self._speeds.get(same_speed)
         if found is None:
             found = self._speeds[same_speed] = self._reckon_speeds(same_speed)
@@ -222,7 +242,7 @@ class PodTable:
     def _renew(self, row: int, now_s: float) -> None:
         state = self._states[row]
         made = state.row(now_s)
-        self._cells[row] = made  # one at a time: several at once are slower, as each has to be taken apart first
+        self._cells[row] = made  # one at a time: several at once are slower, because each row is unpacked first
         if made.valid_until_s < self._valid_until_s:
             self._valid_until_s = made.valid_until_s
         cost = state.cost
@@ -230,13 +250,14 @@ class PodTable:
             self._place(row, cost, None if made.is_prior else unit_s(cost))
 
     def _place(self, row: int, cost: StepCost, unit: float | None) -> None:
-        """The pod in `row` has those constants, and that speed if it is known."""
+        """Set the constants of the pod in `row`, and its speed `unit` if it is known."""
         before = self._units_s[row]
         if before is not None:
             del self._known[bisect_left(self._known, (before, row))]
         if unit is not None:
             insort(self._known, (unit, row))
         self.costs[row], self._units_s[row] = cost, unit
+        (self._fixed.add if has_fixed(cost) else self._fixed.discard)(row)
         self._speeds.clear()
 
     def _reckon_speeds(self, same_speed: float) -> Speeds:
@@ -251,6 +272,10 @@ class PodTable:
         high = bisect_right(known, (median_s * (1 + same_speed), len(self.ids)))
         unlike = tuple(row for _, row in (*known[:low], *known[high:]))
 
+        apart = self._fixed
+        if has_fixed(median):
+            apart = set(range(len(self.ids))) - apart if len(apart) < len(self.ids) else set()
+
         def part(name: str) -> float | Floats:
             shared: float = getattr(median, name)
             if not unlike:
@@ -262,6 +287,8 @@ class PodTable:
         token_s = part("token_s")
         return Speeds(
             median,
+            middle,
+            tuple(apart.difference(unlike)),
             unlike,
             token_s,
             part("base_s"),
@@ -279,4 +306,4 @@ class WidePolicy(ABC):
 
     @abstractmethod
     def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
-        """As `Policy.choose` decides with a view of each pod, and as it changes the policy's state."""
+        """Decide, and change the policy's state, exactly as `Policy.choose` does with a view of each pod."""

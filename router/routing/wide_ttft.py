@@ -1,4 +1,4 @@
-"""What `predicted_ttft` makes of many pods: the sums of `PredictedTtft._costs`, in the same order, for all at once."""
+"""`predicted_ttft` for many pods: the sums of `PredictedTtft._costs`, in the same order, for all pods at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from engine.contract.load import StepCost
 from router.routing.fetching import wide_fetch_or_compute_s
-from router.routing.latency import STEP_TOKENS, decode_s, prefill_s
+from router.routing.latency import EVENNESS, STEP_TOKENS, decode_s, prefill_s
 from router.routing.parting import Parting, spared_unseen_s
+from router.routing.row import PodRow
 from router.routing.types import RequestInfo
 from router.routing.weights import Weights
 from router.routing.wide import Floats, Speeds, WidePods
@@ -19,7 +20,7 @@ from router.routing.wide import Floats, Speeds, WidePods
 
 @dataclass(slots=True)
 class WideCosts:
-    """As `Costs`, for each pod or, where it is the same for all, once."""
+    """The numbers of `Costs`, as an array over pods, or once if all pods have the same number."""
 
     ttft_s: Floats
     own_s: float | Floats
@@ -27,10 +28,14 @@ class WideCosts:
     switch_s: float | Floats
     credit_s: float | Floats
     scores: Floats
+    step_s: Floats
+    """Seconds of a step of the pod without its prefill."""
 
 
-def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: float, weights: Weights) -> WideCosts:
-    """What each pod would cost, and its score."""
+def wide_costs(
+    request: RequestInfo, pods: WidePods, owed_s: float, usual_s: float, usual_least_s: float, weights: Weights
+) -> WideCosts:
+    """Return what each pod would cost, and its score."""
     now_s, prompt, columns = request.now_s, request.prompt_tokens, pods.columns
     speeds = pods.table.speeds(weights.same_speed)
     cost: Any = _as_cost(speeds)
@@ -47,12 +52,13 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     left_s = np.maximum(step_s / 2, step_s - (now_s - columns.stepped_s))
     left_s *= columns.in_flight > 0
     wait_s = np.maximum(wait_s, left_s)
+    steps_s = step_s
     if prompt > STEP_TOKENS:
-        step_s *= 1 + np.maximum(uncached / STEP_TOKENS - 1, 0.0)
-    ttft_s = wait_s + own_s + step_s
+        steps_s = step_s * (1 + np.maximum(uncached / STEP_TOKENS - 1, 0.0))
+    ttft_s = wait_s + own_s + steps_s
     if pods.tiers is not None:
         ttft_s += wide_fetch_or_compute_s(pods.tiers, cost, uncached, prompt, weights)
-    ttft_s += columns.overhead_s
+    ttft_s += _overheads_s(speeds, columns)
     scores = ttft_s + np.minimum(own_s, mean_wait_s)
     scores += weights.pressure_weight * cost.token_s * prompt * columns.fullness
     scores += np.minimum(stalled_s, STEP_TOKENS * cost.token_s) * (columns.in_flight > columns.decoding)
@@ -65,7 +71,7 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     if request.parting is not None:
         scores += _others_s(request.parting, pods, cost)
     if pods.matched is None:
-        return WideCosts(ttft_s, own_s, 0.0, 0.0, 0.0, scores)
+        return WideCosts(ttft_s, own_s, 0.0, 0.0, 0.0, scores, step_s)
     least_s = prefill_s(cost, least_tokens, prompt)
     duplicate_s = own_s - least_s + stall_s - stall * np.minimum(least_s, usual_s)
     duplicate_s *= uncached > least_tokens
@@ -74,12 +80,22 @@ def wide_costs(request: RequestInfo, pods: WidePods, owed_s: float, usual_s: flo
     credit_s: float | Floats = 0.0
     if owed_s:
         credit_s = np.minimum(owed_s, duplicate_s + switch_s)
+        if usual_least_s < math.inf:
+            credit_s *= 1 - np.maximum(least_s - usual_least_s, 0.0) / own_s
         scores -= credit_s
-    return WideCosts(ttft_s, own_s, duplicate_s, switch_s, credit_s, scores)
+    return WideCosts(ttft_s, own_s, duplicate_s, switch_s, credit_s, scores, step_s)
+
+
+def wide_uneven_s(request: RequestInfo, pods: WidePods, costs: WideCosts) -> Floats:
+    """Return `Costs.uneven_s` of each pod."""
+    columns = pods.columns
+    unbegun_s: Floats = np.maximum(costs.step_s - (request.now_s - columns.sent_s), 0.0)
+    unbegun_s *= EVENNESS * (columns.in_flight > columns.decoding)
+    return unbegun_s
 
 
 def _others_s(parting: Parting, pods: WidePods, cost: Any) -> Floats:
-    """What other gateways may have just sent to each pod."""
+    """Return the seconds of prefill that other gateways may have just sent to each pod."""
     others_s: Floats = np.full(len(pods.table), parting.unseen_s)
     if pods.matched is not None and (least_s := unseen_at_most_s(parting, pods, cost)) < parting.unseen_s:
         others_s[pods.matched == pods.longest] *= least_s / parting.unseen_s
@@ -89,24 +105,33 @@ def _others_s(parting: Parting, pods: WidePods, cost: Any) -> Floats:
 
 
 def unseen_at_most_s(parting: Parting, pods: WidePods, cost: Any) -> float:
-    """The same on a pod with the longest match."""
+    """Return the most seconds of prefill that another gateway may have just sent to a pod with the longest match."""
     assert pods.matched is not None
     return spared_unseen_s(parting, float(np.min(cost.token_s)), pods.longest - float(pods.matched.min()))
 
 
 def own_parts(parting: Parting, pods: int) -> Floats:
-    """`Parting.part` of each of so many pods."""
+    """Return `Parting.part` of each of `pods` pods."""
     rows = np.arange(pods, dtype=np.float64)
     parts: Floats = np.minimum(parting.high * pods, rows + 1) - np.maximum(parting.low * pods, rows)
     return np.maximum(parts, 0.0)
 
 
+def _overheads_s(speeds: Speeds, columns: PodRow[Floats]) -> Floats:
+    """Return each pod's overhead, or the overhead of the pod whose constants it counts with; see `Speeds.apart`."""
+    if not speeds.apart:
+        return columns.overhead_s
+    overheads_s = columns.overhead_s.copy()
+    overheads_s[list(speeds.apart)] = overheads_s[speeds.median_row]
+    return overheads_s
+
+
 def _as_cost(speeds: Speeds) -> StepCost | Speeds:
-    """Something with the fields of a `StepCost`: the formulas take arrays in place of numbers."""
+    """Return an object with the fields of a `StepCost`: the formulas take arrays in place of numbers."""
     return speeds if speeds.unlike else speeds.median
 
 
-def wide_owed_after(costs: WideCosts, chosen: int, owed_s: float) -> float:
+def wide_owed_after(costs: WideCosts, chosen: int, owed_s: float, share: float) -> float:
     """As `owed_after`."""
     if isinstance(costs.duplicate_s, float):
         return 0.0
@@ -126,4 +151,4 @@ def wide_owed_after(costs: WideCosts, chosen: int, owed_s: float) -> float:
         with_copies_s += costs.credit_s[lacking]
     with_copies_s = with_copies_s - switch_s - duplicate_s
     spared_s = math.fsum(np.maximum(best_s - with_copies_s, 0.0).tolist()) / len(lacking)
-    return min(owed_s + spared_s, float((duplicate_s + switch_s).max()))
+    return min(owed_s + spared_s / share, float((duplicate_s + switch_s).max()))

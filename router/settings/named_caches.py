@@ -1,4 +1,4 @@
-"""Settings of named caches: how much of them a tenant may have, and for how long."""
+"""Settings of named caches: how many a tenant may have, and for how long."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class NamedCacheSettings(Settings):
         100,
         ge=0,
         le=10_000,
-        description="named caches (/v1/caches) that a tenant may have at a time, in Redis where --redis-url is given "
-        "and else in this gateway's memory; 0: none",
+        description="named caches (/v1/caches) that a tenant may have at a time, in Redis if --redis-url is given, "
+        "else in this gateway's memory; 0: none",
     )
     named_cache_mib: int = Field(
         64,
         ge=1,
         le=65_536,
-        description="MiB of contents that a tenant's named caches may have together; with Redis also of what this "
-        "gateway keeps of everybody's in memory",
+        description="MiB of contents that a tenant's named caches may have together; with Redis also the MiB of "
+        "all tenants' contents that this gateway keeps in memory",
     )
     named_cache_max_ttl_s: float = Field(
         604_800.0, ge=1, le=31_536_000, description="longest time to live of a named cache, in seconds"

@@ -19,12 +19,12 @@ _SHARE = re.compile(r"(?P<model>.+):(?P<weight>[0-9]{1,7})")
 
 
 class NameSettings(Settings):
-    """Under which names clients may ask for models."""
+    """The names that clients may use for models."""
 
     model_alias: list[str] = Field(
         [],
-        description="names under which models may be asked for too, NAME=MODEL, comma-separated or repeated, e.g. "
-        "gpt-4o=qwen3-8b: engines are asked for MODEL, and answers name MODEL",
+        description="further names under which models may be requested, NAME=MODEL, comma-separated or repeated, e.g. "
+        "gpt-4o=qwen3-8b: engines get MODEL, and answers name MODEL",
     )
     model_split: list[str] = Field(
         [],
@@ -41,13 +41,13 @@ class NameSettings(Settings):
 
     pass_through: bool = Field(
         False,
-        description="let other POST requests below /v1/ pass to the engines of the model in their JSON body, by load; "
-        "whatever engines serve there is open to clients then, but for loading adapters",
+        description="pass other POST requests below /v1/ by load to the engines of the model in their JSON body; "
+        "clients then reach whatever engines serve there, except the loading of adapters",
     )
 
     @property
     def names(self) -> Mapping[str, Shares]:
-        """What each alias and each split stands for."""
+        """Return what each alias and each split stands for."""
         return {**_aliases(self.model_alias), **_splits(self.model_split)}
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class NameSettings(Settings):
 
 
 def _aliases(texts: Sequence[str]) -> dict[str, Shares]:
-    """Raises ValueError, naming the entry."""
+    """Parse aliases. Raises ValueError, which names the entry."""
     aliases: dict[str, Shares] = {}
     for text in _pieces(texts):
         name, equals, model = (part.strip() for part in text.partition("="))
@@ -80,8 +80,8 @@ def _aliases(texts: Sequence[str]) -> dict[str, Shares]:
 
 
 def _splits(texts: Sequence[str]) -> dict[str, Shares]:
-    """Raises ValueError, naming the entry. A piece without = goes on with the split before it: flags and variables are
-    taken apart at every comma before they get here."""
+    """Parse splits. Raises ValueError, which names the entry. A piece without = continues the split before it, because
+    flags and variables are split at every comma before they get here."""
     found: list[tuple[str, list[str]]] = []
     for text in _pieces(texts):
         name, equals, share = (part.strip() for part in text.partition("="))

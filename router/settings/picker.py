@@ -19,15 +19,28 @@ class PickerSettings(Settings):
         ge=0,
         le=65535,
         description="TCP port, at --host, of the endpoint picker: gRPC for Envoy and for gateways of the Gateway API "
-        "Inference Extension, which ask it where each request goes and send it there themselves; with TLS where "
-        "--tls-cert-file is given; 0 takes any free one; none: it is not served",
+        "Inference Extension, which ask it where each request goes and send it there themselves; with TLS if "
+        "--ext-proc-tls-cert-file or --tls-cert-file is given; 0 takes any free one; none: it is not served",
     )
     ext_proc_fallbacks: int = Field(
         0,
         ge=0,
         le=8,
-        description="further endpoints that the proxy is told to try, in order, where it cannot use the first. An "
+        description="further endpoints that the proxy is told to try, in order, if it cannot use the first. An "
         "Envoy cluster with the policy override_host takes them; one of type ORIGINAL_DST takes a single endpoint",
+    )
+    ext_proc_tls_cert_file: str | None = Field(
+        None,
+        description="PEM file of the certificate chain that proxies see at --ext-proc-port, in place of "
+        "--tls-cert-file, read again for each connection; many gateways take a self-signed one",
+    )
+    ext_proc_tls_key_file: str | None = Field(
+        None, description="PEM file of the key of --ext-proc-tls-cert-file, without a password"
+    )
+    ext_proc_service: str | None = Field(
+        None,
+        description="Service that leads to --ext-proc-port; an InferencePool whose endpointPickerRef names another "
+        "causes a warning; none: no check",
     )
     ext_proc_test_headers: bool = Field(
         False,
@@ -42,7 +55,11 @@ class PickerSettings(Settings):
             given = [name for name in given if name != "ext_proc_port"]
             if given:
                 raise ValueError(f"{flag_of(given[0])} needs --ext-proc-port")
+            if getattr(self, "inference_objectives", False):
+                raise ValueError("--inference-objectives needs --ext-proc-port: only the picker uses them")
             return self
+        if (self.ext_proc_tls_cert_file is None) is not (self.ext_proc_tls_key_file is None):
+            raise ValueError("--ext-proc-tls-cert-file and --ext-proc-tls-key-file need each other")
         for url in getattr(self, "engines", ()):
             host = urlsplit(url).hostname or ""
             try:

@@ -8,7 +8,7 @@ from engine.contract.settings import Settings
 
 
 class ServingSettings(Settings):
-    """Where the gateway is reached, by whom, and how it shows itself to engines."""
+    """Where the gateway listens, who may use it, and how it authenticates to engines."""
 
     config: str | None = Field(None, description="YAML file with any of these settings")
 
@@ -18,37 +18,37 @@ class ServingSettings(Settings):
         None,
         ge=0,
         le=65535,
-        description="TCP port of /metrics alone, at --host; 0 takes any free one; none: it is on --admin-port alone",
+        description="TCP port of /metrics alone, at --host; 0 takes any free one; none: only --admin-port has it",
     )
     admin_host: str = Field(
         "127.0.0.1",
-        description="address of --admin-port; empty: every one, 0.0.0.0: every IPv4 one. Whoever reaches it sees what "
-        "lies in the caches, and may empty them",
+        description="address of --admin-port; empty: every one, 0.0.0.0: every IPv4 one. Everybody who reaches it sees "
+        "what the caches hold, and may empty them",
     )
     admin_port: int | None = Field(
         None,
         ge=0,
         le=65535,
         description="TCP port for operators: the live page /ui, /v1/pods, /v1/route/explain, /reset_prefix_cache and "
-        "/metrics, which --port has none of; 0 takes any free one; none: they are not served",
+        "/metrics, none of which --port has; 0 takes any free one; none: they are not served",
     )
     api_keys_file: str | None = Field(
         None,
         description="file of API keys, one a line, # for comments, read again while running; "
-        "none: whoever reaches the gateway may use it",
+        "none: every client that reaches the gateway may use it",
     )
     tenants_file: str | None = Field(
         None,
         description="YAML file of tenants: their API keys, models and limits, read again while running "
-        "(router/tenants/README.md); none: no tenants. With --api-keys-file too, its keys are the tenant default's",
+        "(router/tenants/THE_FILE.md); none: no tenants. With --api-keys-file too, its keys are the tenant default's",
     )
     tenant_secret_file: str | None = Field(
         None,
-        description="file of the secret, at least 32 bytes and the same on every gateway, from which the salts of "
-        "tenants with isolation: tenant are made, read again while running",
+        description="file of the secret, at least 32 bytes and the same on every gateway, for the salts of "
+        "tenants with isolation: tenant, read again while running",
     )
     cache_headers: bool = Field(
-        True, description="tell clients of pods and caches in headers; each tenant's file entry may say no as well"
+        True, description="tell clients about pods and caches in headers; a tenant's file entry can switch this off"
     )
     usage_log: str | None = Field(
         None,
@@ -57,7 +57,7 @@ class ServingSettings(Settings):
     )
     engine_api_key_file: str | None = Field(
         None,
-        description="file of the one API key that engines want, read again while running; "
+        description="file of the one API key for engines, read again while running; "
         "none: engines get the client's Authorization header, unless --api-keys-file or --tenants-file is given",
     )
     tls_cert_file: str | None = Field(
@@ -71,10 +71,10 @@ class ServingSettings(Settings):
     engine_tls_ca_file: str | None = Field(
         None,
         description="PEM file of the authority that signed the engines' certificates; none: the system's. With this or "
-        "another of the engine_tls settings, engines that discovery finds are spoken to by https",
+        "another of the engine_tls settings, the gateway uses https for engines that discovery finds",
     )
     engine_tls_cert_file: str | None = Field(
-        None, description="PEM file of the certificate chain that engines are shown; none: they are shown none"
+        None, description="PEM file of the certificate chain that engines see; none: they see no certificate"
     )
     engine_tls_key_file: str | None = Field(
         None, description="PEM file of the key of --engine-tls-cert-file, without a password"

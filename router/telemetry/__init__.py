@@ -1,1 +1,1 @@
-"""What the gateway says of itself: Prometheus metrics and log lines."""
+"""Prometheus metrics and log lines of the gateway."""

@@ -1,4 +1,4 @@
-"""Metrics of what gateways tell each other of engines that publish nothing."""
+"""Metrics of what gateways tell each other about engines that publish nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.telemetry.collectors import Tally
 
 @dataclass(frozen=True, slots=True)
 class BeliefValues:
-    """What is read at the moment of a scrape."""
+    """Values read when Prometheus scrapes."""
 
     gateways: int = 0
     connected: bool = False
@@ -32,19 +32,19 @@ class BeliefValues:
 _GAUGES = (
     ("gateways", "Other gateways that were heard in the last ten minutes and have not stopped"),
     ("connected", "1 while this gateway hears the others through Redis"),
-    ("engines", "Engines of which other gateways told something"),
+    ("engines", "Engines about which other gateways told something"),
     ("in_flight", "Requests of other gateways that are in flight on engines that publish nothing"),
-    ("waiting", "Events that the other gateways are to be told"),
+    ("waiting", "Events that wait to be told to the other gateways"),
     ("lag_seconds", "Seconds from the sending of the last message to its reading"),
 )
 _COUNTERS = (
     ("sent", "Messages to the other gateways"),
     ("sent_bytes", "Bytes of the messages to the other gateways"),
-    ("written", "Times that all that is believed of an engine was written to Redis"),
-    ("heard", "Messages of the other gateways"),
-    ("refused", "Messages of the other gateways that were refused whole: cut, with absurd numbers, or another stride"),
-    ("unknown", "Messages of gateways of another release that were passed over: their version is not known here"),
-    ("lost", "Events that could not be told one by one, as Redis was away for long or too slow"),
+    ("written", "Times that all beliefs about an engine were written to Redis"),
+    ("heard", "Messages from the other gateways"),
+    ("refused", "Messages from the other gateways refused whole: cut, with absurd numbers, or with another stride"),
+    ("unknown", "Messages from gateways of another release that were skipped: their version is not known here"),
+    ("lost", "Events that could not be told one by one, because Redis was down for long or too slow"),
     ("gaps", "Times that messages of another gateway were missing"),
 )
 
@@ -61,7 +61,7 @@ class BeliefMetrics:
             registry.register(tally)
 
     def set(self, values: BeliefValues) -> None:
-        """Take over the values of a scrape."""
+        """Take the values of a scrape."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))
         for name, tally in self._tallies.items():

@@ -1,4 +1,4 @@
-"""Counters and histograms that are cheap to count with: the library's own lock, and cost five times."""
+"""Counters and histograms that are cheap to update: the library's take a lock, and cost five times as much."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Labels = tuple[str | int, ...]
 
 
 class Tally(Collector):
-    """A counter by labels."""
+    """A counter with labels."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         self._about = (name, text)
@@ -31,7 +31,7 @@ class Tally(Collector):
 
 
 class Distribution(Collector):
-    """A histogram by labels; as `Tally`."""
+    """A histogram with labels; otherwise like `Tally`."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> None:
         """`buckets`: upper bounds, lowest first, without infinity."""
@@ -50,17 +50,17 @@ class Distribution(Collector):
         return self._counts[labels]
 
     def observe(self, value: float, labels: Labels = ()) -> None:
-        """One more value."""
+        """Count one value."""
         counts = self._counts.get(labels) or self._add(labels)
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
 
     def counted(self) -> list[int]:
-        """Observations in each bucket, the one without an upper bound last, of all labels together."""
+        """Return the observations in each bucket over all labels; the last bucket has no upper bound."""
         return [sum(counts) for counts in zip(*self._counts.values(), strict=True)] or [0] * (len(self._bounds) + 1)
 
     def keep(self, is_kept: Callable[[Labels], bool]) -> None:
-        """Forget the series whose labels are not kept."""
+        """Forget the series whose labels `is_kept` rejects."""
         for labels in [labels for labels in self._counts if not is_kept(labels)]:
             del self._counts[labels], self._sums[labels]
 

@@ -1,4 +1,4 @@
-"""Log lines on stderr: plain text for the program, one JSON object per request where asked for."""
+"""Log lines on stderr: plain text for the program, and on demand one JSON object per request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ REQUESTS = "router.requests"
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One finished request, as its log line has it. Times are milliseconds from the request's arrival."""
+    """One finished request, as in its log line. Times are milliseconds from the request's arrival."""
 
     time: str
-    """Of its end, in UTC."""
+    """When it ended, in UTC."""
     request_id: str
     trace_id: str | None
-    """Of its trace, sampled or not; None where nobody asks for traces."""
+    """Id of its trace, sampled or not; None if traces are off."""
     tenant: str
     key_id: str | None
-    """The beginning of the SHA-256 of the key that was shown; None where none is asked for."""
+    """The beginning of the SHA-256 of the client's key; None if no key is needed."""
     client: str
     """The address that the connection came from: a load balancer's, if one is in front."""
     path: str
@@ -35,12 +35,12 @@ class RequestRecord:
     breaks: int
     prompt_tokens_estimated: int
     prompt_tokens: int | None
-    """As the engine said; likewise the next."""
+    """As the engine said; so is the next field."""
     completion_tokens: int | None
     cached_tokens_predicted: int
     cached_tokens: int | None
     queue_ms: float
-    """Of these, waiting for an engine with room."""
+    """Part of these that the request waited for an engine with room."""
     first_byte_ms: float | None
     total_ms: float
     error: str | None
@@ -58,13 +58,13 @@ def configure_logging(level: str, *, requests: bool, log_format: Format = "text"
 
 
 class RequestLog:
-    """Writes request records where they are wanted; costs one comparison where not."""
+    """Writes request records if they are wanted; otherwise a call costs one comparison."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger(REQUESTS)
         self.enabled = self._log.isEnabledFor(logging.INFO)
 
     def write(self, record: RequestRecord) -> None:
-        """One line."""
+        """Write one line."""
         if self.enabled:
             self._log.info("%s", orjson.dumps(asdict(record)).decode())

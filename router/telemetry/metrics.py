@@ -1,6 +1,6 @@
 """Prometheus metrics of the gateway. Labels are bounded: policies are a fixed list, engines leave with the fleet.
 
-An engine is called `engine` and not `pod`: that label is the gateway's own where Prometheus scrapes in Kubernetes.
+The label of an engine is `engine`, not `pod`: when Prometheus scrapes in Kubernetes, `pod` is the gateway's own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generat
 
 from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
+from router.telemetry.inference import InferenceMetrics, InferenceValues
 from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
 from router.telemetry.totals import Totals
 
@@ -21,13 +22,13 @@ TTFB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 TTFT_ERROR_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CACHED_ERROR_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body")
-"""Of connections: each is a series from the start, so that an increase is seen from the first one on."""
+"""Reasons for refused connections. Each is a series from the start, so that the first increase is seen."""
 DECISION_BUCKETS_S = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeValues:
-    """What is read at the moment of a scrape."""
+    """Values read when Prometheus scrapes."""
 
     in_flight: int
     body_bytes: int
@@ -36,13 +37,13 @@ class GaugeValues:
     connections_refused: Mapping[str, int]
     """By reason."""
     lacks: Mapping[str, int]
-    """By the name of the error."""
+    """By name of the error."""
     pods_known: int
     pods_admitted: int
     engine_in_flight: Mapping[str, int]
     """By pod id."""
     engine_ejected: Mapping[str, bool]
-    """Whether for failing requests, by pod id."""
+    """Whether it is ejected for failing requests, by pod id."""
     ejections: int
     model_waiting: Mapping[str, int]
     """Requests that wait, by model."""
@@ -50,7 +51,7 @@ class GaugeValues:
     """Engines that take requests, by model."""
     discovery_synced: bool
     discovery_sync_age_seconds: float
-    """Since the last time that the set of engines was known to be the whole truth; since the start before the first."""
+    """Seconds since the set of engines was last known to be complete; before the first time, since the start."""
     discovery_errors: int
     discovery_relists: Mapping[str, int]
     """By reason."""
@@ -59,26 +60,27 @@ class GaugeValues:
     registry_expired: bool
     registry_pods_synced: int
     registry_refused: int
-    """Messages that could not be believed."""
+    """Messages that were refused."""
     registry_unknown: int
-    """Messages of a version that is not known here."""
+    """Messages of an unknown version."""
     metrics_pauses_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds between two readings of an engine's metrics, by pod id."""
     metrics_reads: Mapping[str, int] = field(default_factory=dict)
     """By outcome."""
     limits_alone: bool = False
     beliefs: BeliefValues = field(default_factory=BeliefValues)
-    """Of other gateways; all zero where nothing is shared."""
+    """About other gateways; all zero if nothing is shared."""
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
     kv_event_streams: Mapping[str, int] = field(default_factory=dict)
     """By state."""
     kv_events: Mapping[str, int] = field(default_factory=dict)
-    """By what."""
+    """By kind."""
+    inference: InferenceValues = field(default_factory=InferenceValues)
 
 
 class Metrics:
-    """The gateway's metrics, in a registry of their own."""
+    """The gateway's metrics, in a separate registry."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -119,7 +121,7 @@ class Metrics:
         self._hindsight = Distribution(
             "warmroute_gateway_hindsight_seconds",
             "Seconds by which the first token would have come sooner (regret) or later (gain) on the best other "
-            "engine, by what was predicted there and how long the prompt turned out to be",
+            "engine, from the prediction there, corrected by the prompt's true length",
             ("outcome",),
             TTFT_ERROR_BUCKETS_S,
         )
@@ -168,37 +170,37 @@ class Metrics:
         self._refused = Tally(
             "warmroute_gateway_connections_refused",
             "Connections of clients that were refused (connections: too many, short: see lacks) or cut because the "
-            "client was late (handshake: to agree on TLS, head: with a request's headers, write: to take an answer, "
-            "closing: to leave) or sent on and on (body: one that was refused)",
+            "client was late (handshake: for TLS, head: with a request's headers, write: to read an answer, closing: "
+            "to close) or did not stop sending (body: one that was refused)",
             ("reason",),
         )
         self._refused.counts |= {(reason,): 0 for reason in REFUSAL_REASONS}
         self._lacks = Tally(
             "warmroute_gateway_lacks",
-            "Connections that could not be made for want of descriptors, memory or ports of this machine, by error",
+            "Connections that failed because this machine lacks descriptors, memory or ports, by error",
             ("error",),
         )
         self._resumed = Tally(
             "warmroute_gateway_broken_attempts",
             "Streams that an engine broke after their first byte, by what followed for the client (resumed: the rest "
-            "from another engine, ended: every token was there, failed: no other engine gave the rest; off: none is "
-            "asked; request, answer, size, engine: what stands against asking one)",
+            "from another engine, ended: no token was missing, failed: no other engine gave the rest; off: not "
+            "enabled; request, answer, size, engine: why no other engine was asked)",
             ("then",),
         )
         for then in ("resumed", "ended", "failed", "off", "request", "answer", "size", "engine"):
             self._resumed.counts[then,] = 0
         self._hedges = Tally(
             "warmroute_gateway_hedges",
-            "Requests whose first engine was silent for so long that a second one was to be asked, by what the second "
-            "did (won: its answer was passed on, lost: the first one's was, or none; refused: it was not asked, as no "
-            "other engine had room or 2 % of requests had a second one)",
+            "Requests whose first engine was silent for so long that a second one was due, by the second one's outcome "
+            "(won: its answer was passed on, lost: the first engine's was, or none was; refused: it was not asked, as "
+            "no other engine had room or 2 % of requests had a second one)",
             ("outcome",),
         )
         self._hedges.counts |= {(outcome,): 0 for outcome in ("won", "lost", "refused")}
         self._ejections = Tally(
             "warmroute_gateway_ejections", "Times that an engine was ejected because it only failed requests", ()
         )
-        self._discovery_errors = Tally("warmroute_gateway_discovery_errors", "Failed looks for engines", ())
+        self._discovery_errors = Tally("warmroute_gateway_discovery_errors", "Failed attempts to find engines", ())
         self._registry_refused = Tally(
             "warmroute_gateway_registry_refused",
             "Registry messages of engines that were refused whole: cut, or with absurd numbers",
@@ -206,11 +208,11 @@ class Metrics:
         )
         self._registry_unknown = Tally(
             "warmroute_gateway_registry_unknown",
-            "Registry messages of engines of another release that were passed over: their version is not known here",
+            "Registry messages of engines of another release that were skipped: their version is not known here",
             (),
         )
         self._relists = Tally(
-            "warmroute_gateway_discovery_relists", "Complete looks for engines, by what led to them", ("reason",)
+            "warmroute_gateway_discovery_relists", "Complete listings of engines, by reason", ("reason",)
         )
         for collector in (
             *(self._requests, self._first_byte, self._decision, self._tokens, self._ttft_error),
@@ -237,26 +239,26 @@ class Metrics:
             "warmroute_gateway_kv_events",
             "What engines' streams of KV events brought: batches, blocks stored and removed, caches cleared; gaps, "
             "restarts, and times that what an engine holds had to be forgotten (lost); batches or events that were "
-            "refused, or not known here; blocks of which the beginning is not known (orphans)",
+            "refused, or not known here; blocks whose beginning is not known (orphans)",
             ("what",),
         )
         registry.register(self._kv_events)
         self._kv_event_streams = Gauge(
             "warmroute_gateway_kv_event_streams",
             "Engines whose KV events are to be followed, by state: following; waiting for the first block of a request "
-            "from here; no_sessions: the engine is too old to tell whose a block is; unheard",
+            "from here; no_sessions: the engine is too old to tell a block's session; unheard",
             ("state",),
             registry=registry,
         )
         self.tenants = TenantMetrics(registry)
         self._beliefs = BeliefMetrics(registry)
         self._usage_log_lost = Tally(
-            "warmroute_gateway_usage_log_lost", "Lines of the usage log that were lost, as it could not be written", ()
+            "warmroute_gateway_usage_log_lost", "Lines of the usage log lost because it could not be written", ()
         )
         registry.register(self._usage_log_lost)
         self._engine_in_flight = Gauge(
             "warmroute_gateway_engine_in_flight",
-            "Requests in flight on an engine, from here",
+            "Requests of this gateway in flight on an engine",
             ("engine",),
             registry=registry,
         )
@@ -268,14 +270,14 @@ class Metrics:
         )
         self._metrics_pauses = Gauge(
             "warmroute_gateway_engine_metrics_pause_seconds",
-            "Seconds between two readings of an engine's own metrics: more where they take its time, or do not come",
+            "Seconds between two readings of an engine's own metrics: more if they take its time, or fail",
             ("engine",),
             registry=registry,
         )
         self._metrics_reads = Tally(
             "warmroute_gateway_engine_metrics_reads",
             "Readings of engines' own metrics (read: well, late: none within a second, failed: another error, "
-            "protected: no key for them, none: there are none that are known, odd: more than 4 MiB)",
+            "protected: no key for them, none: no known metrics, odd: more than 4 MiB)",
             ("outcome",),
         )
         registry.register(self._metrics_reads)
@@ -321,14 +323,17 @@ class Metrics:
                 ("pods_admitted", "Engines that take requests"),
                 ("discovery_synced", "1 once a complete set of engines was found"),
                 ("discovery_sync_age_seconds", "Seconds since the set of engines was last known to be complete"),
-                ("registry_configured", "1 where a Redis URL is set"),
+                ("registry_configured", "1 if a Redis URL is set"),
                 ("registry_connected", "1 while Redis answers"),
                 ("registry_expired", "1 while every lease has run out"),
                 ("registry_pods_synced", "Pods whose registry entries are current"),
-                ("limits_alone", "1 while tenants' limits are kept without Redis, each gateway its share"),
+                ("limits_alone", "1 while tenants' limits are kept without Redis, each gateway keeping its part"),
                 ("usage_log_pending_bytes", "Bytes of the usage log that are not written yet"),
             )
         }
+
+        self._inference = InferenceMetrics()
+        registry.register(self._inference)
 
     def answered(self, policy: str, pod: str, status: int) -> None:
         """Count one answer to a client."""
@@ -339,7 +344,7 @@ class Metrics:
         self._first_byte.observe(seconds, (policy,))
 
     def cached(self, policy: str, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
-        """Count a request's prompt tokens, those reused, and those expected to be."""
+        """Count a request's prompt tokens, those reused, and those predicted to be reused."""
         counts = self._tokens.counts
         counts[policy, "prompt"] += prompt_tokens
         counts[policy, "cached"] += cached_tokens
@@ -361,7 +366,7 @@ class Metrics:
         cached_tokens: tuple[int, int],
         ttft_s: tuple[float, float],
     ) -> None:
-        """Count a request on which both policies chose; the pairs are of the choice of `policy`, then of `shadow`'s."""
+        """Count a request on which both policies chose; in each pair the value for `policy` comes before `shadow`'s."""
         outcomes, tokens = self._shadow_decisions.counts, self._shadow_tokens.counts
         outcomes[policy, shadow, "same"] += is_same
         outcomes[policy, shadow, "other"] += not is_same
@@ -379,7 +384,7 @@ class Metrics:
         self._shadow_time.observe(seconds)
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
-        """Observe what a predicted time to the first byte was worth."""
+        """Observe how far a predicted time to the first byte was off."""
         error_s = actual_s - predicted_s
         self._ttft_error.observe(abs(error_s), ("late",) if error_s > 0 else ("early",))
 
@@ -388,7 +393,7 @@ class Metrics:
         self._hindsight.observe(abs(regret_s), ("regret",) if regret_s > 0 else ("gain",))
 
     def queued(self, seconds: float) -> None:
-        """Observe how long a request waited for an engine with room, in vain or not."""
+        """Observe how long a request waited for an engine with room, whether it got one or not."""
         self._queue.observe(seconds)
 
     def queue_refused(self, reason: str) -> None:
@@ -396,7 +401,7 @@ class Metrics:
         self._queue_refused.counts[reason,] += 1
 
     def unserved(self, model: str) -> None:
-        """Count a request for a known model that no engine serves. Give no name that a client made up."""
+        """Count a request for a known model that no engine serves. A name that a client made up must not come here."""
         self._unserved.counts[model,] += 1
 
     def unauthorized(self) -> None:
@@ -408,11 +413,11 @@ class Metrics:
         self._retries.labels(reason).inc()
 
     def retry_refused(self) -> None:
-        """Count a further attempt that there was no budget for."""
+        """Count a further attempt that the budget did not allow."""
         self._retries_refused.inc()
 
     def hedged(self, outcome: str) -> None:
-        """Count a request whose first pod was silent for long, by what its second one did."""
+        """Count a request whose first pod was silent for long, by the outcome of its second pod."""
         self._hedges.counts[outcome,] += 1
 
     def attempt_broke(self, then: str) -> None:
@@ -428,7 +433,7 @@ class Metrics:
         self._fallbacks.inc()
 
     def totals(self) -> Totals:
-        """What was counted since the start, summed up."""
+        """Return the sums of what was counted since the start."""
         answers = errors = 0
         by_engine: Count[str] = Count()
         for (_, engine, status), count in self._requests.counts.items():
@@ -445,18 +450,18 @@ class Metrics:
         return Totals(answers, errors, by_engine, tokens, TTFB_BUCKETS_S, self._first_byte.counted(), {**shadows})
 
     def keep_pods(self, pods: Iterable[str]) -> None:
-        """Forget the counters of pods not among `pods`, so that labels stay bounded."""
+        """Forget the counters of pods that are not in `pods`, so that labels stay bounded."""
         keep = {"", *pods}
         for labels in [labels for labels in self._requests.counts if labels[1] not in keep]:
             del self._requests.counts[labels]
 
     def render(self, values: GaugeValues) -> bytes:
-        """The exposition text."""
+        """Return the exposition text."""
         self._take(values)
         return generate_latest(self._registry)
 
     def families(self, values: GaugeValues) -> list[Metric]:
-        """The same numbers, for another format. They change no more."""
+        """Return the same numbers for another format. They do not change afterwards."""
         self._take(values)
         return list(self._registry.collect())
 
@@ -475,6 +480,7 @@ class Metrics:
             for label, count in counts.items():
                 family.labels(label).set(count)
         self._beliefs.set(values.beliefs)
+        self._inference.values = values.inference
         self._ejections.counts[()] = values.ejections
         self._kv_events.counts.update({(what,): count for what, count in values.kv_events.items()})
         self._metrics_reads.counts.update({(outcome,): count for outcome, count in values.metrics_reads.items()})

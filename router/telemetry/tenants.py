@@ -1,4 +1,4 @@
-"""Metrics by tenant. Names come from the tenants' file, so their number is bounded; who leaves it leaves here too."""
+"""Metrics by tenant. The tenants' file bounds the names; a tenant that leaves the file leaves here too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUEUE_BUCKETS_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0)
 
 
 class TenantMetrics:
-    """What each tenant does, is given and is refused."""
+    """What each tenant does, what it gets, and what it is refused."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._known = {"default"}
@@ -22,13 +22,13 @@ class TenantMetrics:
         self._tokens = Tally(
             "warmroute_gateway_tenant_tokens",
             "Tokens of requests that an engine began to serve: of prompts, those of them that were cached, and of "
-            "answers; estimated where the engine did not say",
+            "answers; estimated if the engine did not say",
             ("tenant", "kind"),
         )
         self._refused = Tally(
             "warmroute_gateway_tenant_refused",
-            "Requests refused because of who asked: at a limit (requests, tokens, at_once), not allowed the model, or "
-            "with an expired key",
+            "Requests refused because of their tenant: at a limit (requests, tokens, at_once), not allowed the model, "
+            "or with an expired key",
             ("tenant", "reason"),
         )
         self._queued = Distribution(
@@ -65,7 +65,7 @@ class TenantMetrics:
             self._queued.observe(seconds, (tenant,))
 
     def keep(self, tenants: Iterable[str]) -> None:
-        """Count for these and no others, whose series are forgotten."""
+        """Keep the series of these tenants, and forget all others."""
         kept = self._known = set(tenants)
         for tally in (self._requests, self._tokens, self._refused):
             for labels in [labels for labels in tally.counts if labels[0] not in kept]:

@@ -1,4 +1,4 @@
-"""Sums over the metrics since the start: what a rate or a share of the last seconds is the difference of."""
+"""Sums over the metrics since the start. A rate or a share of the last seconds is a difference of two of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Since the gateway started."""
+    """Sums since the gateway started."""
 
     answers: int = 0
     errors: int = 0
@@ -19,18 +19,18 @@ class Totals:
     by_engine: Counter[str] = field(default_factory=Counter)
     """Answers, by pod id."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of prompts: `prompt`, `cached` and `predicted`."""
+    """Tokens of prompts: `prompt`, `cached` and `predicted`."""
     first_byte_bounds_s: Sequence[float] = ()
     first_byte_counts: Sequence[int] = ()
-    """Answers in each bucket of the time to their first byte, one more than there are bounds."""
+    """Answers in each bucket of the time to their first byte; one more bucket than there are bounds."""
     shadows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By shadow policy: decisions that were the `same`, `other` or `failed`; tokens of prompts (`prompt`), and those of
-    them believed cached on the pod of the `acting` policy and of the `shadow`."""
+    them believed cached on the pod that the `acting` policy, or the `shadow`, chose."""
 
     def first_byte_s(self, since: Totals, quantile: float) -> float | None:
-        """Quantile of the seconds to the first byte since `since`, linear within its bucket; None without answers.
+        """Return a quantile of the seconds to the first byte since `since`, linear within its bucket; None: no answers.
 
-        As Prometheus' `histogram_quantile`: beyond the last bound it is the last bound.
+        As in Prometheus' `histogram_quantile`, a value beyond the last bound becomes the last bound.
         """
         earlier = since.first_byte_counts or [0] * len(self.first_byte_counts)
         counts = [now - before for now, before in zip(self.first_byte_counts, earlier, strict=True)]

@@ -1,1 +1,1 @@
-"""Who asks, what they may ask for, and how much of it."""
+"""Tenants: who asks, which models they may use, and how much of them."""

@@ -1,10 +1,10 @@
-"""What keeps tenants' caches apart: a salt of each, which prefix keys and engines' block hashes begin with.
+"""Keeps tenants' caches apart: each tenant has a salt, with which prefix keys and engines' block hashes begin.
 
     tenant key = HMAC-SHA256(cluster secret, name of the tenant; nothing for all that are not isolated)
     salt       = HMAC-SHA256(tenant key, the request's own `cache_salt`, or nothing), as 64 hexadecimal digits
 
-HMAC: RFC 2104. Nobody without the secret finds a salt, and no salt that a client writes reaches an engine as it is: to
-know another tenant's is of no use. Within a tenant the field keeps its meaning: other values, other caches.
+HMAC: RFC 2104. Nobody without the secret can find a salt. No salt of a client reaches an engine unchanged, so knowing
+another tenant's is of no use. Within a tenant the field keeps its meaning: other values, other caches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from router.tenants.tenant import Tenant
 
 MIN_SECRET_BYTES = 32
 _SHARED = ""
-"""In the place of a name, which is never empty."""
+"""Stands in place of a name; a name is never empty."""
 
 
 def parse_secret(path: Path, content: bytes) -> bytes:
-    """The cluster's secret in `content`, which `path` holds. Raises UnusableFile."""
+    """Return the cluster's secret in `content`, the content of `path`. Raises UnusableFile."""
     secret = content.strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise UnusableFile(
@@ -32,7 +32,7 @@ def parse_secret(path: Path, content: bytes) -> bytes:
 
 
 class Isolation:
-    """The salts of the tenants, under one secret."""
+    """The salts of the tenants, derived from one secret."""
 
     def __init__(self) -> None:
         self._secret = b""
@@ -44,20 +44,20 @@ class Isolation:
         return bool(self._secret)
 
     def use(self, secret: bytes) -> None:
-        """From now on this one. What is cached under another is found no more."""
+        """Use this secret from now on. What is cached under another is not found any more."""
         self._secret = secret
         self._keys = {}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Forget the tenants that are not among `names`."""
+        """Forget the tenants that are not in `names`."""
         kept = {_SHARED, *names}
         self._keys = {name: key for name, key in self._keys.items() if name in kept}
 
     def salt(self, tenant: Tenant, own_salt: str) -> str:
-        """The salt of a request of `tenant` that asked for `own_salt`, or for none by ''."""
+        """Return the salt of a request of `tenant` that asked for `own_salt`; '': it asked for none."""
         name = tenant.name if tenant.is_isolated else _SHARED
         key = self._keys.get(name)
         if key is None:
-            assert self._secret  # a file with isolated tenants is refused without one
+            assert self._secret  # without a secret, a file with isolated tenants is refused
             key = self._keys[name] = hmac.digest(self._secret, name.encode(), "sha256")
         return hmac.digest(key, own_salt.encode(), "sha256").hex()

@@ -1,10 +1,10 @@
-"""Who has used how much of a limit, and who holds how much of the rest: what gateways agree on.
+"""How much of a limit each gateway has used, and how much of the rest each holds: the account that gateways share.
 
-A gateway takes a piece of what a tenant may use ahead of need, spends it by itself, and tells of it every PERIOD_S. So
-a request costs a comparison, and no answer waits for Redis, but for a tenant's first after a pause.
+A gateway takes a piece of a tenant's limit in advance, spends it by itself, and reports every PERIOD_S. So a request
+costs a comparison, and no answer waits for Redis, except for a tenant's first after a pause.
 
 Use is counted in SLOTS slots of a second and the one that has begun: a sliding window that is never too short. What
-gateways hold counts as used while they are there; one that has not told for HOLD_S holds nothing any more.
+gateways hold counts as used while they run; a gateway that has not reported for HOLD_S holds nothing any more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ HOLD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one gateway has used of a tenant's limits since its last report, and wants to hold from now on."""
+    """What one gateway has used of a tenant's limits since its last report, and what it wants to hold from now on."""
 
     tenant: str
     limits: TenantLimits
     requests_used: int
     tokens_used: int
-    """Below 0 where estimates are corrected."""
+    """Below 0 if estimates are corrected."""
     requests_wanted: int
     tokens_wanted: int
     in_flight: int
@@ -40,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Use that a second made, and how long it counts on, in seconds."""
+    """Use in one second, and for how many more seconds it counts."""
 
     frees_s: float
     requests: int
@@ -49,33 +49,33 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the gateway holds from now on, and what that leaves. Of what is unlimited, all that was wanted."""
+    """What the gateway holds from now on, and what is left. Without a limit, all that was wanted is granted."""
 
     requests: int
     tokens: int
     at_once: int
     requests_left: int
-    """That no gateway holds."""
+    """Requests that no gateway holds."""
     tokens_left: int
     gateways: int
-    """That have told of themselves within HOLD_S, this one included."""
+    """Gateways that have reported within HOLD_S, this one included."""
     slots: tuple[Slot, ...]
     """Oldest first."""
 
 
 class Ledger(Protocol):
-    """Keeps account. `settle` raises one of REDIS_ERRORS where it cannot."""
+    """Keeps the account. `settle` raises one of REDIS_ERRORS on failure."""
 
     async def settle(self, reports: Sequence[Report]) -> list[Grant]:
-        """Count what was used, and say what the gateway holds from now on, for each report."""
+        """Count what was used, and return what the gateway holds from now on, for each report."""
         ...
 
 
 def fair_share(limit: int, wanted: Sequence[int], own: int) -> int:
-    """The max-min fair share of one who wants `own`, among all that want `wanted`, rounded up.
+    """Return the max-min fair share of a gateway that wants `own`, among all that want `wanted`, rounded up.
 
-    Who wants less than an equal share gets it, and the others share the rest equally. Bertsekas and Gallager, Data
-    Networks, section 6.5.2.
+    A gateway that wants less than an equal share gets it; the others share the rest equally. Bertsekas and Gallager,
+    Data Networks, section 6.5.2.
     """
     rest = float(limit)
     for place, want in enumerate(sorted(wanted)):

@@ -1,4 +1,4 @@
-"""Tenants' limits, over all gateways. See README "Limits"."""
+"""Tenants' limits, over all gateways. THE_FILE.md, "Limits", has the rules."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from router.tenants.tenant import Tenant, TenantLimits
 log = logging.getLogger(__name__)
 
 ASK_S = 1.0
-"""How long a request may wait for the shared ledger; then this gateway's own decides."""
+"""How long a request may wait for the shared ledger; then this gateway's own ledger decides."""
 RETRY_S = 1.0
-"""Between two looks whether a shared ledger that failed answers again."""
+"""Seconds between two checks whether a shared ledger that failed answers again."""
 MAX_ROUNDS = 4
-"""Answers that one request waits for: others may take what was granted for it."""
+"""Answers that one request waits for, because other requests may take what was granted for it."""
 BATCH = 100
-"""Tenants in one go: what one of them takes of Redis's time stays about a millisecond."""
+"""Tenants in one call, so that it takes about a millisecond of Redis's time."""
 
 
 _HEADERS = [
@@ -35,24 +35,24 @@ _RESET = f"{WINDOW_S:.0f}s"
 
 
 class SharedLedger(Ledger, Protocol):
-    """A ledger that other gateways use too, and that may fail: both raise one of REDIS_ERRORS then."""
+    """A ledger that other gateways use too, and that may fail: then both methods raise one of REDIS_ERRORS."""
 
     async def begin_anew(self) -> None:
-        """After an error: see whether it answers again."""
+        """Check after an error whether it answers again."""
         ...
 
 
 class RateLimited(TooManyRequests):
-    """429: the tenant is at one of its limits. `headers`: what it has, as OpenAI's API says it."""
+    """429: the tenant is at one of its limits. `headers`: its limits, in the headers of OpenAI's API."""
 
     def __init__(self, reason: Reason, limit: int, wait_s: float, tokens: int, headers: Mapping[str, str]) -> None:
-        """`wait_s`: seconds until there is room; infinite where there never is."""
+        """`wait_s`: seconds until there is room; infinite if there never is."""
         per = {"requests": "requests a minute", "tokens": "tokens a minute", "at_once": "requests at once"}[reason]
         retry_after_s = max(0.0, wait_s) if math.isfinite(wait_s) else None
         if retry_after_s is None:
             text = f"this request may take {tokens} tokens, and the limit is {limit} {per}: send less in one request"
         elif reason == "at_once":
-            text = f"the limit of {limit} {per} is reached: wait for one to end"
+            text = f"the limit of {limit} {per} is reached: wait for a request to end"
         else:
             text = f"the limit of {limit} {per} is reached: try again in {retry_after_s:.0f} s"
         super().__init__(text, code="rate_limit_exceeded", retry_after_s=retry_after_s)
@@ -71,7 +71,7 @@ class Taking:
         self._tokens = tokens
         self._on_wait = on_wait
         self.used: int | None = None
-        """Tokens that it took, once that is known; None: what was estimated stays charged."""
+        """Tokens that it took, once known; None: the estimate stays charged."""
 
     async def __aenter__(self) -> Taking:
         quota = self._quota
@@ -84,7 +84,7 @@ class Taking:
             self._quota.end(self._tokens, self.used)
 
     def headers(self) -> dict[str, str]:
-        """What the tenant has left, as headers of the answer."""
+        """Return what the tenant has left, as headers of the answer."""
         return {} if self._quota is None else rate_headers(self._quota)
 
 
@@ -101,14 +101,14 @@ class Limiter:
         self._outage = Outage()
         self._gateways = 1
         self.is_alone = False
-        """Whether the shared ledger fails, so that this gateway keeps its share of the limits by itself."""
+        """Whether the shared ledger fails, so that this gateway keeps its part of the limits by itself."""
 
     def use(self, tenants: Iterable[Tenant]) -> None:
-        """From now on these tenants, with these limits."""
+        """Use these tenants, with their limits, from now on."""
         limits = {tenant.name: tenant.limits for tenant in tenants if tenant.limits is not None}
         for name, quota in list(self._quotas.items()):
             if name not in limits:
-                del self._quotas[name]  # what still runs ends by the quota it has
+                del self._quotas[name]  # requests still running keep their old quota
             elif limits[name] != quota.limits:
                 quota.change(limits[name])
         for name in limits.keys() - self._quotas.keys():
@@ -116,14 +116,14 @@ class Limiter:
         self._local.keep(limits)
 
     def take(self, tenant: Tenant, tokens: int, on_wait: Callable[[], None] = lambda: None) -> Taking:
-        """A request of `tenant` that may take so many tokens, counted while the block lasts.
+        """Return a context that counts a request of `tenant`, which may take `tokens` tokens, while the block lasts.
 
-        `on_wait` is called if it has to wait for the ledger.
+        `on_wait` is called if the request has to wait for the ledger.
         """
         return Taking(self, self._quotas.get(tenant.name), tokens, on_wait)
 
     async def ask_for(self, quota: Quota, tokens: int, on_wait: Callable[[], None]) -> None:
-        """Take what is needed of what the ledger gives. Raises RateLimited."""
+        """Take what is needed from what the ledger gives. Raises RateLimited."""
         for _ in range(MAX_ROUNDS):
             if (refused := quota.refusal(tokens, self._clock())) is not None:
                 raise self._refuse(quota, *refused, tokens)
@@ -138,11 +138,11 @@ class Limiter:
         raise self._refuse(quota, "requests" if quota.requests.left < 1 else "tokens", PERIOD_S, tokens)
 
     def _ask(self, quota: Quota) -> asyncio.Task[None]:
-        """The next answer; one that was asked for before now knows nothing of who asks now, and is awaited first."""
+        """Return the next answer. An answer under way does not include this request, so it is awaited first."""
         return self._asking.get(quota.tenant) or self._begin([quota])
 
     def _begin(self, quotas: Sequence[Quota]) -> asyncio.Task[None]:
-        """Report these, none of which has a report under way: one that has would be counted twice."""
+        """Report these quotas. None may have a report under way, because its use would be counted twice."""
 
         def end(_: asyncio.Task[None]) -> None:
             for quota in quotas:
@@ -163,7 +163,7 @@ class Limiter:
         return RateLimited(reason, limit or 0, wait_s, tokens, rate_headers(quota))
 
     async def run(self) -> None:
-        """Tell the ledger every PERIOD_S, until cancelled; no failure of the ledger ends it."""
+        """Report to the ledger every PERIOD_S, until cancelled; no failure of the ledger ends it."""
         retry_s = 0.0
         while True:
             raise_if_cancelled()
@@ -195,7 +195,10 @@ class Limiter:
         self.is_alone = True
         if self._outage.is_news(error):
             why = str(error) or type(error).__name__
-            log.error("tenants' limits: no shared ledger: %s; 1/%d of each is kept here", why, self._gateways)
+            log.error(
+                "tenants' limits: the shared ledger cannot be used: %s; this gateway keeps 1/%d of each limit",
+                *(why, self._gateways),
+            )
 
     async def close(self) -> None:
         """Give back what is held."""
@@ -206,7 +209,7 @@ class Limiter:
             async with asyncio.timeout(ASK_S):
                 await self._shared.settle(reports)
         except REDIS_ERRORS as error:
-            log.debug("what is held of limits is not given back: %s", error)
+            log.debug("tenants' limits: this gateway's parts could not be given back: %s", error)
 
     async def _settle(self, quotas: Sequence[Quota]) -> None:
         reports = [quota.report() for quota in quotas]
@@ -216,7 +219,7 @@ class Limiter:
             quota.settle(report, grant, now_s)
 
     async def _grants(self, reports: Sequence[Report]) -> list[Grant]:
-        """The shared ledger's, or one's own where that fails."""
+        """Return the shared ledger's grants, or this gateway's own if that ledger fails."""
         if self._shared is None:
             return await self._local.settle(reports)
         if reports and not self.is_alone:
@@ -234,7 +237,7 @@ class Limiter:
 
 
 def part(limits: TenantLimits, gateways: int) -> TenantLimits:
-    """The share of one of so many gateways; of each limit at least one."""
+    """Return one gateway's part of the limits, at least one of each."""
 
     def one(limit: int | None) -> int | None:
         return None if limit is None else max(1, limit // gateways)
@@ -243,9 +246,9 @@ def part(limits: TenantLimits, gateways: int) -> TenantLimits:
 
 
 def rate_headers(quota: Quota) -> dict[str, str]:
-    """`x-ratelimit-*` as OpenAI's API has them: https://platform.openai.com/docs/guides/rate-limits.
+    """Return the `x-ratelimit-*` headers of OpenAI's API: https://platform.openai.com/docs/guides/rate-limits.
 
-    The window slides, so the whole of a limit is there again WINDOW_S after the last use.
+    The window slides, so the whole limit is available again WINDOW_S after the last use.
     """
     told = {}
     for (limit, remaining, reset), meter in zip(_HEADERS, (quota.requests, quota.tokens), strict=True):

@@ -1,4 +1,4 @@
-"""The ledger of one gateway alone: where there is no Redis, and while it is away."""
+"""The ledger of one gateway alone: used without Redis, and while Redis is down."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class LocalLedger:
         self._windows: dict[str, _Window] = {}
 
     def record(self, reports: Iterable[Report]) -> None:
-        """Count what was used, where another ledger decides."""
+        """Count what was used while another ledger decides."""
         number = int(self._clock() / SLOT_S)
         for report in reports:
             window = self._windows.setdefault(report.tenant, _Window())
             window.add(number, report.requests_used, report.tokens_used)
 
     def keep(self, tenants: Iterable[str]) -> None:
-        """Forget all but these."""
+        """Forget all tenants but these."""
         kept = set(tenants)
         self._windows = {name: window for name, window in self._windows.items() if name in kept}
 

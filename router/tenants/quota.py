@@ -1,4 +1,4 @@
-"""What this gateway may still spend of a tenant's limits, decided without a wait. No clock, no Redis."""
+"""What this gateway may still spend of a tenant's limits, decided without waiting. No clock, no Redis."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from router.tenants.tenant import TenantLimits
 Reason = Literal["requests", "tokens", "at_once"]
 
 AHEAD = 2.0
-"""Periods of the recent use that are held in advance: one until the next report, one in case that comes late."""
+"""Periods of recent use that are held in advance: one until the next report, one in case that report comes late."""
 MAX_AHEAD_SHARE = 0.05
-"""Of a limit, in advance: so much of it at most lies with a gateway that has just had a burst."""
+"""Most of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
 PACE_WEIGHT = 0.5
 SPARE_AT_ONCE = 0.1
-"""Requests at once beyond the most of the last period, as a share of those."""
+"""Requests at once that are held beyond the most of the last period, as a share of those."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """Requests, or tokens, of one limit."""
+    """One limit of requests, or of tokens."""
 
     limit: int | None
     left: float = 0.0
-    """Of what this gateway holds."""
+    """What is left of what this gateway holds."""
     used: int = 0
-    """Since the last report."""
+    """Use since the last report."""
     used_in_period: int = 0
     pace: float = 0.0
-    """Use of a period, smoothed."""
+    """Use per period, smoothed."""
     awaited: int = 0
     """What the requests need that wait for the next answer."""
     is_short: bool = False
     """Whether the last answer gave less than was wanted."""
     shared_left: int = 0
-    """That no gateway held when the last answer was made."""
+    """What no gateway held when the last answer was made."""
 
     def __post_init__(self) -> None:
         self.left = 0.0 if self.limit is not None else math.inf
@@ -49,23 +49,23 @@ class Meter:
         self.used_in_period += count
 
     def wanted(self) -> int:
-        """What is to be held from the next answer on."""
+        """Return what should be held from the next answer on."""
         if self.limit is None:
             return 0
         return self.awaited + int(min(AHEAD * self.pace, MAX_AHEAD_SHARE * self.limit))
 
     def give_back(self) -> None:
-        """Spend no more of it than is wanted from now on: the others may have the rest."""
+        """Stop spending more than is wanted from now on, so that others may have the rest."""
         if self.limit is not None:
             self.left = min(self.left, self.wanted())
 
     def end_period(self) -> None:
-        """Learn the pace."""
+        """Update the pace at the end of a period."""
         self.pace += PACE_WEIGHT * (max(0, self.used_in_period) - self.pace)
         self.used_in_period = 0
 
     def settle(self, reported: int, wanted: int, granted: int, shared_left: int) -> None:
-        """An answer to a report of `reported`: what was used since then is used of what it grants."""
+        """Take an answer to a report of `reported`. What was used since then is subtracted from what it grants."""
         self.used -= reported
         if self.limit is not None:
             self.left = granted - self.used
@@ -73,18 +73,18 @@ class Meter:
             self.shared_left = shared_left
 
     def change(self, limit: int | None) -> None:
-        """Another limit from now on. What is held of the old one is not of the new one."""
+        """Use another limit from now on. What is held of the old one does not count for it."""
         if limit != self.limit:
             self.limit, self.is_short = limit, False
             self.left = 0.0 if limit is not None else math.inf
 
     def remaining(self) -> int:
-        """Of the limit, as far as it is known here."""
+        """Return what is left of the limit, as far as this gateway knows."""
         return max(0, self.shared_left + int(self.left))
 
 
 class Quota:
-    """One tenant's."""
+    """One tenant's quota in this gateway."""
 
     def __init__(self, tenant: str, limits: TenantLimits) -> None:
         self.tenant = tenant
@@ -95,16 +95,16 @@ class Quota:
         self.cap = 0.0 if limits.requests_at_once is not None else math.inf
         self._awaited_at_once = 0
         self._most_in_flight = 0
-        """In the period that has begun."""
+        """The most in the present period."""
         self._most_in_period = 0
-        """In the one before."""
+        """The most in the last period."""
         self._is_at_once_short = False
         self._slots: tuple[Slot, ...] = ()
         self._settled_s = -math.inf
 
     @property
     def is_active(self) -> bool:
-        """Whether there is something to tell, or to keep hold of."""
+        """Whether there is something to report, or something held."""
         return bool(
             self.in_flight
             or self.requests.used
@@ -119,7 +119,7 @@ class Quota:
         return meter.limit is not None and (meter.left > 0 or meter.pace >= 1)
 
     def take(self, tokens: int) -> bool:
-        """Begin a request of so many tokens if what is held is enough for it."""
+        """Begin a request of `tokens` tokens if what is held is enough. Return whether it has begun."""
         if self.requests.left < 1 or self.tokens.left < tokens or self.in_flight >= self.cap:
             return False
         self.requests.spend(1)
@@ -130,21 +130,21 @@ class Quota:
         return True
 
     def end(self, charged: int, used: int | None) -> None:
-        """End a request for which `charged` tokens were spent. `used`: what it took, where that is known."""
+        """End a request that was charged `charged` tokens. `used`: what it took; None: not known."""
         self.in_flight -= 1
         if used is not None and used != charged:
             self.tokens.spend(used - charged)
 
     def wait_for(self, tokens: int, sign: int) -> None:
-        """A request waits for the next answer (1), or does no more (-1)."""
+        """Note that a request begins (1) or ceases (-1) to wait for the next answer."""
         self.requests.awaited += sign
         self.tokens.awaited += sign * tokens
         self._awaited_at_once += sign
 
     def refusal(self, tokens: int, now_s: float) -> tuple[Reason, float] | None:
-        """Why a request cannot begin, and in how many seconds it may; None: nothing speaks against asking for more.
+        """Return why a request cannot begin, and the seconds until it may; None: the ledger may be asked for more.
 
-        A period after an answer that was short of something there may be more again.
+        A period after an answer that granted too little, there may be more again.
         """
         if self.limits.tokens_per_minute is not None and tokens > self.limits.tokens_per_minute:
             return "tokens", math.inf
@@ -160,7 +160,7 @@ class Quota:
         return None
 
     def _frees_s(self, kind: Literal["requests", "tokens"], missing: int) -> float:
-        """Seconds from the last answer until so much counts no more."""
+        """Return the seconds from the last answer until `missing` counts no more."""
         for slot in self._slots:
             missing -= slot.requests if kind == "requests" else slot.tokens
             if missing <= 0:
@@ -174,7 +174,7 @@ class Quota:
         self._most_in_period, self._most_in_flight = self._most_in_flight, self.in_flight
 
     def report(self) -> Report:
-        """What is to be told."""
+        """Return what is to be reported."""
         at_once = max(self._most_in_period, self._most_in_flight)
         report = Report(
             tenant=self.tenant,
@@ -195,7 +195,7 @@ class Quota:
         return report
 
     def settle(self, report: Report, grant: Grant, now_s: float) -> None:
-        """Take note of the answer to `report`."""
+        """Take the answer to `report`."""
         self.requests.settle(report.requests_used, report.requests_wanted, grant.requests, grant.requests_left)
         self.tokens.settle(report.tokens_used, report.tokens_wanted, grant.tokens, grant.tokens_left)
         if report.limits == self.limits and self.limits.requests_at_once is not None:
@@ -205,11 +205,11 @@ class Quota:
         self._settled_s = now_s
 
     def farewell(self) -> Report:
-        """The last report: what was used, and that nothing is held any more."""
+        """Return the last report: what was used, and that nothing is held any more."""
         return replace(self.report(), requests_wanted=0, tokens_wanted=0, in_flight=0, at_once_wanted=0)
 
     def change(self, limits: TenantLimits) -> None:
-        """Other limits from now on."""
+        """Use other limits from now on."""
         self.requests.change(limits.requests_per_minute)
         self.tokens.change(limits.tokens_per_minute)
         if limits.requests_at_once != self.limits.requests_at_once:

@@ -1,8 +1,8 @@
 """The ledger of all gateways together, in Redis: one hash for each tenant, changed by one script.
 
-Fields of the hash: `sN` -> "REQUESTS TOKENS", the use that was told of in slot N; `gID` -> "EXPIRY REQUESTS TOKENS
-AT_ONCE WANTED", what a gateway holds until that time in milliseconds, and how many requests at once it wants. The
-time is Redis's: no other two clocks agree.
+Fields of the hash: `sN` -> "REQUESTS TOKENS", the use reported in slot N; `gID` -> "EXPIRY REQUESTS TOKENS AT_ONCE
+WANTED", what a gateway holds until that time in milliseconds, and how many requests at once it wants. The time is
+Redis's, because no other two clocks agree.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ for _, number in ipairs(numbers) do
 end
 return reply
 """
-"""Fair shares of requests at once: `ledger.fair_share`. Times far in the future are of a Redis with another clock."""
+"""Fair shares of requests at once: `ledger.fair_share`. Times far in the future come from another clock of Redis."""
 
 _HEAD = 6
 _PER_SLOT = 3
 
 
 class RedisLedger:
-    """One gateway's way to the account of all. See Ledger."""
+    """One gateway's access to the shared account. See Ledger."""
 
     def __init__(self, redis: Redis, gateway_id: str, clock: Callable[[], float] | None = None) -> None:
         """`clock`: milliseconds, the same for all gateways; None: Redis's own."""
@@ -134,7 +134,7 @@ class RedisLedger:
             self._sha = await self._redis.script_load(SCRIPT)
         try:
             return await self._run(reports)
-        except NoScriptError:  # Redis was restarted, or another one has its address; it has run none of them
+        except NoScriptError:  # Redis restarted, or is another one: nothing has run
             self._sha = await self._redis.script_load(SCRIPT)
             return await self._run(reports)
 
@@ -151,7 +151,7 @@ class RedisLedger:
         return [read_grant(reply) for reply in replies]
 
     def arguments(self, report: Report) -> list[str | int]:
-        """What the script is called with."""
+        """Return the script's arguments for a report."""
         limits = report.limits
         return [
             "" if self._clock is None else int(self._clock()),
@@ -163,7 +163,7 @@ class RedisLedger:
 
 
 def read_grant(reply: Sequence[Any]) -> Grant:
-    """What the script says. Raises InvalidResponse, which is one of REDIS_ERRORS."""
+    """Return the grant in the script's reply. Raises InvalidResponse, which is one of REDIS_ERRORS."""
     try:
         return _read(reply)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A tenant: who asks, and what they may. Plain values, as the tenants' file says them."""
+"""A tenant: its keys and its rights. Plain values, as in the tenants' file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fnmatch import translate
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """How much a tenant may ask for, of all gateways together. None: as much as there is."""
+    """How much a tenant may ask of all gateways together. None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts, cached ones included, and of answers."""
+    """Tokens of prompts, cached ones included, and of answers."""
     requests_at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TenantKey:
-    """An API key, by its SHA-256."""
+    """An API key, as its SHA-256."""
 
     digest: bytes
     expires_s: float | None = None
@@ -29,21 +29,21 @@ class TenantKey:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant. Two of the same content are equal: a file that is read again changes nothing by itself."""
+    """One tenant. Equal content means equal tenants, so reading a file again changes nothing by itself."""
 
     name: str
     weight: float = 1.0
-    """Its share beside the other tenants' where there is not enough for all."""
+    """Its share relative to other tenants when there is not enough for all."""
     highest_priority: int = 0
-    """The highest that its requests may ask for."""
+    """The highest priority that its requests may ask for."""
     models: tuple[str, ...] = ("*",)
-    """Globs of the names it may ask for."""
+    """Globs of the names that it may ask for."""
     limits: TenantLimits | None = None
-    """None: none at all."""
+    """None: no limits."""
     is_isolated: bool = False
-    """Whether what it has cached is nobody else's, and what others have cached is not its own."""
+    """Whether it shares no cache with others."""
     tells_cache: bool = True
-    """Whether its answers have the headers that tell of pods and caches."""
+    """Whether its answers have the headers about pods and caches."""
     keys: tuple[TenantKey, ...] = ()
     _matches: Callable[[str], object] = field(init=False, repr=False, compare=False)
 
@@ -51,7 +51,7 @@ class Tenant:
         object.__setattr__(self, "_matches", _matcher(self.models))
 
     def may_use(self, model: str) -> bool:
-        """Whether it may ask for a model of that name."""
+        """Return whether it may ask for a model of that name."""
         return self._matches(model) is not None
 
 
@@ -60,4 +60,4 @@ def _matcher(globs: Sequence[str]) -> Callable[[str], object]:
 
 
 DEFAULT = Tenant("default")
-"""Who asks where no file names tenants, and who shows a key of the file that names none."""
+"""The tenant of a client if no file names tenants, and of a client whose key names none."""

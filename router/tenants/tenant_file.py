@@ -1,4 +1,4 @@
-"""The tenants' file: YAML, as README "The file" has it. What is wrong in it is named by its line and its field."""
+"""The tenants' file: YAML, as THE_FILE.md describes it. Errors are named by line and field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.tenants.tenant import Tenant, TenantKey, TenantLimits
 
 MAX_ERRORS = 5
 MAX_DEPTH = 8
-"""Of lists and maps in one another; a file of tenants has 5. The parser itself has no bound but the stack's."""
+"""Nesting of lists and maps; a valid file has 5. The parser itself is bounded only by the stack."""
 MAX_PRIORITY = 1000
 MAX_WEIGHT = 1000.0
 NAME = r"^[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?$"
@@ -24,7 +24,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class TenantFileError(UnusableFile):
-    """A file that does not say who the tenants are; the text names line and field, and holds no key."""
+    """A file that is no valid list of tenants; the text names line and field, and holds no key."""
 
 
 class _Checked(BaseModel):
@@ -61,7 +61,7 @@ class _Entry(_Checked):
     cache_headers: bool = True
 
     def tenant(self) -> Tenant:
-        """The plain value."""
+        """Return the plain value."""
         limits = TenantLimits(self.requests_per_minute, self.tokens_per_minute, self.requests_at_once)
         return Tenant(
             name=self.name,
@@ -83,7 +83,8 @@ class _File(_Checked):
 
 
 def parse_tenants(path: Path, content: bytes, *, has_secret: bool) -> tuple[Tenant, ...]:
-    """The tenants in `content`, which `path` holds. `has_secret`: salts can be made. Raises TenantFileError."""
+    """Return the tenants in `content`, the content of `path`. `has_secret`: salts can be made. Raises
+    TenantFileError."""
     try:
         root, value = _load(content)
     except yaml.MarkedYAMLError as error:  # its own text would quote the file
@@ -106,7 +107,7 @@ def parse_tenants(path: Path, content: bytes, *, has_secret: bool) -> tuple[Tena
             if not has_secret:
                 problems += _unsalted(file.tenants)
         except ValidationError as errors:
-            # Without what was there: it may be a key.
+            # The input is left out: it may be a key.
             problems = [(error["loc"], _say(error)) for error in errors.errors(include_input=False, include_url=False)]
     if problems or file is None:
         raise TenantFileError("; ".join(_tell(path, root, problems)))
@@ -118,25 +119,25 @@ _Problem = tuple[_Where, str]
 
 
 def _load(content: bytes) -> tuple[yaml.Node | None, Any]:
-    """The nodes, which know their lines, and the values."""
+    """Return the nodes, which know their lines, and the values."""
     depth = 0
     for event in yaml.parse(content, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             line = event.start_mark.line + 1 if event.start_mark else 0
-            raise yaml.YAMLError(f"line {line}: lists or maps lie too deep in one another")
+            raise yaml.YAMLError(f"line {line}: lists or maps are nested too deeply")
     loader = _Loader(content)
     try:
         root = loader.get_single_node()
         return root, None if root is None else loader.construct_document(root)
-    except (ValueError, TypeError) as error:  # a number or a time that is none, a map as a key
+    except (ValueError, TypeError) as error:  # an invalid number or time, a map as a key
         raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
     finally:
         loader.dispose()
 
 
 def _twice_in_maps(node: yaml.Node, where: _Where) -> Iterator[_Problem]:
-    """Keys that a map has twice: YAML would take the last one without a word."""
+    """Yield keys that a map has twice: YAML would silently take the last one."""
     if len(where) > MAX_DEPTH:  # an alias that holds itself
         return
     if isinstance(node, yaml.SequenceNode):
@@ -153,7 +154,7 @@ def _twice_in_maps(node: yaml.Node, where: _Where) -> Iterator[_Problem]:
 
 
 def _shared(entries: Sequence[_Entry]) -> Iterator[_Problem]:
-    """Names and keys that two tenants have."""
+    """Yield names and keys that two tenants share."""
     names: set[str] = set()
     owners: dict[str, str] = {}
     for at, entry in enumerate(entries):
@@ -197,7 +198,7 @@ def _tell(path: Path, root: yaml.Node, problems: Sequence[_Problem]) -> Iterator
 
 
 def _line(node: yaml.Node, where: _Where) -> int:
-    """The line, from 1 on, of the field there, or of what should hold it."""
+    """Return the line, from 1 on, of the field there, or of what should hold it."""
     line: int = node.start_mark.line + 1
     for step in where:
         found: tuple[yaml.Node, yaml.Node] | None = None

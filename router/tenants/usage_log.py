@@ -1,8 +1,8 @@
 """What tenants have used, for billing: a line of JSON for each request that an engine began to serve, a file a day.
 
-Lines are written in a thread, and are on the disk (fdatasync) about a second after their request has ended. While they
-cannot be written they wait, up to MAX_PENDING_BYTES; what comes then is lost, and counted. A file holds whole lines
-only: what a write left behind that failed half-way, or a machine that lost its power, is cut off.
+A thread writes the lines; they are on the disk (fdatasync) about a second after their request has ended. Lines that
+cannot be written wait, up to MAX_PENDING_BYTES; further lines are lost, and counted. A file holds whole lines only: the
+rest of a write that failed half-way, or that a power failure interrupted, is cut off.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ _MAX_WRITERS = 100
 
 
 class UsageLog:
-    """`usage-YYYY-MM-DD-HOST.jsonl` in a folder; days are UTC's, a request belongs to the one on which it ended."""
+    """`usage-YYYY-MM-DD-HOST.jsonl` in a folder; days are UTC's, and a request belongs to the day on which it ended."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since 1970."""
         self._folder = folder
         self._clock = clock
         self._pending: deque[tuple[int, bytes]] = deque()
-        """The day, and the line."""
+        """The day and the line of each."""
         self.pending_bytes = 0
         self.lost = 0
         """Lines for which there was no room."""
         self._file: _DayFile | None = None
+        self._flushing: asyncio.Task[bool] | None = None
         self._problem = ""
         self._second, self._moment = -1, ""
 
     async def check(self) -> None:
-        """Raises UnusableFile where there is no such folder. A full disk is no reason not to serve."""
+        """Raise UnusableFile if there is no such folder. A full disk is no reason not to serve."""
         if not await asyncio.to_thread(self._folder.is_dir):
-            raise UnusableFile(f"--usage-log {self._folder} is no folder: make it, or name another")
+            raise UnusableFile(f"--usage-log {self._folder} is not a folder: make it, or name another")
 
     def add(self, record: Mapping[str, object]) -> None:
-        """One more line, with the time in front. Nothing is written yet."""
+        """Add one line, with the time in front. Nothing is written yet."""
         now_s = self._clock()
         second = int(now_s)
         if second != self._second:
@@ -77,7 +78,7 @@ class UsageLog:
             await self._flush()
 
     async def close(self) -> None:
-        """Write all of it, and close the file."""
+        """Write all lines, and close the file."""
         if not await self._flush():
             self.lost += len(self._pending)
             log.error("usage log: %d lines are lost: %s", len(self._pending), self._problem)
@@ -86,7 +87,16 @@ class UsageLog:
             self._file = None
 
     async def _flush(self) -> bool:
-        """Whether nothing is left to be written. What cannot be written stays, in its order."""
+        """Write what waits, and return whether nothing is left. Lines that cannot be written stay, in order.
+
+        Only one write runs at a time, and it goes on if its caller is cancelled: else the thread's lines would be
+        written twice.
+        """
+        if self._flushing is None or self._flushing.done():
+            self._flushing = asyncio.create_task(self._write_pending(), name="usage log")
+        return await asyncio.shield(self._flushing)
+
+    async def _write_pending(self) -> bool:
         while self._pending:
             day, lines, size = self._pending[0][0], [], 0
             for line_day, line in self._pending:
@@ -119,7 +129,7 @@ class UsageLog:
 
 
 class _DayFile:
-    """One file, of which this process is the only writer."""
+    """One file, written only by this process."""
 
     def __init__(self, day: int, descriptor: int) -> None:
         self.day = day
@@ -127,7 +137,7 @@ class _DayFile:
         self._size = _cut_to_lines(descriptor)
 
     def append(self, lines: bytes) -> None:
-        """All of it, or nothing. Raises OSError."""
+        """Append all of it, or nothing. Raises OSError."""
         try:
             rest = memoryview(lines)
             while rest:
@@ -139,12 +149,12 @@ class _DayFile:
         self._size += len(lines)
 
     def close(self) -> None:
-        """What is in it is on the disk already."""
+        """Close the file; its content is on the disk already."""
         os.close(self._descriptor)
 
 
 def _open(folder: Path, day: int) -> _DayFile:
-    """The day's file of this host; another one where another process of the host has that."""
+    """Open the day's file of this host; if another process of the host has it, open another file."""
     date = datetime.fromtimestamp(day * DAY_S, UTC).date().isoformat()
     host = re.sub(r"[^-.a-zA-Z0-9]", "_", socket.gethostname()) or "host"
     for number in range(1, _MAX_WRITERS + 1):
@@ -166,7 +176,7 @@ def _open(folder: Path, day: int) -> _DayFile:
 
 
 def _cut_to_lines(descriptor: int) -> int:
-    """Cut off what is no whole line at the end; the size then."""
+    """Cut off an incomplete line at the end, and return the size."""
     size = os.fstat(descriptor).st_size
     start = max(0, size - _TAIL_BYTES)
     tail = os.pread(descriptor, size - start, start)

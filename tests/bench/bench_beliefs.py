@@ -1,9 +1,9 @@
-"""What it costs to tell other gateways of a request, and to hear of theirs: `python -m tests.bench.bench_beliefs`.
+"""The cost of telling other gateways of a request, and of hearing of theirs: `python -m tests.bench.bench_beliefs`.
 
-CPU time, in us a request of 24 prefix keys of which 8 are a system prompt; batches of 17 requests, as one of three
-gateways has them at 1,000 requests/s in all. *Path*: what the request itself waits for. Then, over a real Redis: how
-late gateways hear of each other's requests, their own work included as all are in this process, and what telling and
-hearing take of a core, Redis aside.
+The figures are CPU time in us per request of 24 prefix keys, 8 of them a system prompt. Batches have 17 requests, as
+for one of three gateways at 1,000 requests/s in total. *Path* is the part that the request itself waits for. Then the
+bench uses a real Redis. It measures how late gateways hear of each other's requests, including their own work, because
+all run in this process. It also measures the share of a core that telling and hearing take, without Redis.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from engine.contract.keys import PrefixKey
@@ -27,7 +28,7 @@ from tests.registry.belief_ends import Beliefs, End
 
 KEYS, SHARED, BATCH, ROUNDS = 24, 8, 17, 400
 LOADS = ((2, 125.0), (4, 125.0), (3, 1000.0), (10, 1000.0))
-"""Gateways and requests a second in all, of which lateness is measured."""
+"""Gateways, and total requests per second, for the measurements of lateness."""
 LATENESS_S = 10.0
 PODS = [PodId(f"10.0.0.{i}:8000") for i in range(64)]
 
@@ -51,12 +52,12 @@ def main() -> None:
             notebook.began(number, now_s, None)
             notebook.ended(number, now_s)
         path_s.append(time.process_time() - started_s)
-        data, spent_s = timed(lambda now_s=now_s: encode(notebook.take(now_s)))
+        data, spent_s = timed(partial(taken, notebook, now_s))
         encode_s.append(spent_s)
         sizes.append(len(data))
-        message, spent_s = timed(lambda data=data: decode(data))
+        message, spent_s = timed(partial(decode, data))
         decode_s.append(spent_s)
-        _, spent_s = timed(lambda message=message, now_s=now_s: others.apply(message, now_s, now_s))
+        _, spent_s = timed(partial(others.apply, message, now_s, now_s))
         apply_s.append(spent_s)
     for name, seconds in (("path", path_s), ("encode", encode_s), ("decode", decode_s), ("index, load", apply_s)):
         print(f"{name:12} {statistics.median(seconds) / BATCH * 1e6:6.1f} us a request")
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
-    """Print how late requests are heard of that come at `rate` a second to so many gateways in turn."""
+    """Print how late requests are heard of, if `rate` requests per second go to the gateways in turn."""
     rng = random.Random(1)
     wires = [(RedisWire(server.url), RedisWire(server.url)) for _ in range(gateways)]
     ends = [Listening(number + 1, PODS, pair) for number, pair in enumerate(wires)]
@@ -102,7 +103,7 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
 
 
 class Listening(End):
-    """A gateway that looks how late it hears of others' requests."""
+    """A gateway that measures how late it hears of others' requests."""
 
     def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[BeliefWire, BeliefWire]) -> None:
         super().__init__(number, pods, wires)
@@ -116,8 +117,13 @@ class Listening(End):
         self.sink.routed = heard  # type: ignore[method-assign]
 
 
+def taken(notebook: Notebook, now_s: float) -> bytes:
+    """Return the message of everything that the notebook has to tell."""
+    return encode(notebook.take(now_s))
+
+
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and its CPU time in seconds."""
+    """Return the result of `work` and its CPU time in seconds."""
     started_s = time.process_time()
     made = work()
     return made, time.process_time() - started_s

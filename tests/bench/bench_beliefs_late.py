@@ -1,13 +1,14 @@
 """How late a gateway hears where another sent a request: `python -m tests.bench.bench_beliefs_late [--seconds 10]`.
 
-Real gateways, each a process of its own, before engines that publish nothing, and a real Redis. Each gateway decides
-for requests that come at times of chance, as its request path does, but with no connections to clients and engines:
-they take so much of a small machine that it would be them who are measured. A request is late by the time from the
-decision at one gateway to its effect at another, in the index and in the load of its pod; all processes have one clock.
+The bench runs real gateways, a process each, with engines that publish nothing and a real Redis. Each gateway decides
+for requests that come at random times, as its request path does, but without connections to clients and engines. On a
+small machine, those connections would take so much CPU that they would be measured instead. A request's delay is the
+time from the decision at one gateway to its effect at another, in the index and in the load of its pod. All processes
+share one clock.
 
-Beside gateways that tell at once, ones that tell in batches, as they tell all else. CPU is that of the gateways, with
-deciding, probes and the load of their engines. Other work on the machine makes all of it later: compare rows of one
-sitting.
+Rows with gateways that tell at once stand beside rows with gateways that tell in batches, as for all other news. CPU is
+that of the gateways, including decisions, probes and the load of their engines. Other work on the machine makes
+everything later, so compare only rows of one session.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from router.gateway.inbound import Inbound
 from router.gateway.sharing import Sharing
 from router.gateway.telling import Told
 from router.parts import CHOOSER, FLEET, SHARING, TELLING
-from router.registry import beliefs_pace, beliefs_reader
+from router.registry import beliefs_pace
 from router.routing.types import PodId
 from router.serving import make_runner
 from tests.redis_server import running_redis
@@ -45,16 +46,16 @@ from tests.router.gateway.helpers import ScriptedEngine, eventually
 
 ENGINES = 8
 LOADS = ((2, 50.0), (2, 500.0))
-"""Gateways, and requests a second of all together."""
+"""Gateways, and total requests per second."""
 MANY = (10, 2000.0)
 PROMPT_BYTES = 6000
 BATCHES_PAUSE_S = 0.01
-"""After a read, where gateways tell in batches: as it was then."""
+"""Pause after a read if gateways tell in batches: the value at that time."""
 Pipe = multiprocessing.connection.Connection
 
 
 def serve_engines(pipe: Pipe) -> None:
-    """Be there to be probed, until told to stop."""
+    """Answer probes until told to stop."""
 
     async def run() -> None:
         async def answer(_: web.Request) -> web.StreamResponse:
@@ -72,11 +73,11 @@ def serve_engines(pipe: Pipe) -> None:
 
 
 def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redis_url: str, at_once: bool) -> None:
-    """Decide at the rate that is asked for, then tell when each request was heard of and the CPU time."""
+    """Decide at the requested rate, then report when each request was heard of, and the CPU time."""
     if not at_once:
         beliefs_pace.ROUTED_S = beliefs_pace.REST_S
         beliefs_pace.BURST = 1
-        beliefs_reader.PAUSE_S = BATCHES_PAUSE_S
+        beliefs_pace.READ_S = BATCHES_PAUSE_S
 
     async def run() -> None:
         settings = GatewaySettings(
@@ -87,7 +88,7 @@ def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redi
         await runner.setup()
         clock, times_s = asyncio.get_running_loop().time, dict[str, float]()
 
-        def heard(pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
+        def heard(pod_id: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
             times_s[session_id] = clock()
 
         app[TELLING].listen(heard)
@@ -108,7 +109,7 @@ def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redi
 
 
 async def decide(chooser: Chooser, rng: random.Random, rate: float, seconds: float) -> None:
-    """Requests of one gateway at times of chance, each of which takes 0.1 s on its pod."""
+    """Decide the requests of one gateway at random times; each takes 0.1 s on its pod."""
     loop = asyncio.get_running_loop()
     heads = [random.Random(head).randbytes(PROMPT_BYTES // 2) for head in range(64)]
     end_s = (next_s := loop.time()) + seconds
@@ -158,7 +159,7 @@ def _ended(lease: Lease, told: Told) -> None:
 
 @contextlib.contextmanager
 def beside(serve: object, *arguments: object) -> Iterator[Pipe]:
-    """A process that runs `serve(pipe, *arguments)`; what is sent to it last ends it."""
+    """Run `serve(pipe, *arguments)` in a process; the last message sent to it ends it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments))  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ def beside(serve: object, *arguments: object) -> Iterator[Pipe]:
 
 
 def measure(count: int, rate: float, seconds: float, *, at_once: bool) -> str:
-    """One row."""
+    """Return one row."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running_redis())
         engines = stack.enter_context(beside(serve_engines))
@@ -196,7 +197,7 @@ def measure(count: int, rate: float, seconds: float, *, at_once: bool) -> str:
     heard_s = [times_s for times_s, _ in told]
     decided_s = {request: min(times[request] for times in heard_s if request in times) for request in heard_s[0]}
     late_ms = sorted(1e3 * (times[r] - decided_s[r]) for times in heard_s for r in times if r in decided_s)
-    late_ms = late_ms[len(decided_s) :]  # but for each at the gateway that decided
+    late_ms = late_ms[len(decided_s) :]  # leave out those of the deciding gateway itself
     cpu_us = 1e6 * sum(cpu_s for _, cpu_s in told) / len(decided_s)
     p10, p50, p90, p99 = (late_ms[len(late_ms) * percent // 100] for percent in (10, 50, 90, 99))
     return (
@@ -212,7 +213,7 @@ def _cpu_s(client: redis.Redis) -> float:
 
 
 def main() -> None:
-    """A row for each load, at once and in batches."""
+    """Print a row for each load, at once and in batches."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each run, s (10)")
     parser.add_argument("--many", action="store_true", help="ten gateways at 2,000 requests/s too; takes four cores")

@@ -1,10 +1,10 @@
-"""How late gateways hear of each other by design, and what that asks of Redis.
+"""How late gateways hear of each other by design, and the cost for Redis.
 
     python -m tests.bench.bench_beliefs_pace
 
-In virtual time, with the production publishers and readers before a server that takes 0.1 ms either way and no CPU:
-what is left is when messages are sent and read. So the figures are the same on every machine, and what a real machine
-adds is in those of `bench_beliefs_late`.
+The bench runs in virtual time, with the production publishers and readers and a server that takes 0.1 ms either way and
+no CPU. Only the times at which messages are sent and read remain. So the figures are the same on every machine;
+`bench_beliefs_late` shows what a real machine adds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from collections.abc import Sequence
 import looptime
 
 from engine.contract.keys import prefix_keys
-from router.registry import beliefs_pace, beliefs_reader
+from router.registry import beliefs_pace
 from router.registry.beliefs import Routed
 from router.registry.beliefs_wire import Entry
 from router.routing.types import PodId
 from tests.registry.belief_ends import End, ScriptedServer, ScriptedWire
 
 LOADS = ((2, 50.0), (2, 500.0), (4, 125.0), (10, 2000.0))
-"""Gateways, and requests a second of all together."""
+"""Gateways, and total requests per second."""
+IN_BATCHES = {"ROUTED_S": beliefs_pace.REST_S, "BURST": 1, "READ_S": 0.01}
+"""The constants of `beliefs_pace` when the destinations of requests were told together with all other news."""
 SECONDS = 4.0
 TRIP_S = 0.0001
 PODS = [PodId(f"pod-{number}") for number in range(8)]
@@ -32,7 +34,7 @@ CHAINS = [prefix_keys(bytes([number]) * 512, 0, 256) for number in range(64)]
 
 
 class CountingServer(ScriptedServer):
-    """Wakes those who wait for a message, and counts commands."""
+    """Wakes the readers that wait for a message, and counts commands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class CountingServer(ScriptedServer):
 
 
 class PromptWire(ScriptedWire):
-    """A wire to it."""
+    """A wire to the counting server."""
 
     def __init__(self, server: CountingServer) -> None:
         super().__init__(server)
@@ -75,7 +77,7 @@ class PromptWire(ScriptedWire):
 
 
 class Listening(End):
-    """A gateway that looks how late it hears of others' requests."""
+    """A gateway that measures how late it hears of others' requests."""
 
     def __init__(self, number: int, pods: Sequence[PodId], server: CountingServer) -> None:
         super().__init__(number, pods, (PromptWire(server), PromptWire(server)))
@@ -90,7 +92,7 @@ class Listening(End):
 
 
 async def play(count: int, rate: float) -> str:
-    """So many gateways' requests, in turn, at times of chance."""
+    """Play the requests of `count` gateways, in turn, at random times."""
     rng, server, loop = random.Random(1), CountingServer(), asyncio.get_running_loop()
     ends = [Listening(number + 1, PODS, server) for number in range(count)]
     for end in ends:
@@ -123,21 +125,20 @@ async def play(count: int, rate: float) -> str:
 
 
 def main() -> None:
-    """Two rows for each load: told at once, and in batches as all else."""
+    """Print two rows for each load: told at once, and in batches with all other news."""
     for count, rate in LOADS:
-        for name, routed_s, burst, pause_s in (
-            ("at once", beliefs_pace.ROUTED_S, beliefs_pace.BURST, beliefs_reader.PAUSE_S),
-            ("in batches", beliefs_pace.REST_S, 1, 0.01),
-        ):
-            usual = beliefs_pace.ROUTED_S, beliefs_pace.BURST, beliefs_reader.PAUSE_S
-            beliefs_pace.ROUTED_S, beliefs_pace.BURST, beliefs_reader.PAUSE_S = routed_s, burst, pause_s
+        for name, changes in (("at once", {}), ("in batches", IN_BATCHES)):
+            usual = {constant: getattr(beliefs_pace, constant) for constant in changes}
             loop = looptime.new_event_loop(noop_cycles=1)
             try:
+                for constant, value in changes.items():
+                    setattr(beliefs_pace, constant, value)
                 found = loop.run_until_complete(play(count, rate))
                 print(f"{count:2} gateways, {rate:4.0f} requests/s, {name:10}: {found}")
             finally:
                 loop.close()
-                beliefs_pace.ROUTED_S, beliefs_pace.BURST, beliefs_reader.PAUSE_S = usual
+                for constant, value in usual.items():
+                    setattr(beliefs_pace, constant, value)
 
 
 if __name__ == "__main__":

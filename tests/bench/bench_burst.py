@@ -1,11 +1,11 @@
-"""How a burst of requests goes through the gateway: one after the other, or all together.
+"""How a burst of requests passes through the gateway: one after the other, or all together.
 
     python -m tests.bench.bench_burst
 
-1,024 connections send a request of 8 KB each at the same moment. The scripted engines note when each request is there,
-and hold the answers until all are. The gateway's CPU time is read from the kernel every millisecond, so that what is
-compared does not depend on how much of a core it gets. The first burst finds no connection to the engines, the later
-ones those of the burst before.
+1,024 connections send a request of 8 KB each at the same moment. The scripted engines note when each request arrives,
+and hold the answers until all have arrived. The gateway's CPU time is read from the kernel every millisecond, so the
+comparison does not depend on its share of a core. The first burst finds no connection to the engines; later bursts use
+those of the burst before.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MODULE = "tests.bench.bench_burst"
 PREFIXES = 32
 SHARED_BYTES = 6144
 PAUSE_S = 1.0
-"""Between two bursts."""
+"""Seconds between two bursts."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"token"}}]}\n\n'
 ANSWER = HEAD + 4 * (b"%x\r\n%b\r\n" % (len(EVENT), EVENT)) + b"0\r\n\r\n"
 
 
 class Burst:
-    """What the engines saw of the present burst."""
+    """What the engines saw of the current burst."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,7 +48,7 @@ class Burst:
         self.connections = 0
 
     def arrived(self, transport: asyncio.Transport) -> None:
-        """A request is whole."""
+        """Note that a request is complete."""
         self.arrived_s.append(time.monotonic())
         self.held.append(transport)
         if len(self.held) == self.size:
@@ -59,7 +59,7 @@ class Burst:
 
 
 class Engine(asyncio.Protocol):
-    """One connection."""
+    """One connection to an engine."""
 
     def __init__(self, pod: str, burst: Burst) -> None:
         self.pod = pod.encode()
@@ -87,7 +87,7 @@ class Engine(asyncio.Protocol):
 
 
 async def run_engines(pods: int, size: int) -> None:
-    """`pods` engines in one process; prints their URLs, then a line for each burst."""
+    """Run `pods` engines in one process; print their URLs, then a line for each burst."""
     loop, burst = asyncio.get_running_loop(), Burst(size)
     servers = [
         await loop.create_server(lambda pod=f"pod-{i}": Engine(pod, burst), "127.0.0.1", 0, backlog=1024)  # type: ignore[misc]
@@ -99,7 +99,7 @@ async def run_engines(pods: int, size: int) -> None:
 
 
 class Client(asyncio.Protocol):
-    """One request on a connection of its own."""
+    """One request on its own connection."""
 
     def __init__(self, request: bytes, tell: list[float]) -> None:
         self.request = request
@@ -132,14 +132,14 @@ def _request(number: int) -> bytes:
 
 
 async def run_client(url: str, size: int) -> None:
-    """One burst; prints when it began and when the last answer was here."""
+    """Send one burst; print when it began and when the last answer had arrived."""
     host, port = url.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
     ended_s: list[float] = []
     clients = [Client(_request(number), ended_s) for number in range(size)]
     for client in clients:
         await loop.create_connection(lambda client=client: client, host, int(port))  # type: ignore[misc]
-    await asyncio.sleep(0.2)  # until the gateway has accepted them all
+    await asyncio.sleep(0.2)  # until the gateway has accepted all connections
     began_s = time.monotonic()
     for client in clients:
         client.transport.write(client.request)
@@ -149,7 +149,7 @@ async def run_client(url: str, size: int) -> None:
 
 
 class CpuSamples:
-    """The CPU time of a process as time goes on, in seconds."""
+    """The CPU time of a process over time, in seconds."""
 
     def __init__(self, process_id: int) -> None:
         self._file = Path(f"/proc/{process_id}/schedstat")
@@ -157,17 +157,17 @@ class CpuSamples:
         self.cpu_s: list[float] = []
 
     def look(self) -> None:
-        """One sample."""
+        """Take one sample."""
         self.cpu_s.append(int(self._file.read_text().split()[0]) / 1e9)
         self.times_s.append(time.monotonic())
 
     def at(self, time_s: float) -> float:
-        """The CPU time by then."""
+        """Return the CPU time up to `time_s`."""
         return self.cpu_s[min(bisect.bisect(self.times_s, time_s), len(self.cpu_s) - 1)]
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Sample every millisecond while the block lasts."""
+        """Sample every millisecond during the block."""
         over = threading.Event()
 
         def sample() -> None:
@@ -186,7 +186,7 @@ class CpuSamples:
 
 
 def main() -> None:
-    """The bursts, or one of the processes."""
+    """Run the bursts, or one of the processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bursts", type=int, default=6)
     parser.add_argument("--size", type=int, default=1024, help="requests of one burst")

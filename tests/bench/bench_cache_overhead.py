@@ -1,15 +1,17 @@
-"""What the cache costs where it saves nothing, and from which share of repeated tokens on it pays.
+"""The cost of the cache if it saves nothing, and the share of repeated tokens from which it pays.
 
-    python -m tests.bench.bench_cache_overhead [--profile h100-8b] [--rounds 6] [--only unique]
+    python -m tests.bench.bench_cache_overhead [--profile h100-8b] [--rounds 8] [--only unique] [--arms hash radix]
 
-The real scheduler, cache and tiers, with steps and copies that take the time of the emulated device. The clock stands
-still but for these, and for the CPU time that this process spends in the scheduler: nothing hides it, as a device that
-takes two steps at a time would. So throughput is requests a second of a host that does its work between two steps. Only
-a prompt's blocks are hashed beside the steps, as the engine's text threads do; that has a column of its own.
+The bench uses the real scheduler, cache and tiers, with steps and copies that take the time of the emulated device. The
+clock advances only for these and for the CPU time of this process in the scheduler. Nothing hides that CPU time; a
+device that takes two steps at a time would. So throughput is requests per second of a host that works between two
+steps. Two things happen in parallel with the steps, as in the engine, and have columns of their own: a prompt's blocks
+are hashed (by text threads), and copies between tiers begin and end (on the event loop).
 
-Rounds have other prompts; in each, every arm serves the same ones, in another order of arms. Cells are the throughput
-beside `off` in the same round (the mean, and its interval of 95 %, from the rounds by Student's t), and in brackets the
-prompt tokens that were reused.
+Each round has different prompts. In a round every arm serves the same prompts, and the order of arms changes. A cell is
+the throughput relative to `off` in the same round: the median of the rounds and its interval of at least 95 %. The
+interval follows from the order of the rounds, whatever their distribution; with fewer than 9 rounds it covers all of
+them. Brackets have the prompt tokens that were reused.
 """
 
 from __future__ import annotations
@@ -39,14 +41,12 @@ from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
 
 BLOCK, STEP_TOKENS, CONCURRENT, KEY_TOKENS = 16, 2048, 32, 64
-"""Tokens of a block and of a step, requests at a time, tokens to a prefix key."""
+"""Tokens of a block and of a step, concurrent requests, tokens per prefix key."""
 _VOCABULARY = 100_000
-_T95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201, 15: 2.131}
-"""Quantiles of Student's t at 97.5 %, by degrees of freedom."""
 
 
 class Clock:
-    """Time that goes on when told to (`engine.tiers.emulated.Timers`)."""
+    """A clock that tests advance (`engine.tiers.emulated.Timers`)."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -54,15 +54,15 @@ class Clock:
         self._numbers = count()
 
     def time(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
         return self._now_s
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> None:
-        """Call at that time."""
+        """Call `callback` at that time."""
         heapq.heappush(self._due, (when, next(self._numbers), callback))
 
     def go_on(self, seconds: float) -> None:
-        """Let so much time go by."""
+        """Advance the time by `seconds`."""
         until_s = self._now_s + seconds
         while self._due and self._due[0][0] <= until_s:
             self._now_s, _, callback = heapq.heappop(self._due)
@@ -70,13 +70,13 @@ class Clock:
         self._now_s = until_s
 
     def next_s(self) -> float:
-        """Seconds until something is due."""
+        """Return the seconds until the next call is due."""
         return self._due[0][0] - self._now_s if self._due else math.inf
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, its keys, and how many tokens it is answered."""
+    """A prompt, its keys, and the number of tokens in its answer."""
 
     prompt: Sequence[int]
     spans: tuple[KeySpan, ...]
@@ -85,7 +85,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared. Tokens of the tiers count in pools: 1.0 is a tier as large as the pool."""
+    """One side of the comparison. Sizes of the tiers are relative to the pool: 1.0 is a tier as large as the pool."""
 
     name: str
     index: IndexKind
@@ -106,33 +106,46 @@ ARMS = (
 
 @dataclass
 class Ran:
-    """One arm's run."""
+    """The result of one arm's run."""
 
     requests: int
     elapsed_s: float
     cpu_s: float
-    """Of the host between steps."""
+    """CPU seconds of the host between steps."""
     hash_s: float
-    """CPU to hash a request's blocks, on average."""
+    """CPU seconds for hashing a request's blocks, on average."""
+    beside_s: float
+    """CPU seconds for copies, while steps run."""
     hit_share: float
 
     @property
     def per_s(self) -> float:
-        """Requests a second."""
+        """Return requests per second."""
         return self.requests / self.elapsed_s
 
 
 def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) -> Ran:
-    """Serve them all, `CONCURRENT` at a time; what is measured begins behind the first `warm_up` requests."""
+    """Serve all requests, `CONCURRENT` at a time; measurement begins after the first `warm_up` requests."""
     clock = Clock()
     blocks = profile.kv_tokens // BLOCK
     cache = PrefixCache(blocks, BLOCK, index=arm.index, eviction=Eviction.LFU)
-    tiers = _tiers(arm, profile, cache, clock)
+    wanted: list[None] = []
+    beside_s = 0.0
+
+    def go_on() -> None:
+        nonlocal beside_s
+        start_s = time.thread_time()
+        wanted.clear()
+        if tiers is not None:
+            tiers.go_on()
+        beside_s += time.thread_time() - start_s
+
+    tiers = _tiers(arm, profile, cache, clock, lambda: wanted.append(None), go_on)
     scheduler = Scheduler(cache, SchedulerConfig(STEP_TOKENS, CONCURRENT, CONCURRENT), tiers)
     waiting = iter(asked)
     numbers = count()
     open_requests = finished = 0
-    cpu_s = hash_s = began_s = began_cpu_s = 0.0
+    cpu_s = hash_s = began_s = began_cpu_s = began_beside_s = 0.0
     before = scheduler.stats()
     while True:
         arrived = []
@@ -157,6 +170,8 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
             assert tiers is not None, "work waits and nothing runs"
             clock.go_on(min(clock.next_s(), tiers.check_in_s()))
             continue
+        if wanted:
+            go_on()
         step_s = profile.step_s(plan)
         clock.go_on(step_s)
         sampled = {chunk.request.id: SampledToken(7 + len(chunk.blocks)) for chunk in plan.chunks if chunk.samples}
@@ -168,16 +183,30 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
         ended = sum(output.finish is not None for output in outputs)
         open_requests -= ended
         if finished < warm_up <= finished + ended:
-            began_s, began_cpu_s, before = clock.time(), cpu_s, scheduler.stats()
+            began_s, began_cpu_s, began_beside_s, before = clock.time(), cpu_s, beside_s, scheduler.stats()
             warm_up = finished + ended
         finished += ended
     stats = scheduler.stats()
     queried = stats.prompt_tokens_queried - before.prompt_tokens_queried
     hit = stats.prompt_tokens_hit - before.prompt_tokens_hit
-    return Ran(finished - warm_up, clock.time() - began_s, cpu_s - began_cpu_s, hash_s / finished, hit / queried)
+    return Ran(
+        finished - warm_up,
+        clock.time() - began_s,
+        cpu_s - began_cpu_s,
+        hash_s / finished,
+        beside_s - began_beside_s,
+        hit / queried,
+    )
 
 
-def _tiers(arm: Arm, profile: SimProfile, cache: PrefixCache, clock: Clock) -> Tiers | None:
+def _tiers(
+    arm: Arm,
+    profile: SimProfile,
+    cache: PrefixCache,
+    clock: Clock,
+    later: Callable[[], object],
+    on_end: Callable[[], None],
+) -> Tiers | None:
     stores = []
     upper = cache.pool.total
     for tier, pools, gb_s in (
@@ -201,12 +230,13 @@ def _tiers(arm: Arm, profile: SimProfile, cache: PrefixCache, clock: Clock) -> T
         eviction=Eviction.LFU,
         step_tokens=STEP_TOKENS,
         clock=clock.time,
-        on_end=lambda: None,
+        on_end=on_end,
+        later=later,
     )
 
 
 def _spans(rng: random.Random, tokens: int, shared: tuple[KeySpan, ...] = ()) -> tuple[KeySpan, ...]:
-    """A key every `KEY_TOKENS` tokens, the first ones those of the text that is shared."""
+    """Return a key every `KEY_TOKENS` tokens; the first keys are those of the shared text."""
     ends = range(KEY_TOKENS * (len(shared) + 1), tokens + 1, KEY_TOKENS)
     return (*shared, *[KeySpan(PrefixKey(rng.getrandbits(63)), end) for end in ends])
 
@@ -216,7 +246,7 @@ def _text(rng: random.Random, tokens: int) -> list[int]:
 
 
 def unique(rng: random.Random, pool_tokens: int) -> list[Asked]:
-    """Prompts of 512 to 4,096 tokens, each once, of four pools."""
+    """Return unique prompts of 512 to 4,096 tokens that fill four pools in total."""
     asked = []
     left = 4 * pool_tokens
     while left > 0:
@@ -227,23 +257,23 @@ def unique(rng: random.Random, pool_tokens: int) -> list[Asked]:
 
 
 def working_set(rng: random.Random, pool_tokens: int, pools: float) -> list[Asked]:
-    """Different prompts that take so many pools."""
+    """Return different prompts that fill `pools` pools in total."""
     return unique(rng, int(pools * pool_tokens / 4))
 
 
 def in_turn(rng: random.Random, pool_tokens: int) -> list[Asked]:
-    """1.5 pools of prompts, one after the other, over and over: the least used ones are always the next."""
+    """Return 1.5 pools of prompts in a repeated sequence: the least recently used prompt is always the next."""
     return working_set(rng, pool_tokens, 1.5) * 4
 
 
 def at_random(rng: random.Random, pool_tokens: int) -> list[Asked]:
-    """1.5 pools of prompts, any of them at any time."""
+    """Return 1.5 pools of prompts in random order."""
     prompts = working_set(rng, pool_tokens, 1.5)
     return [rng.choice(prompts) for _ in range(4 * len(prompts))]
 
 
 def repeating(share: float) -> Callable[[random.Random, int], list[Asked]]:
-    """Prompts of 2,048 tokens: this share of all tokens is the first half of prompts that eight others began with."""
+    """Return prompts of 2,048 tokens: `share` of all tokens is a first half that eight other prompts also have."""
 
     def prompts(rng: random.Random, pool_tokens: int) -> list[Asked]:
         beginnings = []
@@ -262,24 +292,26 @@ def repeating(share: float) -> Callable[[random.Random, int], list[Asked]]:
     return prompts
 
 
-SHARES = (0.0025, 0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
+SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 TRAFFIC: dict[str, Callable[[random.Random, int], list[Asked]]] = {
     "unique": unique,
     "thrash in turn": in_turn,
     "thrash at random": at_random,
-    **{f"{share:.2%} repeated": repeating(share) for share in SHARES},
+    **{f"{share:.0%} repeated": repeating(share) for share in SHARES},
 }
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of the interval that has the true mean with 95 %."""
-    mean, degrees = statistics.fmean(ratios), len(ratios) - 1
-    quantile = _T95[max(known for known in _T95 if known <= degrees)]
-    return mean, quantile * statistics.stdev(ratios) / math.sqrt(len(ratios))
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its interval: at least 95 % if there are 6 rounds or more."""
+    ordered, rounds = sorted(ratios), len(ratios)
+    outside, rank = 1 / 2**rounds, 0  # chance of fewer than `rank + 1` rounds on one side of the median
+    while (more := outside + math.comb(rounds, rank + 1) / 2**rounds) <= 0.025:
+        outside, rank = more, rank + 1
+    return statistics.median(ordered), ordered[rank], ordered[-1 - rank]
 
 
 def compare(profile: SimProfile, traffic: str, arms: Sequence[Arm], rounds: int) -> dict[Arm, list[Ran]]:
-    """Each arm's runs, by round."""
+    """Return each arm's runs, by round."""
     ran: dict[Arm, list[Ran]] = {arm: [] for arm in arms}
     for number in range(rounds):
         asked = TRAFFIC[traffic](random.Random(number), profile.kv_tokens)
@@ -287,40 +319,48 @@ def compare(profile: SimProfile, traffic: str, arms: Sequence[Arm], rounds: int)
         for arm in order:
             gc.unfreeze()
             gc.collect()
-            gc.freeze()  # as in an engine that has started (`engine/contract/collector.py`)
+            gc.freeze()  # as after an engine's start (`engine/contract/collector.py`)
             ran[arm].append(run(arm, profile, asked, warm_up=len(asked) // 3))
     return ran
 
 
 def cell(ours: Sequence[Ran], off: Sequence[Ran]) -> str:
-    """Of a table's row."""
-    mean, half = interval([one.per_s / other.per_s for one, other in zip(ours, off, strict=True)])
-    return f"{mean:.4f} ± {half:.4f} ({statistics.fmean(one.hit_share for one in ours):.1%})"
+    """Return a cell of the table."""
+    median, low, high = interval([one.per_s / other.per_s for one, other in zip(ours, off, strict=True)])
+    return f"{median:.3f} [{low:.3f}, {high:.3f}] ({statistics.fmean(one.hit_share for one in ours):.1%})"
 
 
 def cpu_ms(runs: Sequence[Ran]) -> str:
-    """A request's milliseconds between steps and to hash it: of the round in which it is least."""
-    return f"{min(one.cpu_s / one.requests for one in runs) * 1e3:.2f} + {min(one.hash_s for one in runs) * 1e3:.2f}"
+    """Return a request's milliseconds between steps, for hashing, and for copies: medians of the rounds."""
+    between, copies = (
+        statistics.median(seconds(one) / one.requests for one in runs)
+        for seconds in (lambda one: one.cpu_s, lambda one: one.beside_s)
+    )
+    hashing = statistics.median(one.hash_s for one in runs)
+    return " + ".join(f"{seconds * 1e3:.2f}" for seconds in (between, hashing, copies))
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", default="h100-8b", help="of the emulated device (h100-8b: the fastest)")
-    parser.add_argument("--rounds", type=int, default=6, help="at least 3 (6)")
-    parser.add_argument("--only", help="traffic whose name has this in it")
+    parser.add_argument("--profile", default="h100-8b", help="profile of the emulated device (h100-8b: the fastest)")
+    parser.add_argument("--rounds", type=int, default=8, help="at least 6 (8)")
+    parser.add_argument("--only", help="only traffic whose name contains this")
+    names = [arm.name for arm in ARMS[1:]]
+    parser.add_argument("--arms", nargs="+", default=names, choices=names, help="beside off (all)")
     arguments = parser.parse_args()
     profile = find_profile(arguments.profile)
+    arms = [arm for arm in ARMS if arm is OFF or arm.name in arguments.arms]
     gc.set_threshold(YOUNG, MIDDLE, OLDEST)
-    print("| traffic | " + " | ".join(arm.name for arm in ARMS[1:]) + " |\n|---|" + "--:|" * (len(ARMS) - 1))
+    print("| traffic | " + " | ".join(arm.name for arm in arms[1:]) + " |\n|---|" + "--:|" * (len(arms) - 1))
     spent = []
     for name in TRAFFIC:
         if arguments.only is None or arguments.only in name:
-            ran = compare(profile, name, ARMS, arguments.rounds)
-            print(f"| {name} | " + " | ".join(cell(ran[arm], ran[OFF]) for arm in ARMS[1:]) + " |", flush=True)
-            spent.append(f"| {name} | " + " | ".join(cpu_ms(ran[arm]) for arm in ARMS) + " |")
-    print("\nCPU of a request in ms, between steps + to hash it:\n")
-    print("| traffic | " + " | ".join(arm.name for arm in ARMS) + " |\n|---|" + "--:|" * len(ARMS))
+            ran = compare(profile, name, arms, arguments.rounds)
+            print(f"| {name} | " + " | ".join(cell(ran[arm], ran[OFF]) for arm in arms[1:]) + " |", flush=True)
+            spent.append(f"| {name} | " + " | ".join(cpu_ms(ran[arm]) for arm in arms) + " |")
+    print("\nCPU of a request in ms, between steps + to hash it + for copies while steps run:\n")
+    print("| traffic | " + " | ".join(arm.name for arm in arms) + " |\n|---|" + "--:|" * len(arms))
     print("\n".join(spent))
 
 

@@ -1,10 +1,10 @@
-"""Microseconds of a decision in the gateway by size of the fleet, and what a view of each pod would take:
+"""Microseconds of a decision in the gateway by size of the fleet, compared with a decision that views each pod:
 `python -m tests.bench.bench_decision`.
 
-A decision: match the keys, bring the table up to date, choose, enter the keys. The time is without the request's lease,
-first token and end, but with what they leave to bring up to date. In turn with it, in the same process, the same
-history is decided with a view of each pod; `--alone` leaves that out, as it empties the processor's caches.
-`--foreign`: the pods publish nothing, have told a small capacity and are full, so that what each evicts counts.
+A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes the request's
+lease, first token and end, but includes the updates that they cause. In turn, the same process decides the same
+history with a view of each pod; `--alone` leaves that out, because it flushes the processor's caches. With `--foreign`,
+the pods publish nothing, have told a small capacity and are full, so that evictions count.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.bench.bench_policies import COST, STRIDE_TOKENS, STRIDES, Serving, lo
 
 SIZES = (8, 64, 256, 1000)
 MOST_US = (60, 90, 120, 200)
-"""What a decision of `predicted_ttft` is meant to take at most."""
+"""Upper targets in microseconds for a decision of `predicted_ttft`."""
 REPORTS_PER_DECISION = 2
-"""Load reports that come between two decisions: of a thousand pods with two a second each, at 1,000 requests/s."""
+"""Load reports between two decisions: for a thousand pods with two per second each, at 1,000 requests/s."""
 IN_FLIGHT = 4
-"""Requests of a pod, on average."""
+"""Requests in flight per pod, on average."""
 FOREIGN_PROMPTS = 3
-"""Prompts that the cache of a pod that publishes nothing has room for."""
+"""Prompts that fit the cache of a pod that publishes nothing."""
 
 
 class World:
@@ -98,7 +98,7 @@ class World:
         )
 
     def decide(self, number: int) -> tuple[str, float]:
-        """The pod, and the microseconds it took to choose it."""
+        """Return the pod, and the microseconds of the choice."""
         self.now_s += 1e-3
         for _ in range(REPORTS_PER_DECISION):
             load = LoadReport(running=3, decoding=2, blocks_free=500, blocks_total=1000, cost=COST)
@@ -131,7 +131,7 @@ class World:
 
 
 def compare(pods: int, policy: str, shared: str, rounds: int, *, foreign: bool = False) -> tuple[float, float, int]:
-    """Median microseconds in the gateway and with a view of each pod, and decisions that differ."""
+    """Return median microseconds in the gateway and with a view of each pod, and the number of different decisions."""
     worlds = [World(pods, policy, shared, wide_from, foreign=foreign) for wide_from in (WIDE_FROM, sys.maxsize)]
     times: list[list[float]] = [[], []]
     unlike = 0
@@ -147,7 +147,7 @@ def compare(pods: int, policy: str, shared: str, rounds: int, *, foreign: bool =
 
 
 def alone(pods: int, policy: str, shared: str, rounds: int, *, foreign: bool = False) -> float:
-    """Median microseconds in the gateway."""
+    """Return median microseconds in the gateway."""
     world = World(pods, policy, shared, WIDE_FROM, foreign=foreign)
     found_us = statistics.median([world.decide(number)[1] for number in range(rounds)][rounds // 5 :])
     if foreign and shared != "none" and not world.regret:

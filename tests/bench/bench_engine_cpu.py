@@ -1,9 +1,9 @@
-"""Speed of the torch backend on the CPU beside transformers, on one checkpoint, in one run.
+"""Speed of the torch backend on the CPU, compared with transformers on the same checkpoint in the same run.
 
     python -m tests.bench.bench_engine_cpu [--threads 1] [--repeats 5]
 
-Each round measures every contender once, so that what else the machine does falls on all of them; a figure is the
-median of the rounds' ratios. transformers runs SDPA and computes the last row of logits only, as a server would.
+Each round measures every contender once, so that other work on the machine affects all of them. A figure is the median
+of the rounds' ratios. transformers runs SDPA and computes only the last row of logits, as a server would.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Bench:
     ours: TorchBackend
 
     def prompt(self, tokens: int) -> list[int]:
-        """Random token ids."""
+        """Return random token ids."""
         ids: list[int] = torch.randint(0, self.ours.model.config.vocab_size, (tokens,)).tolist()
         return ids
 
     def chunk(self, request: Request, start: int, end: int, first_block: int) -> SequenceChunk:
-        """Tokens start .. end of the request, its blocks counted from `first_block`."""
+        """Return tokens start .. end of the request, with blocks counted from `first_block`."""
         known = [*request.prompt_tokens, *request.output_tokens]
         blocks = range(first_block, first_block - (-end // BLOCK_SIZE))
         return SequenceChunk(request, start, known[start:end], blocks, end == len(known), bool(request.output_tokens))
 
     async def step_s(self, *chunks: SequenceChunk) -> float:
-        """One step, timed as its caller sees it; sampled tokens are appended to their requests."""
+        """Return the seconds of one step, as its caller sees it; sampled tokens are appended to their requests."""
         start_s = time.perf_counter()
         result = await self.ours.run(StepPlan(chunks))
         elapsed_s = time.perf_counter() - start_s
@@ -65,7 +65,7 @@ class Bench:
         return elapsed_s
 
     async def prefill_speed(self) -> float:
-        """Tokens per second of a cold prefill, as a multiple of transformers' forward."""
+        """Return tokens per second of a cold prefill, as a multiple of transformers' forward."""
         ids = self.prompt(PREFILL_TOKENS)
         start_s = time.perf_counter()
         with torch.inference_mode():
@@ -74,7 +74,7 @@ class Bench:
         return theirs_s / await self.step_s(self.chunk(_greedy(0, ids), 0, len(ids), 0))
 
     async def decode_speed(self, contexts: Sequence[int]) -> float:
-        """Tokens per second of sequences that decode, as a multiple of transformers' generate with the same batch."""
+        """Return decoded tokens per second, as a multiple of transformers' generate with the same batch."""
         prompts = [self.prompt(tokens) for tokens in contexts]
         steps = _StepTimes()
         padded = torch.tensor([[0] * (max(contexts) - len(p)) + p for p in prompts])
@@ -100,7 +100,7 @@ class Bench:
         return (steps.times_s[-1] - steps.times_s[0]) / ours_s
 
     async def warm_share(self) -> float:
-        """Time to the first token where all but `NEW_TOKENS` of the prompt are cached, as a share of the cold time."""
+        """Return the time to first token with only `NEW_TOKENS` uncached, as a share of the cold time."""
         total = PREFILL_TOKENS + NEW_TOKENS
         ids = self.prompt(total)
         cold_s = await self.step_s(self.chunk(_greedy(0, ids), 0, total, 0))
@@ -108,7 +108,7 @@ class Bench:
 
 
 class _StepTimes(StoppingCriteria):
-    """Never stops; notes when each of generate's steps has ended."""
+    """Never stops; notes when each step of generate has ended."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -145,9 +145,9 @@ async def measure(bench: Bench, repeats: int) -> None:
 
 
 async def main() -> None:
-    """Make the checkpoint, load both, measure."""
+    """Make the checkpoint, load both contenders, measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of both, default 1")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of both contenders, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="rounds after the warm-up, default 5")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

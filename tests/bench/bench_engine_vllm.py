@@ -1,11 +1,11 @@
-"""The bundled engine beside a real vLLM on the same cores: cold prompts, warm ones, and decoding.
+"""The bundled engine compared with a real vLLM on the same cores: cold prompts, warm prompts, and decoding.
 
     TESTS_VLLM=DIR python -m tests.bench.bench_engine_vllm [--threads 1] [--tokens 2000] [--repeats 7]
 
-Both serve one checkpoint in float32 with as many threads for a step. They are asked in turn, so that what else the
-machine does falls on both; the one that is not asked is stopped meanwhile, as a vLLM spins a little when idle. A figure
-is the median. Beside the time that a client sees stands the CPU time that all threads of the server took for it: what
-others do on the machine makes the one longer and hardly the other. Without a vLLM it says so, and ends with 0.
+Both serve one checkpoint in float32 with the same number of threads per step. They get requests in turn, so that other
+work on the machine affects both. The other server is stopped meanwhile, because an idle vLLM spins a little. A figure
+is the median. Beside the time that a client sees is the CPU time of all threads of the server: other work on the
+machine lengthens the former and hardly the latter. Without a vLLM the bench says so, and exits with 0.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from tests.vllm.servers import MODEL, ServerSpec, running_servers
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 IDS = 2000
-"""Of the vocabulary, those that prompts are made of."""
+"""Token ids of which prompts consist."""
 WARM_TOKENS = 64
-"""Behind a prefix that is cached."""
+"""Tokens after a cached prefix."""
 STREAMS, OUTPUT_TOKENS = 16, 64
 SETTLE_S = 0.5
-"""For what a server makes up for once it runs again."""
+"""Time for the work that a server catches up on after it runs again."""
 CASES = ("cold", "warm", "decode")
 
 
 @dataclass(slots=True)
 class Contender:
-    """One server. Figures in seconds, by case."""
+    """One server. Figures are in seconds, by case."""
 
     name: str
     url: str
@@ -52,7 +52,7 @@ class Contender:
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: {case: [] for case in CASES})
 
     def processes(self) -> list[int]:
-        """It and all that it has started."""
+        """Return the server's process and all processes that it has started."""
         found, waiting = [], [self.pid]
         while waiting:
             pid = waiting.pop()
@@ -62,7 +62,7 @@ class Contender:
         return found
 
     def spent_s(self) -> float:
-        """CPU time of all its threads so far."""
+        """Return the CPU time of all the server's threads so far."""
         ticks = 0
         for pid in self.processes():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -71,7 +71,7 @@ class Contender:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """It runs within the block alone."""
+        """Let the server run only within the block."""
         self.signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         try:
@@ -80,19 +80,19 @@ class Contender:
             self.signal(signal.SIGSTOP)
 
     def signal(self, what: signal.Signals) -> None:
-        """Send it to all its processes."""
+        """Send a signal to all the server's processes."""
         for pid in self.processes():
             os.kill(pid, what)
 
     def time(self, case: str, ask: Callable[[], None]) -> None:
-        """Note what the call takes."""
+        """Note how long the call takes."""
         spent_s, began_s = self.spent_s(), time.perf_counter()
         ask()
         self.wall_s[case].append(time.perf_counter() - began_s)
         self.cpu_s[case].append(self.spent_s() - spent_s)
 
     def complete(self, prompt: list[int], tokens: int) -> None:
-        """One whole answer of so many tokens."""
+        """Request one whole answer of `tokens` tokens."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         sent = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -103,7 +103,7 @@ class Contender:
 
 
 def measure(contender: Contender, draw: random.Random, tokens: int) -> None:
-    """One round: a prompt that nobody has seen, the same with another end, and a batch that decodes."""
+    """Run one round: a new prompt, the same prompt with another end, and a batch that decodes."""
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(10, IDS) for _ in range(length)]
@@ -126,7 +126,7 @@ def measure(contender: Contender, draw: random.Random, tokens: int) -> None:
 
 
 def show(ours: Contender, theirs: Contender) -> None:
-    """A line for each case."""
+    """Print a line for each case."""
     print(f"{'':8}{'ours':>18}{'vLLM':>18}{'ours / vLLM':>22}")
     print(f"{'':8}{'wall':>9}{'CPU':>9}{'wall':>9}{'CPU':>9}{'wall':>11}{'CPU':>11}   (ms)")
     for case in CASES:
@@ -139,9 +139,9 @@ def show(ours: Contender, theirs: Contender) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the bench; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="threads of a step in both (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads per step in both servers (default 1)")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of a cold prompt, at least 64 (default 2000)")
     parser.add_argument("--repeats", type=int, default=7, help="rounds (default 7)")
     options = parser.parse_args()
@@ -168,7 +168,7 @@ def main() -> None:
                     for repeat in range(options.repeats + 1):
                         for contender in contenders:
                             measure(contender, draw, options.tokens)
-                        if not repeat:  # the first of each is slower
+                        if not repeat:  # the first request to each is slower
                             for contender in contenders:
                                 for figures in (*contender.wall_s.values(), *contender.cpu_s.values()):
                                     figures.clear()

@@ -1,9 +1,9 @@
-"""Hit rates of the orders of eviction beside Belady's optimum, and what a million blocks cost.
+"""Hit rates of the orders of eviction compared with Belady's optimum, and the cost of a million blocks.
 
-    python -m tests.bench.bench_eviction [--traces FOLDER]
+    python -m tests.bench.bench_eviction [--traces FOLDER] [--only agentic] [--memory]
 
-Requests come one after the other. Rates are hit blocks of all blocks asked for; `hot`: of those of the hot prefixes.
-A folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl` (gzip or not) adds the two.
+Requests come one after the other. Rates are hit blocks / requested blocks; `hot`: only for blocks of hot prefixes. A
+folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl` (gzip or not) adds these two traces.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 
 Request = tuple[int, ...]
-"""Ids of its blocks, from the first. Equal ids at the same place of equal prefixes are equal blocks."""
+"""Ids of a request's blocks, from the first. Equal ids at the same place after equal prefixes are equal blocks."""
 ATTENTION = 1 / 300
-"""What a token costs more for each block before it, in parts of itself: 512 tokens a block, attention as costly as all
-else at 150,000 tokens (Llama 3.1 8B on an H100)."""
+"""Relative extra cost of a token for each block before it. With 512 tokens per block, attention costs as much as
+everything else at 150,000 tokens (Llama 3.1 8B on an H100)."""
 CHAIN = 64
+USUAL_SHARES = (0.01, 0.02, 0.05, 0.1, 0.25)
+HOT_SHARES = (0.001, 0.002, 0.004, 0.01)
+SHARES = {"in turn": (0.25, 1 / 3, 1 / 2, 2 / 3, 0.9)}
+"""Sizes of the pool, relative to the number of different blocks."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests, and how many leading blocks of each are of a hot prefix."""
+    """Requests, and for each the number of leading blocks that belong to a hot prefix."""
 
     name: str
     requests: Sequence[Request]
@@ -42,7 +47,7 @@ class Trace:
 
 
 def flood(unique_each: int = 4, rounds: int = 4000, seed: int = 1) -> Trace:
-    """16 hot prefixes of 64 blocks, each request followed by `unique_each` of which nothing comes again."""
+    """Return 16 hot prefixes of 64 blocks; `unique_each` requests that never recur follow each hot request."""
     rng = random.Random(seed)
     prefixes = [tuple(range(i * CHAIN + 1, (i + 1) * CHAIN + 1)) for i in range(16)]
     fresh = 1_000_000
@@ -59,7 +64,7 @@ def flood(unique_each: int = 4, rounds: int = 4000, seed: int = 1) -> Trace:
 
 
 def agentic(conversations: int = 120, turns: int = 40, seed: int = 2) -> Trace:
-    """Agents that share 6 blocks and grow by some 7 blocks a turn to 280, a tenth of them at work at a time."""
+    """Return agents that share 6 blocks and grow by about 7 blocks per turn to 280; a tenth of them work at a time."""
     rng = random.Random(seed)
     fresh = 1_000_000
     shared = tuple(range(1, 7))
@@ -83,8 +88,20 @@ def agentic(conversations: int = 120, turns: int = 40, seed: int = 2) -> Trace:
     return Trace("agentic", requests)
 
 
+def in_turn(blocks: int = 9000, laps: int = 12, seed: int = 5) -> Trace:
+    """Return prompts of 16 to 128 blocks in a repeated sequence."""
+    rng = random.Random(seed)
+    prompts: list[Request] = []
+    start = 1
+    while start < blocks:
+        length = rng.randint(16, 128)
+        prompts.append(tuple(range(start, start + length)))
+        start += length
+    return Trace("in turn", prompts * laps)
+
+
 def mooncake(path: Path, limit: int | None = None) -> Trace:
-    """The hash ids of a Mooncake trace, 512 tokens each."""
+    """Return the hash ids of a Mooncake trace, 512 tokens each."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as lines:
         requests = [tuple(json.loads(line)["hash_ids"]) for line in lines]
@@ -92,7 +109,7 @@ def mooncake(path: Path, limit: int | None = None) -> Trace:
 
 
 def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, float]:
-    """Of all blocks, and of those of hot prefixes."""
+    """Return the hit rates of all blocks and of those of hot prefixes."""
     cache = PrefixCache(blocks, 1, eviction=eviction)
     cache.learn_cost(1.0, ATTENTION)
     hits = asked = hot_hits = hot_asked = 0
@@ -112,7 +129,8 @@ def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, flo
 
 
 def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
-    """The same with Belady's choice: what is used again last goes first. Leaf-first, since a parent is used sooner."""
+    """Return the same with Belady's choice: evict the block used last. Leaf-first, because a parent is used sooner.
+    Like an engine, it holds all blocks of the request that runs."""
     ids: dict[tuple[int, int], int] = {}
     chains: list[list[int]] = []
     for request in trace.requests:
@@ -147,10 +165,16 @@ def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
             for depth, node in enumerate(chain):
                 next_use[node] = upcoming[t][depth]
                 heapq.heappush(heap, (-next_use[node], -depth, node))
+            running, kept = set(chain), []
             while len(held) > blocks:
-                negative, _, node = heapq.heappop(heap)
-                if node in held and next_use[node] == -negative:
+                entry = heapq.heappop(heap)
+                node = entry[2]
+                if node in running:
+                    kept.append(entry)
+                elif node in held and next_use[node] == -entry[0]:
                     held.remove(node)
+            for entry in kept:
+                heapq.heappush(heap, entry)
     return hits / asked, hot_hits / hot_asked if hot_asked else 0.0
 
 
@@ -170,11 +194,13 @@ def table(trace: Trace, shares: Sequence[float]) -> None:
         print(f"| {trace.name} | {blocks:,} ({share:.1%}) | {cells} |", flush=True)
 
 
-def bookkeeping(total: int = 1_000_000, chain: int = 2048) -> None:
-    """What a full pool of `total` blocks of 16 tokens takes: memory, a match, insertion with eviction."""
+def bookkeeping(*, memory: bool, total: int = 1_000_000, chain: int = 2048) -> None:
+    """Print what a full pool of `total` blocks of 16 tokens costs: a match, insertion with eviction, and `memory`,
+    which slows the rest down."""
     for index, eviction in product((IndexKind.HASH, IndexKind.RADIX), Eviction):
         rng = random.Random(3)
-        tracemalloc.start()
+        if memory:
+            tracemalloc.start()
         cache = PrefixCache(total, 16, index=index, eviction=eviction)
         prompts = [[rng.randrange(100_000) for _ in range(16 * chain)] for _ in range(4)]
         for i in range(total // chain + 8):
@@ -186,19 +212,22 @@ def bookkeeping(total: int = 1_000_000, chain: int = 2048) -> None:
             cache.release(sequence)
         used, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        sequences = [cache.open([total + i, *prompts[i % 4][1:]]) for i in range(16)]
-        start = time.process_time()
-        for sequence in sequences:
+        turns, matches = [], []
+        for i in range(16):
+            sequence = cache.open([total + i, *prompts[i % 4][1:]])
+            start = time.process_time()
             cache.admit(sequence, 16 * chain)
             cache.commit(sequence, 16 * chain)
             cache.release(sequence)
-        turn_us = (time.process_time() - start) / (16 * chain) * 1e6
-        again = [cache.open([total + i, *prompts[i % 4][1:]]) for i in range(16)]
-        start = time.process_time()
-        for sequence in again:
-            cache.admit(sequence, 16 * chain)
-        match_ms = (time.process_time() - start) / 16 * 1e3
-        print(f"| {index} | {eviction} | {used / total:.0f} | {match_ms:.2f} | {turn_us:.2f} |", flush=True)
+            turns.append((time.process_time() - start) / chain * 1e6)
+            again = cache.open([total + i, *prompts[i % 4][1:]])
+            start = time.process_time()
+            cache.admit(again, 16 * chain)
+            matches.append((time.process_time() - start) * 1e3)
+            cache.release(again)
+        cells = [f"{used / total:.0f}" if memory else "-"]
+        cells += [f"{median(spent):.2f}, {min(spent):.2f}" for spent in (matches, turns)]
+        print(f"| {index} | {eviction} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -206,19 +235,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's traces")
     parser.add_argument("--skip-bookkeeping", action="store_true", help="hit rates alone")
+    parser.add_argument("--memory", action="store_true", help="count the bookkeeping's bytes; its CPU is slower then")
+    parser.add_argument("--only", help="only traces whose name contains this")
     args = parser.parse_args()
     names = " | ".join([*Eviction, "optimum"])
     print(f"| trace | blocks (of the distinct ones) | {names} |\n|---|--:|" + "--:|" * (len(Eviction) + 1))
-    traces = [flood(4), flood(16), agentic()]
+    traces = [in_turn(), flood(4), flood(16), agentic()]
     if args.traces:
         traces += [mooncake(path) for path in sorted(args.traces.glob("*_trace.jsonl*"))]
     for trace in traces:
-        table(trace, (0.01, 0.02, 0.05, 0.1, 0.25) if not trace.hot else (0.001, 0.002, 0.004, 0.01))
+        if args.only is None or args.only in trace.name:
+            table(trace, SHARES.get(trace.name, HOT_SHARES if trace.hot else USUAL_SHARES))
     if not args.skip_bookkeeping:
-        print(
-            "\n| order | bytes a block | ms to match 32k tokens | us to insert and evict a block |\n|---|--:|--:|--:|"
-        )
-        bookkeeping()
+        print("\nCPU: median and least of 16.\n\n| index | order | bytes a block | ms to match 32k tokens", end=" | ")
+        print("us to insert and evict a block |\n|---|---|--:|--:|--:|")
+        bookkeeping(memory=args.memory)
 
 
 if __name__ == "__main__":

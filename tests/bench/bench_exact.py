@@ -1,9 +1,9 @@
-"""What `--exact` costs on the CPU: steps with and without it, on one checkpoint, in one run.
+"""The cost of `--exact` on the CPU: steps with and without it, on one checkpoint, in one run.
 
     python -m tests.bench.bench_exact [--rounds 6] [--folder CHECKPOINT]
 
-Times are the CPU time of the thread that computes, the least of the rounds, so that other work on the machine counts
-little. One thread.
+Times are the CPU time of the computing thread, the minimum of the rounds, so that other work on the machine has little
+effect. One thread.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Step = Callable[[], tuple[SequenceChunk, ...]]
 
 
 def chunk(ids: list[int], start: int, end: int, first_block: int) -> SequenceChunk:
-    """Tokens start .. end - 1 of a sequence in neighbouring blocks."""
+    """Return tokens start .. end - 1 of a sequence in neighbouring blocks."""
     request = Request(first_block, ids, 5, SamplingParams(temperature=0))
     blocks = range(first_block, first_block - (-end // BLOCK_SIZE))
     return SequenceChunk(request, start, ids[start:end], blocks, True, start > 0)
 
 
 def decodes(ids: list[int], contexts: list[int]) -> tuple[SequenceChunk, ...]:
-    """A token of each of some sequences."""
+    """Return one decode token for each of some sequences."""
     chunks, first = [], 0
     for context in contexts:
         chunks.append(chunk(ids[: context + 1], context, context + 1, first))
@@ -44,7 +44,7 @@ def decodes(ids: list[int], contexts: list[int]) -> tuple[SequenceChunk, ...]:
 
 
 def steps(ids: list[int]) -> dict[str, Step]:
-    """What is timed."""
+    """Return the steps that are timed."""
     return {
         f"{PROMPT:,} cold tokens": lambda: (chunk(ids, 0, PROMPT, 0),),
         f"{NEW} behind {PROMPT:,} cached": lambda: (chunk(ids, PROMPT, PROMPT + NEW, 0),),

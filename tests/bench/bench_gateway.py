@@ -1,11 +1,11 @@
-"""The gateway's CPU time per request beside a bare aiohttp proxy's, and the latency each adds.
+"""The gateway's CPU time per request compared with a bare aiohttp proxy's, and the latency that each adds.
 
     python -m tests.bench.bench_gateway
 
-Four kinds of process on one machine, all on uvloop: scripted engines (one process, a port for each, raw protocol),
-the gateway, the bare proxy of this file, and a load client (raw protocol). Each repeat measures both in turn, in either
-order. CPU is the process's own user and system time. Prompts have 8 KB, 6 KB of it one of eight shared prefixes.
-Answers are one JSON text; a stream of 20 chunks that come together, or of 100; or of 20 chunks, 2 ms apart.
+Four kinds of process run on one machine, all on uvloop: scripted engines (one process, a port for each, raw protocol),
+the gateway, the bare proxy of this file, and a load client (raw protocol). Each repeat measures both in turn, in
+alternating order. CPU is the process's own user and system time. Prompts have 8 KB, 6 KB of which is one of eight
+shared prefixes. An answer is one JSON text; a stream of 20 or 100 chunks that come together; or 20 chunks, 2 ms apart.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ MODULE = "tests.bench.bench_gateway"
 KINDS = {"json": (0, 0.0), "stream": (20, 0.0), "long": (100, 0.0), "spread": (20, 0.002)}
 """Chunks of an answer (0: no stream), and the seconds between them."""
 AIMS_US = {"json": (200, 135), "stream": (260, 185)}
-"""For the gateway, and what the bare proxy needs on the machine that they were set on."""
+"""Targets of the gateway, and what the bare proxy needs on the machine on which they were set."""
 FURTHER_CHUNK_AIM_US = 6.0
 PROMPT_BYTES = 8192
 SHARED_BYTES = 6144
 PREFIXES = 8
 RUN_S = 300
-"""For the requests of one run, on a machine with much else to do."""
+"""Limit for the requests of one run, on a busy machine."""
 START_TRIES = 300
-"""Of another router's first request, a fifth of a second apart."""
+"""Attempts of another router's first request, 0.2 s apart."""
 EVENT = (
     b"data: "
     + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {"content": "token"}}]}).encode()
@@ -57,7 +57,7 @@ STREAM_HEAD = ABOUT + b"content-type: text/event-stream\r\ntransfer-encoding: ch
 TEXT = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "message": {"content": "token" * 20}}]}).encode()
 WHOLE = ABOUT + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(TEXT), TEXT)
 _KIND = re.compile(rb"kind=(\w+)")
-"""In the prompt: not every router passes on headers, or fields, that it does not know."""
+"""The kind is in the prompt, because not every router passes on unknown headers or fields."""
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
 
 
@@ -65,7 +65,7 @@ MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
 
 
 class Engine(asyncio.Protocol):
-    """As cheap as an engine can be: finds the end of each request, answers from constants."""
+    """A minimal engine: finds the end of each request, answers with constants."""
 
     def __init__(self, pod: str) -> None:
         self.pod = pod.encode()
@@ -109,7 +109,7 @@ class Engine(asyncio.Protocol):
 
 
 async def run_engines(pods: int) -> None:
-    """`pods` engines in one process; prints their URLs."""
+    """Run `pods` engines in one process; print their URLs."""
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0) for i in range(pods)]  # type: ignore[misc]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
@@ -124,7 +124,7 @@ HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", 
 
 
 class BareProxy:
-    """What any aiohttp pass-through does: read, forward to the next engine, copy chunks back."""
+    """The work of any aiohttp proxy: read, forward to the next engine, copy chunks back."""
 
     def __init__(self, urls: list[str]) -> None:
         self.urls = urls
@@ -153,7 +153,7 @@ class BareProxy:
 
 
 async def run_bare(urls: list[str]) -> None:
-    """Serve the bare proxy; prints its URL."""
+    """Serve the bare proxy; print its URL."""
     proxy = BareProxy(urls)
     app = web.Application(client_max_size=2**24)
     app.on_startup.append(proxy.start)
@@ -207,7 +207,7 @@ class Client(asyncio.Protocol):
 
 
 def chat(text: str, kind: str) -> bytes:
-    """A request for an answer of that kind."""
+    """Return a request for an answer of that kind."""
     messages = [{"role": "user", "content": f"{text} kind={kind}"}]
     body = json.dumps({"model": "m", "stream": KINDS[kind][0] > 0, "messages": messages}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nAccept: */*\r\n"
@@ -242,7 +242,7 @@ class Load:
 
 
 async def run_load(url: str, count: int, connections: int, kind: str) -> None:
-    """Send the requests; prints the medians, and the whole answer's p99, in milliseconds as JSON."""
+    """Send the requests; print the medians, and the whole answer's p99, in milliseconds as JSON."""
     host, port = url.removeprefix("http://").split(":")
     load = Load(count, connections, kind)
     loop = asyncio.get_running_loop()
@@ -262,7 +262,7 @@ async def run_load(url: str, count: int, connections: int, kind: str) -> None:
 
 @contextlib.contextmanager
 def started(*command: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A server process; its address, as it prints it, and the process."""
+    """Start a server process; yield the address that it prints, and the process."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -277,12 +277,12 @@ OTHERS = {
     "sglang-router": ("-m", "sglang_router.launch_router", "--policy", "cache_aware", "--host", "127.0.0.1"),
     "vllm-router": ("-m", "vllm_router.launch_router", "--policy", "cache_aware", "--host", "127.0.0.1"),
 }
-"""How each is started, by the name of its package."""
+"""Commands that start the other routers, by the name of their package."""
 
 
 @contextlib.contextmanager
 def other_router(name: str, engines: list[str]) -> Iterator[tuple[str, psutil.Process]]:
-    """Another router in front of the engines; its address and its process. Installs it where it is not there yet."""
+    """Start another router in front of the engines; yield its address and its process. Installs it if it is missing."""
     home = Path(tempfile.gettempdir()) / f"warmroute-bench-{name}"
     python, is_whole = home / "bin" / "python", home / "installed"
     if not is_whole.exists():
@@ -295,8 +295,8 @@ def other_router(name: str, engines: list[str]) -> Iterator[tuple[str, psutil.Pr
         free.bind(("127.0.0.1", 0))
         free_too.bind(("127.0.0.1", 0))
         port, metrics_port = free.getsockname()[1], free_too.getsockname()[1]
-    # Without a port of its own for metrics the second router would find that of the first one taken.
-    command = [python, *OTHERS[name], "--port", str(port), "--prometheus-port", str(metrics_port)]
+    # Without its own port for metrics, the second router would find the first one's port in use.
+    command: list[str] = [str(python), *OTHERS[name], "--port", str(port), "--prometheus-port", str(metrics_port)]
     command += ["--worker-urls", *engines]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -308,7 +308,7 @@ def other_router(name: str, engines: list[str]) -> Iterator[tuple[str, psutil.Pr
 
 
 def _wait_serving(name: str, url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until a request is answered: these routers say that they are healthy before they know an engine."""
+    """Wait until a request is answered: these routers report that they are healthy before they know an engine."""
     asked = chat("hello", "json").partition(b"\r\n\r\n")[2]
     said = "nothing"
     for _ in range(START_TRIES):
@@ -327,7 +327,7 @@ def _wait_serving(name: str, url: str, process: subprocess.Popen[bytes]) -> None
 
 
 def wait_ready(url: str, pods: int) -> None:
-    """Until the gateway has its pods; fails after ten seconds."""
+    """Wait until the gateway has its pods; fail after ten seconds."""
     asked = f"{url}/ready?engines={pods}"
     for _ in range(100):
         with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(asked, timeout=5):
@@ -337,7 +337,7 @@ def wait_ready(url: str, pods: int) -> None:
 
 
 def measure(url: str, process: psutil.Process | None, count: int, connections: int, kind: str) -> dict[str, float]:
-    """One run of the load client: its medians, and CPU microseconds per request of `process`."""
+    """Run the load client once; return its medians, and the CPU microseconds per request of `process`."""
     before = process.cpu_times() if process else None
     command = [sys.executable, "-m", MODULE, "load", url, str(count), str(connections), kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -349,7 +349,7 @@ def measure(url: str, process: psutil.Process | None, count: int, connections: i
 
 
 def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]) -> None:
-    """Print the medians and the ratios, for each kind of answer."""
+    """Print the medians and the ratios for each kind of answer."""
     with contextlib.ExitStack() as running:
         engines, _ = running.enter_context(started(sys.executable, "-m", MODULE, "engines", str(pods)))
         python = (sys.executable, "-m")
@@ -358,7 +358,7 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
             (
                 "gateway",
                 *running.enter_context(
-                    # A busy machine may stop everything for seconds: its engines are none the worse for it.
+                    # A busy machine may stop everything for seconds, although the engines are well.
                     started(
                         *(*python, "router", "--port", "0", "--engines", engines, "--policy", policy),
                         *("--probe-timeout-s", "30", "--connect-timeout-s", "30"),
@@ -392,7 +392,7 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
 
 
 def _row(name: str, kind: str, runs: Mapping[tuple[str, str], list[dict[str, float]]]) -> str:
-    """CPU and p99 of one arm, and by pairs with the bare proxy's of the same repeat."""
+    """Return CPU and p99 of one arm, and both relative to the bare proxy's in the same repeat."""
     mine, bare = runs[name, kind], runs["bare", kind]
     ratios = {field: [m[field] / b[field] for m, b in zip(mine, bare, strict=True)] for field in ("cpu_us", "p99_ms")}
     middle = {field: statistics.median(run[field] for run in mine) for field in ("cpu_us", "p99_ms")}
@@ -417,7 +417,7 @@ def _further_chunks(names: list[str], runs: Mapping[tuple[str, str], list[dict[s
 
 
 def main() -> None:
-    """The comparison, or one of its processes."""
+    """Run the comparison, or one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1500, help="per run")
@@ -428,7 +428,7 @@ def main() -> None:
         nargs="*",
         default=[],
         choices=sorted(OTHERS),
-        help="others to compare with: installed from PyPI into an environment of their own, under the temporary folder",
+        help="other routers for comparison: installed from PyPI into their own environment, under the temporary folder",
     )
     roles = parser.add_subparsers(dest="role")
     roles.add_parser("engines").add_argument("pods", type=int)

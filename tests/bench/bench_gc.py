@@ -2,10 +2,12 @@
 
     python -m tests.bench.bench_gc [--keys 1000000] [--blocks 1000000] [--memory-s 60]
 
-Gateway: 32 connections, prompts of 8 KB, streams of 20 chunks (`bench_gateway`), with so many keys in the index; p99 of
-the whole answer beside the bare proxy's, in alternating runs, as ratios; then memory over as many requests as fit.
-Engine: 32 requests at a time through scheduler, cache and step loop, with so many blocks cached; torch is loaded.
-A pause is the CPU time of its thread between the two calls of `gc.callbacks`: a neighbour on the core is no pause.
+Gateway: 32 connections, prompts of 8 KB, streams of 20 chunks (`bench_gateway`), `--keys` keys in the index. The bench
+prints the ratio of the whole answer's p99 to the bare proxy's, in alternating runs, then memory over as many requests
+as fit. Engine: 32 concurrent requests through scheduler, cache and step loop, with `--blocks` blocks cached; torch is
+loaded. A pause is the CPU time of its thread between the two calls of `gc.callbacks`, so other work on the core does
+not count. Other work still makes a pause longer, because it empties the caches: a pause in which the kernel gave the
+core to another process is counted apart.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import gc
 import itertools
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -43,6 +46,7 @@ from engine.sched.scheduler import Scheduler, SchedulerConfig
 from router.app import build_app
 from router.config import GatewaySettings
 from router.parts import ADMISSION, INDEX
+from router.registry.index import PrefixIndex
 from router.routing.types import PodId
 from router.serving import make_runner
 from tests.bench.bench_gateway import MODULE as GATEWAY_MODULE
@@ -56,36 +60,54 @@ BLOCK_SIZE, PROMPT_TOKENS, OUTPUT_TOKENS, AT_ONCE = 16, 1024, 16, 32
 
 
 class Pauses:
-    """Milliseconds of each collection, by generation."""
+    """Milliseconds of each collection, by generation, and of those in which another process took the core."""
 
     def __init__(self) -> None:
         self.ms: dict[int, list[float]] = {0: [], 1: [], 2: []}
+        self.disturbed_ms: list[float] = []
         self._begun_s = 0.0
+        self._switches = 0
         gc.callbacks.append(self._hear)
 
     def _hear(self, phase: str, about: dict[str, int]) -> None:
         if phase == "start":
+            self._switches = involuntary_switches()
             self._begun_s = time.thread_time()
+            return
+        ms = 1e3 * (time.thread_time() - self._begun_s)
+        if involuntary_switches() > self._switches:
+            self.disturbed_ms.append(ms)
         else:
-            self.ms[about["generation"]].append(1e3 * (time.thread_time() - self._begun_s))
+            self.ms[about["generation"]].append(ms)
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: the longest of all, and of each generation how many and the longest."""
+        """Return the pauses since the last call, each as the count and the longest: by generation, and the disturbed.
+
+        `longest` is the longest of those that were not disturbed.
+        """
         found = {str(generation): (len(ms), max(ms, default=0.0)) for generation, ms in self.ms.items()}
-        for ms in self.ms.values():
+        longest = max(longest for _, longest in found.values())
+        disturbed = (len(self.disturbed_ms), max(self.disturbed_ms, default=0.0))
+        for ms in (*self.ms.values(), self.disturbed_ms):
             ms.clear()
-        return {"longest": max(longest for _, longest in found.values()), **found}
+        return {"longest": longest, "disturbed": disturbed, **found}
+
+
+def involuntary_switches() -> int:
+    """Return how often the kernel took the core from this thread before it had to wait."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def shown(pauses: dict[str, Any]) -> str:
-    """One line."""
+    """Return the pauses as one line."""
     parts = [f"{pauses[g][0]} of generation {g} ({pauses[g][1]:.1f} ms)" for g in "012"]
-    return f"longest pause {pauses['longest']:6.2f} ms; {', '.join(parts)}"
+    count, longest = pauses["disturbed"]
+    return f"longest pause {pauses['longest']:6.2f} ms; {', '.join(parts)}; {count} disturbed ({longest:.1f} ms)"
 
 
 @contextlib.asynccontextmanager
 async def arm(name: str, is_idle: Any) -> AsyncIterator[None]:
-    """The collector as the programs have it, or as Python has it."""
+    """Set the collector as the programs do, or as Python does by default."""
     async with contextlib.AsyncExitStack() as stack:
         if name == "with":
             await stack.enter_async_context(quiet_collector(is_idle))
@@ -95,8 +117,21 @@ async def arm(name: str, is_idle: Any) -> AsyncIterator[None]:
 # -- the gateway ----------------------------------------------------------------------------------------------------
 
 
+def fill(index: PrefixIndex, keys: int) -> None:
+    """Add keys until the index has `keys`, half of them reported and half speculative."""
+    rng = random.Random(1)
+
+    def chain() -> Keys:
+        return tuple(PrefixKey(rng.getrandbits(64)) for _ in range(STRIDES))
+
+    while len(index) < keys:
+        pods = [PodId(f"told-{rng.randrange(PODS)}"), PodId(f"full-{rng.randrange(64)}")]
+        index.apply(pods[0], (), (chain(), (), ()))
+        index.speculate(pods[1], chain(), 0.0, 1e9)
+
+
 async def run_gateway(name: str, engines: str, keys: int) -> None:
-    """Serve with `keys` keys in the index, half of them reported and half speculative; prints the URL."""
+    """Serve with `keys` keys in the index, half of them reported and half speculative; print the URL."""
     app = build_app(GatewaySettings(engines=engines.split(","), policy="predicted_ttft"))
     pauses = Pauses()
 
@@ -107,23 +142,14 @@ async def run_gateway(name: str, engines: str, keys: int) -> None:
     runner = make_runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    rng = random.Random(1)
-    index = app[INDEX]
-
-    def chain() -> Keys:
-        return tuple(PrefixKey(rng.getrandbits(64)) for _ in range(STRIDES))
-
-    while len(index) < keys:
-        pods = [PodId(f"pod-{rng.randrange(PODS)}"), PodId(f"full-{rng.randrange(64)}")]
-        index.apply(pods[0], (), (chain(), (), ()))
-        index.speculate(pods[1], chain(), 0.0, 1e9)
+    fill(app[INDEX], keys)
     async with arm(name, lambda: not app[ADMISSION].in_flight):
         print(f"listening on http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
         await asyncio.Event().wait()
 
 
 def asked(url: str) -> dict[str, Any]:
-    """The gateway's pauses since the last question."""
+    """Return the gateway's pauses since the last question."""
     with urllib.request.urlopen(f"{url}/bench/pauses", timeout=10) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
@@ -170,7 +196,7 @@ def compare_gateways(keys: int, repeats: int, count: int, memory_s: float) -> No
 
 
 def show_memory(sizes: list[tuple[int, float]]) -> None:
-    """Growth over the second half of the requests, and what that would be for a million."""
+    """Print the growth over the second half of the requests, and its extrapolation to a million."""
     if len(sizes) < 4:
         return
     (first, at_first), (last, at_last) = sizes[len(sizes) // 2 - 1], sizes[-1]
@@ -187,7 +213,7 @@ def show_memory(sizes: list[tuple[int, float]]) -> None:
 
 
 async def run_engine(name: str, blocks: int, seconds: float) -> None:
-    """Fill the cache, then run requests; prints pauses and memory as JSON."""
+    """Fill the cache, then run requests; print pauses and memory as JSON."""
     import torch  # noqa: F401  # as in an engine that computes
 
     profile = SimProfile("bench", w0_ms=0.1, a_ms=0, c1_ms=0, c2_ms=0, c3_ms=0, c4_ms=0, kv_tokens=blocks * BLOCK_SIZE)
@@ -271,7 +297,7 @@ def compare_engines(blocks: int, seconds: float) -> None:
 
 
 def main() -> None:
-    """The comparison, or one of its processes."""
+    """Run the comparison, or one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=1_000_000, help="in the gateway's index")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="in the engine's cache")

@@ -1,4 +1,4 @@
-"""Speed and size of the prefix index beside its targets: `python -m tests.bench.bench_index`."""
+"""Speed and size of the prefix index compared with its targets: `python -m tests.bench.bench_index`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAIN = 128
 
 
 def chains(count: int, seed: int) -> list[tuple[PrefixKey, ...]]:
-    """`count` chains of 128 keys whose first 32 keys are shared by groups of 16 chains."""
+    """Return `count` chains of 128 keys; groups of 16 chains share the first 32 keys."""
     rng = random.Random(seed)
     made = []
     head: tuple[PrefixKey, ...] = ()
@@ -29,7 +29,7 @@ def chains(count: int, seed: int) -> list[tuple[PrefixKey, ...]]:
 
 
 def fill(index: PrefixIndex, prompts: list[tuple[PrefixKey, ...]], pods: int) -> int:
-    """Report every chain from two pods; the number of keys applied."""
+    """Report every chain from two pods; return the number of applied keys."""
     for i, keys in enumerate(prompts):
         for pod in (i % pods, (i * 7 + 3) % pods):
             index.apply(PodId(f"pod-{pod}"), (), (keys, (), ()))
@@ -37,7 +37,7 @@ def fill(index: PrefixIndex, prompts: list[tuple[PrefixKey, ...]], pods: int) ->
 
 
 def match_us(index: PrefixIndex, prompts: list[tuple[PrefixKey, ...]], rounds: int = 3000) -> list[float]:
-    """Sorted microseconds of single matches of chains picked at random, so that caches are cold."""
+    """Return sorted microseconds of single matches of random chains, so that caches are cold."""
     rng = random.Random(3)
     times = []
     for _ in range(rounds):
@@ -49,7 +49,7 @@ def match_us(index: PrefixIndex, prompts: list[tuple[PrefixKey, ...]], rounds: i
 
 
 def speculate_us(prompts: list[tuple[PrefixKey, ...]], capacity_tokens: int | None) -> list[float]:
-    """Sorted microseconds of CPU time of entering 40 keys, most of them new, with and without a cache that is full."""
+    """Return sorted CPU microseconds for entering 40 keys, most of them new, with and without a cache that is full."""
     index = PrefixIndex()
     times = []
     for i, keys in enumerate(prompts[:6000]):

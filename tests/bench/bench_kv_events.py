@@ -1,9 +1,9 @@
-"""What following KV events costs a gateway: CPU time a block, from bytes to the index, for many pods at once.
+"""The cost for a gateway of following KV events: CPU time per block, from bytes to the index, for many pods at once.
 
     python -m tests.bench.bench_kv_events [--pods 64] [--requests 5]
 
-Every pod has a cache of 1,000 blocks of 16 tokens that is full: each request of 1,500 tokens, two thirds of them shared
-with others, evicts as much as it stores. CPU time of one process, decoding included, ZMQ not.
+Every pod has a full cache of 1,000 blocks of 16 tokens: each request of 1,500 tokens, two thirds of them shared with
+others, evicts as much as it stores. The figure is the CPU time of one process, including decoding, without ZMQ.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.contract.keys import DEFAULT_STRIDE_BYTES, key_seed, prefix_keys
 from router.events.feed import EventFeed
 from router.registry.index import PrefixIndex
+from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, ModelEngine
 
 ROOM, BLOCK = 1_000, 16
@@ -25,7 +26,7 @@ WARM = 15
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     feed = EventFeed(index, stride=DEFAULT_STRIDE_BYTES, belief_ttl_s=600.0, clock=time.monotonic)
     rng = random.Random(1)
     shared = [rng.randbytes(SHARED_TOKENS * BYTES_PER_TOKEN) for _ in range(200)]
-    engines = {f"pod-{at}": ModelEngine(ROOM, BLOCK) for at in range(args.pods)}
+    engines = {PodId(f"pod-{at}"): ModelEngine(ROOM, BLOCK) for at in range(args.pods)}
     for pod in engines:
         feed.follow(pod, MODEL)
         feed.flows(pod, is_flowing=True)

@@ -1,6 +1,7 @@
-"""Microseconds of the queue's look at the pods, for a request that need not wait: `python -m tests.bench.bench_line`.
+"""Microseconds in which the queue checks the pods, for a request that need not wait:
+`python -m tests.bench.bench_line`.
 
-Between two looks a request is sent, answered and ended on one of the pods.
+Between two checks a request is sent, answered and ended on one of the pods.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LOOKS = 3000
 
 
 def look_us(pods: int, most: int) -> float:
-    """The median, where a pod gets `most` requests; 0: as many as it takes."""
+    """Return the median if a pod gets at most `most` requests; 0: as many as it takes."""
     fleet = tuple(Pod(f"http://pod-{i}:80", PodIdentity(PodId(f"pod-{i}"), None, ())) for i in range(pods))
     line, now_s, times_us = Line(LineLimits(10, 1000, most)), 100.0, []
     for number in range(LOOKS):

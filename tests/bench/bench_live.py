@@ -1,8 +1,8 @@
-"""What the live page takes of a gateway: `python -m tests.bench.bench_live`.
+"""The cost of the live page for a gateway: `python -m tests.bench.bench_live`.
 
-CPU time of what is done for viewers, in milliseconds a second at 500 requests of 8 KB: the scores of the decisions
-that are shown, each request's entry, the frame, and its writing to three viewers' sockets. With 8, 64 and 1,000 pods.
-The requests themselves are decided in between, and not counted. Aim: 20 ms, 2 % of a core.
+The figure is the CPU time of the work for viewers, in milliseconds per second at 500 requests of 8 KB: the scores of
+the displayed decisions, each request's entry, the frame, and writing it to three viewers' sockets. Fleets have 8, 64
+and 1,000 pods. The requests themselves are decided in between and do not count. Target: 20 ms, 2 % of a core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.live.feed import Live
 from router.live.snapshot import Snapshots
 from router.registry.index import PrefixIndex
 from router.routing.policies import POLICY_NAMES, make_policy
-from router.routing.types import PodId
+from router.routing.types import PodId, PodScore
 from router.telemetry.metrics import Metrics
 
 PODS = (8, 64, 1000)
@@ -41,7 +41,7 @@ STRIDES, SHARED, PREFIXES = 32, 24, 8
 
 
 class Fleet:
-    """Pods that all answer."""
+    """Pods that all serve every model."""
 
     def __init__(self, count: int) -> None:
         self.pods_ = [Pod(f"http://{i}", PodIdentity(PodId(f"pod-{i:04}"), 1, ())) for i in range(count)]
@@ -53,16 +53,16 @@ class Fleet:
             pod.identity = cast(Any, SimpleNamespace(pod_id=pod.pod_id, models=[SimpleNamespace(name="m", card=b"")]))
 
     def pods(self, model: str) -> Sequence[Pod]:
-        """All."""
+        """Return all pods."""
         return self.pods_
 
     def members(self) -> Sequence[Member]:
-        """All."""
+        """Return all members."""
         return self._members
 
 
 async def spent_ms(pods: int) -> float:
-    """CPU milliseconds a second."""
+    """Return CPU milliseconds per second."""
     loop, draws = asyncio.get_running_loop(), random.Random(1)
     fleet, index, metrics = Fleet(pods), PrefixIndex(), Metrics()
     room = SimpleNamespace(waiting=lambda: {"m": 0}, waiting_tenants=lambda: {})
@@ -105,7 +105,7 @@ async def spent_ms(pods: int) -> float:
                     teaches_tokens=True,
                     body=b"",
                 )
-                at_s, scores = time.thread_time(), ()
+                at_s, scores = time.thread_time(), tuple[PodScore, ...]()
                 if live.wants_scores():
                     scores = chooser.explain(inbound)[0].decision.scores
                     live.scored(time.thread_time() - at_s)

@@ -1,9 +1,9 @@
-"""What the load generator costs: CPU per streamed request, lag, memory, and what a second process brings.
+"""The cost of the load generator: CPU per streamed request, lag, memory, and the gain of a second process.
 
     python -m tests.bench.bench_loadgen [--rate 1000] [--memory-requests 200000]
 
-The server is `mock_engine.py`, a process of its own on another core. Prompts have about 8 KB, most shared. The bare
-client is aiohttp's with the same prompts, schedule and events: what a generator written on it would cost.
+The server is `mock_engine.py`, its own process on another core. Prompts have about 8 KB, most of it shared. The bare
+client is aiohttp's with the same prompts, schedule and events: the cost of a generator written on aiohttp.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORY_CHUNKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU of this process and how late requests were."""
+    """CPU of this process, and the lag of requests."""
 
     requests: int
     seconds: float
@@ -71,7 +71,7 @@ async def ours(url: str, arrivals: ArrivalSpec, requests: int) -> Cost:
 
 
 async def bare(url: str, arrivals: ArrivalSpec, requests: int) -> Cost:
-    """The same on aiohttp's client: one post, events decoded, times taken; no records."""
+    """Run the same load on aiohttp's client: one post, events decoded, times taken; no records."""
     renderer, lags = Renderer(TOKENS_PER_WORD), []
     clock = time.monotonic
 
@@ -103,7 +103,7 @@ def _cost(requests: int, seconds: float, cpu_s: float, lags_s: np.ndarray) -> Co
 
 
 async def memory(url: str, requests: int) -> str:
-    """RSS of this process over a run at full speed."""
+    """Return the RSS of this process over a run at full speed."""
     process, done, seen = psutil.Process(), 0, {}
 
     def count(record: RequestRecord) -> None:
@@ -115,7 +115,8 @@ async def memory(url: str, requests: int) -> str:
     async with Client(Target(url)) as client:
         await client.model_id()
         arrivals = ArrivalSpec(ArrivalKind.CLOSED, concurrency=64)
-        # a small cache of texts, full long before the first look: the default fills up to 64 MiB and then stays
+        # A small cache of texts, which is full long before the first sample; the default fills up to 64 MiB and then
+        # stays.
         renderer = Renderer(TOKENS_PER_WORD, cache_bytes=2**20)
         run = await play(client, WORKLOAD, renderer, spec_of(arrivals, requests), count)
     assert run.records.completed.all(), run.records.details
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="requests per second offered")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of each open-loop run")
     parser.add_argument("--only-memory", action="store_true", help="leave everything else out")
-    parser.add_argument("--repeats", type=int, default=2, help="of the open-loop runs, in turn")
+    parser.add_argument("--repeats", type=int, default=2, help="repeats of the open-loop runs, in turn")
     parser.add_argument("--memory-requests", type=int, default=200_000, help="0: leave the memory part out")
     options = parser.parse_args()
     everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def speed(arrivals: ArrivalSpec, requests: int, repeats: int) -> None:
-    """One process on one core: beside aiohttp at the rate asked for, and as fast as it can."""
+    """Measure one process on one core: compared with aiohttp at the given rate, and at full speed."""
     print(f"open loop, {arrivals.rate:g} requests/s, {CHUNKS} chunks {GAP_S * 1000:g} ms apart, one core")
     ratios = []
     with mock_engine(CHUNKS, GAP_S, core=1) as url:

@@ -1,9 +1,11 @@
-"""Memory of a gateway over a million requests: `python -m tests.bench.bench_memory`.
+"""Memory of a gateway over very many requests: `python -m tests.bench.bench_memory --requests 1000000 --keys 1000000`.
 
-Scripted engines, the gateway and the clients of `bench_gateway` share one process and one event loop, so what is told
-is theirs together; the engines and the clients keep nothing. Prompts have 1 KB: a shared half of one of eight prefixes,
-and a half that no other has. The first requests fill what is bounded (the index, buffers, pools); from there on the
-memory is to stay as it is. 20 chunks a stream, every eighth request whole.
+Scripted engines, the gateway and the clients of `bench_gateway` share one process and one event loop, so the figure is
+their total; the engines and the clients keep nothing. Prompts have 1 KB: one half is one of eight shared prefixes, the
+other half is unique. The first requests fill everything bounded (the index, buffers, pools); from then on the memory
+must not grow. A stream has 20 chunks, and every eighth answer comes whole. `--keys` are in the index before the first
+request. A pause of the garbage collector is CPU time of the thread (`bench_gc` tells what a disturbed one is), of a
+collection that also scans the objects of the engines and the clients.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from router.config import GatewaySettings
 from router.parts import ADMISSION, FLEET, INDEX
 from router.serving import make_runner
 from tests.bench.bench_gateway import Client, Engine, Load, chat
+from tests.bench.bench_gc import Pauses, fill, shown
 
 CONNECTIONS = 32
 PREFIXES = 8
@@ -35,11 +38,11 @@ HALF_BYTES = 512
 WHOLE_EVERY = 8
 START_S = 60.0
 STEP_S = 3600.0
-"""For the requests of one line, on a machine with much else to do."""
+"""Limit for the requests of one line, on a busy machine."""
 
 
 class Distinct(Load):
-    """Requests that are made when they are sent: a million of them would be the memory that is looked for."""
+    """Requests that are made when they are sent, because a million of them would use the memory that is measured."""
 
     def __init__(self, count: int, first: int, prompts: int) -> None:
         super().__init__(count, CONNECTIONS, "stream")
@@ -51,7 +54,7 @@ class Distinct(Load):
             return None
         self.left -= 1
         self.number += 1
-        # What the measurement of latency keeps of each request.
+        # The measurement of latency would keep these times for each request.
         self.first_byte_s.clear()
         self.total_s.clear()
         shared = f"system prompt number {self.number % PREFIXES} ".ljust(HALF_BYTES, "s")
@@ -62,13 +65,14 @@ class Distinct(Load):
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def run(requests: int, step: int, pods: int, prompts: int) -> None:
-    """Send them, and print a line for every `step`."""
+async def run(requests: int, step: int, pods: int, prompts: int, index_keys: int) -> None:
+    """Send the requests, and print a line for every `step`."""
+    pauses = Pauses()
     loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as running:
         urls = []
@@ -76,7 +80,7 @@ async def run(requests: int, step: int, pods: int, prompts: int) -> None:
             server = await loop.create_server(lambda i=i: Engine(f"pod-{i}"), "127.0.0.1", 0)  # type: ignore[misc]
             running.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        # The engines answer when this process gets a core, however long that takes on a busy machine.
+        # The engines answer when this process gets a core, which may take long on a busy machine.
         patient = ("--connect-timeout-s", "60", "--probe-timeout-s", "60")
         settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0", *patient], "bench_memory")
         app = build_app(settings)
@@ -86,9 +90,11 @@ async def run(requests: int, step: int, pods: int, prompts: int) -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with asyncio.timeout(START_S):
             await app[FLEET].wait_probed()
+        fill(app[INDEX], index_keys)
         await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
         port = runner.addresses[0][1]
-        print(f"before: {resident_mib():.1f} MiB", flush=True)
+        print(f"before: {resident_mib():.1f} MiB, {len(app[INDEX]):,} keys", flush=True)
+        pauses.take()
         for first in range(0, requests, step):
             began_s = time.process_time()
             load_size = min(step, requests - first)
@@ -103,7 +109,8 @@ async def run(requests: int, step: int, pods: int, prompts: int) -> None:
             tracked, tasks = len(gc.get_objects()), len(asyncio.all_tasks())
             print(
                 f"{first + load_size:9,} requests: {resident_mib():6.1f} MiB, {keys:7,} keys believed, "
-                f"{tracked:7,} containers that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each",
+                f"{tracked:7,} containers that the collector sees, {tasks} tasks; {cpu_us:.0f} us of CPU each; "
+                f"{shown(pauses.take())}",
                 flush=True,
             )
         print(f"most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.1f} MiB")
@@ -112,13 +119,18 @@ async def run(requests: int, step: int, pods: int, prompts: int) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--step", type=int, default=100_000, help="requests between two lines")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--step", type=int, default=50_000, help="requests between two lines")
     parser.add_argument("--pods", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=0, help="that differ; 0: all do, and the index fills")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--prompts", type=int, default=0, help="number of different prompts; 0: all differ, and the index fills"
+    )
+    parser.add_argument(
+        "--keys", type=int, default=0, help="keys in the index beforehand, of pods that get no requests"
+    )
+    given = parser.parse_args()
     logging.disable()
-    uvloop.run(run(arguments.requests, arguments.step, arguments.pods, arguments.prompts))
+    uvloop.run(run(given.requests, given.step, given.pods, given.prompts, given.keys))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What reading an engine's metrics costs a gateway, in microseconds of CPU: `python -m tests.bench.bench_metrics_page`.
+"""CPU microseconds in which a gateway reads an engine's metrics: `python -m tests.bench.bench_metrics_page`.
 
-`find`: to find the lines in a page; `read`: to get a page over a real socket and find them. About a minute.
+`find`: find the lines in a page. `read`: get a page over a real socket and find them. The bench takes about a minute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.router.fleet.pages import Load, sglang_page, vllm_page
 
 READS = 400
 DEADLINE_S = 60.0
-"""This machine may be busy with something else."""
+"""The machine may be busy with other work."""
 HOSTILE = (b"vllm:num_requests_running 1\n" * (MAX_PAGE_BYTES // 28))[:MAX_PAGE_BYTES]
 PAGES = {
     "vLLM, whole": vllm_page([Load(3.0, 1.0, 0.5)], phases=70),
@@ -30,7 +30,7 @@ PAGES = {
 
 
 def serve(port: Queue[int], page: bytes) -> None:
-    """A server of one page, until it is ended."""
+    """Serve one page until the process is ended."""
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=page)
@@ -48,7 +48,7 @@ def serve(port: Queue[int], page: bytes) -> None:
 
 
 async def read_us(port: int, count: int) -> float:
-    """Of one reading."""
+    """Return the microseconds of one reading."""
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         fetch = HttpFetch(session)
@@ -60,7 +60,7 @@ async def read_us(port: int, count: int) -> float:
 
 
 def find_us(page: bytes, count: int) -> float:
-    """Of one page."""
+    """Return the microseconds of one page."""
     began_s = time.process_time()
     for _ in range(count):
         read_page(page)
@@ -68,7 +68,7 @@ def find_us(page: bytes, count: int) -> float:
 
 
 def main() -> None:
-    """Print a line a page."""
+    """Print a line for each page."""
     for name, page in PAGES.items():
         port: Queue[int] = Queue()
         server = Process(target=serve, args=(port, page), daemon=True)

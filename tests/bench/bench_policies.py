@@ -1,4 +1,4 @@
-"""Microseconds per routing decision, views of the pods included, and what shadow policies add to it:
+"""Microseconds per routing decision, including the views of the pods, and the extra time of shadow policies:
 `python -m tests.bench.bench_policies`."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRIDE_TOKENS = 64
 
 
 def loaded_fleet(pods: int, rng: random.Random) -> dict[PodId, PodState]:
-    """Pods with a few requests each and a fresh report."""
+    """Return pods with a few requests each and a fresh report."""
     fleet = {}
     for i in range(pods):
         state = fleet[PodId(f"pod-{i:02}")] = PodState()
@@ -42,7 +42,7 @@ def loaded_fleet(pods: int, rng: random.Random) -> dict[PodId, PodState]:
 
 
 def prompts(rng: random.Random, count: int = 200) -> list[tuple[PrefixKey, ...]]:
-    """Prompts of 32 strides, of which 24 are one of 8 system prompts."""
+    """Return prompts of 32 strides; 24 of them are one of 8 system prompts."""
     systems = [tuple(PrefixKey(rng.getrandbits(64)) for _ in range(24)) for _ in range(8)]
     return [
         rng.choice(systems) + tuple(PrefixKey(rng.getrandbits(64)) for _ in range(STRIDES - 24)) for _ in range(count)
@@ -50,7 +50,7 @@ def prompts(rng: random.Random, count: int = 200) -> list[tuple[PrefixKey, ...]]
 
 
 def views(index: PrefixIndex, fleet: dict[PodId, PodState], keys: tuple[PrefixKey, ...], now_s: float) -> list[PodView]:
-    """What the gateway builds for each decision."""
+    """Return the views that the gateway builds for each decision."""
     matches, none = index.match(keys, now_s), Match(0)
     return [
         state.view(pod_id, now_s=now_s, matched_tokens=matches.get(pod_id, none).strides * STRIDE_TOKENS)
@@ -59,7 +59,7 @@ def views(index: PrefixIndex, fleet: dict[PodId, PodState], keys: tuple[PrefixKe
 
 
 def decide_us(policy: Policy | None, pods: int, rounds: int = 600) -> float:
-    """Median microseconds of match, views and choice; without a policy, of match and views."""
+    """Return median microseconds of match, views and choice; without a policy, of match and views."""
     rng = random.Random(1)
     fleet, index, requests = loaded_fleet(pods, rng), PrefixIndex(), prompts(rng)
     for keys in requests:
@@ -84,18 +84,18 @@ class Serving:
             pod.state = fleet[pod.pod_id]
 
     def pods(self, model: str) -> Sequence[Pod]:
-        """All."""
+        """Return all pods."""
         return self._pods
 
 
 def make_policies() -> Mapping[str, Policy]:
-    """Every policy, new."""
+    """Return new instances of every policy."""
     return {name: make_policy(name) for name in POLICY_NAMES}
 
 
 def shadowed_us(shadow_counts: Sequence[Sequence[str]], pods: int, rounds: int = 600) -> list[float]:
-    """Median microseconds of `Chooser.choose` by `predicted_ttft`, for each of some sets of shadow policies; taken in
-    turn for each request, so that a busy neighbour slows all of them."""
+    """Return median microseconds of `Chooser.choose` by `predicted_ttft`, for each of some sets of shadow policies. The
+    sets take turns for each request, so that other work on the machine slows all of them."""
     choosers, now_s = [], 0.1
     for shadows in shadow_counts:
         rng, metrics, index = random.Random(1), Metrics(), PrefixIndex()

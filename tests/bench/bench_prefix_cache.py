@@ -1,9 +1,9 @@
-"""Prompt tokens that each index saves, by kind of traffic and size of blocks, and the CPU time that it takes for them.
+"""Prompt tokens that each index saves, by kind of traffic and block size, and the CPU time for that.
 
     python -m tests.bench.bench_prefix_cache
 
-Requests come one after the other, with a pool that holds all of them. Saved are the tokens not to be computed, of
-all prompt tokens of the requests that could save any: never the last token of a prompt, whose logits choose the next.
+Requests come one after the other, and the pool holds all of them. The figure is saved tokens / prompt tokens, over the
+requests that could save any. The last token of a prompt is never saved, because its logits choose the next token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VOCABULARY = 100_000
 
 @dataclass(frozen=True)
 class Served:
-    """A request: what it asks, what it is answered, and whether its savings are counted."""
+    """A request: its prompt, its answer, and whether its savings are counted."""
 
     prompt: list[int]
     answer: list[int]
@@ -32,19 +32,19 @@ class Served:
 
 
 def text(rng: random.Random, tokens: int) -> list[int]:
-    """Tokens that nothing else has in common with it, but by chance."""
+    """Return tokens that are in common with other texts only by chance."""
     return [rng.randrange(_VOCABULARY) for _ in range(tokens)]
 
 
 def system_prompt(rng: random.Random) -> Iterator[Served]:
-    """One system prompt of 2,003 tokens, then a question of each user."""
+    """Yield one system prompt of 2,003 tokens, then a question of each user."""
     system = text(rng, 2003)
     for i in range(50):
         yield Served(system + text(rng, rng.randint(20, 200)), text(rng, rng.randint(20, 200)), i > 0)
 
 
 def fifth_turn(rng: random.Random) -> Iterator[Served]:
-    """Conversations of five turns with nothing in common; the fifth turn counts."""
+    """Yield conversations of five turns with nothing in common; the fifth turn counts."""
     for _ in range(20):
         prompt = text(rng, rng.randint(50, 400))
         for turn in range(1, 6):
@@ -54,7 +54,7 @@ def fifth_turn(rng: random.Random) -> Iterator[Served]:
 
 
 def overlap(rng: random.Random) -> Iterator[Served]:
-    """Pairs of prompts of 2,000 tokens that have the first 1,500 in common; the second one counts."""
+    """Yield pairs of prompts of 2,000 tokens that have the first 1,500 in common; the second prompt counts."""
     for _ in range(20):
         shared = text(rng, 1500)
         for i in range(2):
@@ -62,7 +62,7 @@ def overlap(rng: random.Random) -> Iterator[Served]:
 
 
 def regenerated(rng: random.Random) -> Iterator[Served]:
-    """A prompt answered again twice, then with its last question put anew; all but the first count."""
+    """Yield a prompt, its answer regenerated twice, then its last question edited; all except the first count."""
     for _ in range(20):
         history, question = text(rng, rng.randint(300, 1500)), text(rng, rng.randint(10, 100))
         for i in range(3):
@@ -71,7 +71,7 @@ def regenerated(rng: random.Random) -> Iterator[Served]:
 
 
 def few_shot(rng: random.Random) -> Iterator[Served]:
-    """Five of eight examples of some 150 tokens in any order, behind instructions of 100 and before a question."""
+    """Yield five of eight examples of about 150 tokens in any order, after 100 of instructions, and a question."""
     instructions = text(rng, 100)
     examples = [text(rng, rng.randint(100, 200)) for _ in range(8)]
     for i in range(100):
@@ -89,7 +89,7 @@ TRAFFIC: dict[str, Callable[[random.Random], Iterator[Served]]] = {
 
 
 def saved(requests: list[Served], kind: IndexKind, block_size: int) -> tuple[int, float]:
-    """Prompt tokens saved, and CPU seconds in the cache for a request."""
+    """Return the prompt tokens saved, and CPU seconds per request in the cache."""
     cache = PrefixCache(POOL_TOKENS // block_size, block_size, index=kind)
     tokens = 0
     start_s = time.process_time()
@@ -108,7 +108,7 @@ def saved(requests: list[Served], kind: IndexKind, block_size: int) -> tuple[int
 
 
 def most(requests: list[Served]) -> int:
-    """Tokens that a cache without blocks would save: the longest beginning in common with any request before."""
+    """Return the tokens that a cache without blocks would save: the longest prefix in common with earlier requests."""
     ids: dict[tuple[int, int], int] = {}
     numbers, total = count(1), 0
     for request in requests:

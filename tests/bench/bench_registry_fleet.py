@@ -1,14 +1,14 @@
-"""What following a large fleet costs a gateway and Redis: `python -m tests.bench.bench_registry_fleet --help`.
+"""The cost of following a large fleet for a gateway and Redis: `python -m tests.bench.bench_registry_fleet --help`.
 
-A real Redis server; simulated engines, which send the commands that `engine.publish` sends, each over a connection of
-its own; one gateway's real fleet, reader and index in a process; and the reads alone of further gateways in another.
-Every figure is CPU seconds for each second of the measurement, so a busy machine blurs it little.
+The bench has a real Redis server. Simulated engines send the commands that `engine.publish` sends, each over its own
+connection. One process has a gateway's real fleet, reader and index; another has only the reads of further gateways.
+Every figure is CPU seconds per second of the measurement, so a busy machine changes it little.
 
     idle     every engine publishes heartbeats and nothing else
-    served   `--requests` a second over all engines; each changes the load and the keys of its engine three times
-    flat     every engine has something new all the time: as many batches as it may publish
+    served   `--requests` per second over all engines; each changes the load and the keys of its engine three times
+    flat     every engine always has news: as many batches as it may publish
 
-`--told 0` has the engines publish as they do in a small fleet, whatever the size of this one is.
+With `--told 0`, the engines publish as in a small fleet, whatever the size of this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import redis
 from aiohttp import web
 
 from engine.contract import headers
-from engine.contract.events import Keys, Kind, RegistryMessage, encode
+from engine.contract.events import Keys, MessageKind, RegistryMessage, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from engine.contract.periods import SMALL_FLEET, Periods, periods
@@ -57,6 +57,12 @@ EVENTS_A_REQUEST = 3
 """Begun, prefilled, ended."""
 
 
+def packed(command: tuple[str | bytes, ...]) -> bytes:
+    """Return a command in the form that is sent to Redis."""
+    pack: Any = hiredis.pack_command  # its stub accepts only one word
+    return bytes(pack(command))
+
+
 @dataclass(frozen=True)
 class Scene:
     """One measurement."""
@@ -77,14 +83,14 @@ class Scene:
 
 VARIANTS = 4
 SEQ_AT = struct.calcsize("<BBHIQ")
-"""Where a message has its `seq`."""
+"""Offset of `seq` in a message."""
 
 
 class SimulatedEngine:
     """One engine's connection and its messages, without the engine.
 
-    A few messages are made beforehand, and of each only the `seq` is new when it is sent: what one of them stores the
-    next removes.
+    A few messages are made beforehand. When one is sent, only its `seq` is new: the next message removes what it
+    stores.
     """
 
     def __init__(self, address: str, number: int, scene: Scene, keys_a_message: int) -> None:
@@ -106,16 +112,16 @@ class SimulatedEngine:
         self._socket.close()
 
     def snapshot(self) -> bytes:
-        message = RegistryMessage(Kind.SNAPSHOT, STRIDE, 7, self._seq, _load(0), (), (self._held, (), ()))
-        return hiredis.pack_command(("SET", snapshot_key(MODEL, self._pod), encode(message), "PX", str(LEASE_MS)))
+        message = RegistryMessage(MessageKind.SNAPSHOT, STRIDE, 7, self._seq, _load(0), (), (self._held, (), ()))
+        return packed(("SET", snapshot_key(MODEL, self._pod), encode(message), "PX", str(LEASE_MS)))
 
     def _delta(self, scene: Scene, running: int, gone: Keys, new: Keys) -> tuple[bytearray, bytearray, int]:
         pace = periods(scene.told)
-        data = encode(RegistryMessage(Kind.DELTA, STRIDE, 7, 0, _load(running), gone, (new, (), ())))
+        data = encode(RegistryMessage(MessageKind.DELTA, STRIDE, 7, 0, _load(running), gone, (new, (), ())))
         entry = (STREAM_POD_FIELD, self._pod.encode(), STREAM_DATA_FIELD, data)
-        added = hiredis.pack_command(("XADD", stream_key(MODEL), "MAXLEN", "~", str(pace.stream_entries), "*", *entry))
-        leased = hiredis.pack_command(("PEXPIRE", snapshot_key(MODEL, self._pod), str(LEASE_MS)))
-        asked = hiredis.pack_command(("GETDEL", resync_key(MODEL, self._pod)))
+        added = packed(("XADD", stream_key(MODEL), "MAXLEN", "~", str(pace.stream_entries), "*", *entry))
+        leased = packed(("PEXPIRE", snapshot_key(MODEL, self._pod), str(LEASE_MS)))
+        asked = packed(("GETDEL", resync_key(MODEL, self._pod)))
         return bytearray(added), bytearray(added + leased + asked), added.index(data) + SEQ_AT
 
     def delta(self, *, renews: bool) -> bytes:
@@ -137,7 +143,7 @@ def _load(running: int) -> LoadReport:
 
 
 def engines(pipe: Connection, address: str, scene: Scene) -> None:
-    """The process of all engines."""
+    """Run all engines in this process."""
     pace = periods(scene.told)
     pause_s = _pause_s(scene, pace)
     rate = scene.requests / scene.pods if scene.mode != "idle" else 0.0
@@ -177,7 +183,7 @@ def engines(pipe: Connection, address: str, scene: Scene) -> None:
 
 
 def _pause_s(scene: Scene, pace: Periods) -> float:
-    """Mean seconds between two messages of an engine."""
+    """Return the mean seconds between two messages of an engine."""
     if scene.mode == "idle":
         return pace.heartbeat_s
     if scene.mode == "flat":
@@ -186,7 +192,7 @@ def _pause_s(scene: Scene, pace: Periods) -> float:
 
 
 def answerers(pipe: Connection, address: str, scene: Scene) -> None:
-    """The process that answers the probes of all engines: by address which one is asked."""
+    """Answer the probes of all engines in this process; the address tells which engine is probed."""
     asyncio.run(_answerers(pipe))
 
 
@@ -212,7 +218,7 @@ async def _answerers(pipe: Connection) -> None:
 
 
 def gateway(pipe: Connection, address: str, scene: Scene) -> None:
-    """The process of the gateway that is measured."""
+    """Run the measured gateway in this process."""
     asyncio.run(_gateway(pipe, address, scene))
 
 
@@ -268,7 +274,7 @@ async def _follow(pipe: Connection, address: str, fleet: Fleet) -> None:
 
 
 def readers(pipe: Connection, address: str, scene: Scene) -> None:
-    """The process that reads as the other gateways do, and throws away what it reads."""
+    """Read as the other gateways do, and discard the result."""
     asyncio.run(_readers(pipe, address, scene))
 
 
@@ -281,7 +287,7 @@ async def _readers(pipe: Connection, address: str, scene: Scene) -> None:
         tail: bytes = b"$"
         options = ("COUNT", str(READ_ENTRIES), "BLOCK", str(POLL_MS), "STREAMS", stream_key(MODEL))
         while True:
-            outgoing.write(hiredis.pack_command(("XREAD", *options, tail)))
+            outgoing.write(packed(("XREAD", *options, tail)))
             answer: Any = False
             while (answer := parser.gets()) is False:
                 parser.feed(await incoming.read(2**18))
@@ -316,13 +322,13 @@ def _process(work: Any, address: str, scene: Scene) -> Iterator[Connection]:
 
 
 def measure(scene: Scene) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     with running_redis() as server, contextlib.ExitStack() as stack:
         address = server.url.removeprefix("unix://")
         told = stack.enter_context(_process(engines, address, scene))
         told.recv()
         client = redis.Redis.from_url(server.url)
-        while int(client.dbsize()) < scene.pods:  # type: ignore[arg-type]
+        while int(client.dbsize()) < scene.pods:
             time.sleep(0.1)
         answering = None
         if scene.probes:
@@ -366,9 +372,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, nargs="+", default=[8, 64, 256, 1000])
     parser.add_argument("--modes", nargs="+", default=["idle", "served", "flat"], choices=["idle", "served", "flat"])
-    parser.add_argument("--requests", type=float, default=2000.0, help="a second, over all engines; for `served`")
-    parser.add_argument("--told", type=int, default=None, help="size of the fleet that the engines know of")
-    parser.add_argument("--keys", type=int, default=2000, help="that an engine holds")
+    parser.add_argument(
+        "--requests", type=float, default=2000.0, help="requests per second over all engines; for `served`"
+    )
+    parser.add_argument("--told", type=int, default=None, help="size of the fleet that engines are told")
+    parser.add_argument("--keys", type=int, default=2000, help="keys that an engine holds")
     parser.add_argument("--gateways", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--probes", action="store_true", help="the gateway probes the engines over HTTP as well")

@@ -1,9 +1,9 @@
-"""What it costs to keep a stream, so that another pod can give its rest: CPU time of the relay for each chunk.
+"""The cost of recording a stream so that another pod can continue it: CPU time of the relay per chunk.
 
     python -m tests.bench.bench_resume [--chunks 2000] [--repeats 30]
 
-The same chunks are copied by turns with and without a record, from memory to memory: no socket is in it. Beside the
-chunk's cost stands that of reading what was said when a pod breaks, and of writing the request for the rest.
+The same chunks are copied alternately with and without a record, from memory to memory, without sockets. The bench also
+prints the cost of reading what was said when a pod breaks, and of writing the request for the rest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import orjson
 import uvloop
 
 from engine.contract.requests import Endpoint
+from router.gateway.record import Record
 from router.gateway.relay import Relay
-from router.gateway.resume import Way, ask
-from router.gateway.said import Record
+from router.gateway.resume import ask
 from router.gateway.usage import Tail
+from router.gateway.ways import Way
 
 HEAD = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1700000000, "model": "a-model"}
 
 
 def event(i: int) -> bytes:
-    """About 200 bytes, as engines send them for a token."""
+    """Return about 200 bytes, as engines send them for a token."""
     choice = {"index": 0, "delta": {"content": f" word{i}"}, "logprobs": None, "finish_reason": None}
     return b"data: " + orjson.dumps({**HEAD, "choices": [choice]}) + b"\n\n"
 
@@ -52,7 +53,7 @@ class Sink:
 
 
 async def copied_us(chunks: list[bytes], record: Record | None) -> float:
-    """CPU microseconds a chunk."""
+    """Return CPU microseconds per chunk."""
     sink: Any = Sink()
     deadline_s = asyncio.get_running_loop().time() + 60
     relay = Relay(Source(chunks[1:]), sink, Tail(), is_events=True, idle_s=60.0, deadline_s=deadline_s, record=record)

@@ -1,11 +1,12 @@
-"""What it is worth that conversations stay while a tool runs: because clients ask, or unasked for a learnt pause.
+"""The value of keeping conversations while a tool runs: because clients ask for it, or for a learnt pause.
 
     python -m tests.bench.bench_retention [--workload agentic] [--eviction lru lfu] [--one-off 0 1] [--share 0.5]
+        [--regenerate 0.1]
 
-One emulated pod (h100-8b) in virtual time serves the load generator's agents beside prompts that come once, so many
-for each request of an agent. `none`: nothing is kept; `asked`: each request of an agent marks its whole prompt for five
-minutes; `learnt`: each says that it has tools, and brings what one gave. Hit rates are of agents' prompts, as are
-TTFTs, in seconds.
+One emulated pod (h100-8b) in virtual time serves the load generator's agents together with one-off prompts, `--one-off`
+of them for each request of an agent. `none`: nothing is kept. `asked`: each request of an agent marks its whole prompt
+for five minutes. `learnt`: each request says that it has tools, and brings a tool's result. Hit rates and TTFTs (in
+seconds) are those of agents' prompts.
 """
 
 from __future__ import annotations
@@ -29,28 +30,32 @@ from loadgen.workloads.kinds import KINDS
 
 KEPT = ("none", "asked", "learnt")
 MARK_S = 300.0
+READING_S = 10.0
+"""Mean seconds after which an answer is regenerated."""
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is played."""
+    """The settings of a run."""
 
     workload: Agentic
     agents: int
     at_once: int
-    """Agents at work at a time."""
+    """Agents that work at a time."""
     one_off: float
-    """Prompts that come once, for each request of an agent."""
+    """One-off prompts for each request of an agent."""
     one_off_tokens: int
     kv_tokens: int
     share: float
-    """Of the pool, that may be kept."""
+    """Share of the pool that may be kept."""
+    regenerate: float
+    """Share of the answers that are regenerated."""
 
 
 @dataclass
 class Outcome:
-    """What came of the agents' requests."""
+    """The results of the agents' requests."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -59,7 +64,7 @@ class Outcome:
     given_up: int = 0
 
     def at(self, share: float) -> float:
-        """TTFT at this quantile."""
+        """Return the TTFT at this quantile."""
         return sorted(self.ttft_s)[min(int(share * len(self.ttft_s)), len(self.ttft_s) - 1)]
 
 
@@ -69,6 +74,7 @@ class _Flight:
     session: Session | None
     turn: int
     sent_s: float
+    is_again: bool = False
     has_begun: bool = False
 
 
@@ -111,11 +117,12 @@ class _Play:
             self.answers[session.number] = {}
             self._ask(session, 0)
 
-    def _ask(self, session: Session, turn: int) -> None:
+    def _ask(self, session: Session, turn: int, *, is_again: bool = False) -> None:
         tokens = self.prompts.prompt(session, turn, self.answers[session.number]).tokens
         marks = (CacheMark(len(tokens), MARK_S),) if self.kept == "asked" else ()
         tools = ToolUse(may_be_called=True, brings_result=turn > 0) if self.kept == "learnt" else None
-        self._send(session, turn, Request(0, tokens, session.turns[turn].output_tokens, marks=marks, tools=tools))
+        asked = Request(0, tokens, session.turns[turn].output_tokens, marks=marks, tools=tools)
+        self._send(session, turn, asked, is_again=is_again)
         whole, part = divmod(self.case.one_off, 1)
         for _ in range(int(whole) + (self.rng.random() < part)):
             self.number += 1
@@ -123,10 +130,10 @@ class _Play:
             once = Session(0, "", (Turn((ChatMessage("user", (piece,)),), 100),))
             self._send(None, 0, Request(0, self.prompts.prompt(once, 0, {}).tokens, 100))
 
-    def _send(self, session: Session | None, turn: int, request: Request) -> None:
+    def _send(self, session: Session | None, turn: int, request: Request, *, is_again: bool = False) -> None:
         self.number += 1
         request.id = self.number
-        self.flights[request.id] = _Flight(request, session, turn, self.timeline.now_s)
+        self.flights[request.id] = _Flight(request, session, turn, self.timeline.now_s, is_again)
         self.pod.submit(request)
 
     def _output(self, output: TokenOutput) -> None:
@@ -143,6 +150,12 @@ class _Play:
         if session is None:
             return
         self.answers[session.number][flight.turn] = flight.request.output_tokens
+        reader = random.Random(f"{session.number} {flight.turn}")
+        if not flight.is_again and reader.random() < self.case.regenerate:
+            self.timeline.after(
+                reader.expovariate(1 / READING_S), partial(self._ask, session, flight.turn, is_again=True)
+            )
+            return
         following = flight.turn + 1
         if following < len(session.turns):
             self.timeline.after(session.turns[following].think_s, partial(self._ask, session, following))
@@ -160,9 +173,14 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=60)
     parser.add_argument("--at-once", type=int, default=30)
     parser.add_argument("--one-off", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--share", type=float, default=0.5, help="of the pool, that may be kept")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the pool that may be kept")
+    parser.add_argument("--regenerate", type=float, default=0.0, help="share of the answers that are regenerated")
     parser.add_argument(
-        "--pool", type=float, nargs="+", default=[0.5, 1.0], help="parts of what the agents hold at once"
+        "--pool",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="sizes of the pool, relative to what the agents hold at once",
     )
     given = parser.parse_args()
     workload = KINDS[given.workload].build(given.workload, 1, {})
@@ -173,7 +191,9 @@ def main() -> None:
     for one_off in given.one_off:
         for share in given.pool:
             kv_tokens = max(int(share * given.at_once * grown / 2), int(1.6 * grown))
-            case = Case(workload, given.agents, given.at_once, one_off, grown // 8, kv_tokens, given.share)
+            case = Case(
+                workload, given.agents, given.at_once, one_off, grown // 8, kv_tokens, given.share, given.regenerate
+            )
             for eviction in map(Eviction, given.eviction):
                 for kept in given.kept:
                     done = _Play(case, kept, eviction).run()

@@ -1,12 +1,13 @@
-"""What shadow policies show, beside what the same policies do when they act: part of the prompts cached.
+"""What shadow policies show, compared with the same policies when they act: the share of the prompts that is cached.
 
     python -m tests.bench.bench_shadow [--cases gsp_60 multi_60] [--part 0.5] [--seed 1]
 
-A fleet in virtual time (`loadgen.simulate`) serves each case of the policy table once by every policy. Where it is
-`predicted_ttft` or `round_robin`, the gateway's shadow code (`router.gateway.shadow`) asks all about each request.
-Printed are parts of the prompt tokens: what the engines had cached and what the gateway believed to be, on the pods of
-the policy where it acted; then what it believed to be on the pods that the policy chose in the shadow of those two, and
-in brackets for how many requests it chose another pod than they did. Equal options print equal tables.
+A fleet in virtual time (`loadgen.simulate`) serves each case of the policy table once with every policy. If that policy
+is `predicted_ttft` or `round_robin`, the gateway's shadow code (`router.gateway.shadow`) asks all policies about each
+request. The table shows shares of the prompt tokens. First come what the engines had cached and what the gateway
+believed to be cached, on the pods of the acting policy. Then comes what it believed to be cached on the pods that the
+policy chose as a shadow of those two. Brackets have the number of requests for which it chose a different pod. Equal
+options print equal tables.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from dataclasses import dataclass, replace
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.gateway import MODEL, Gateway
-from loadgen.simulate.study.cases import KNEES, SYNTHETIC, Case
-from loadgen.simulate.study.run import STRIDE, summary
 from router.gateway.shadow import Shadows
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.types import Decision, PodView, Policy, RequestInfo
 from router.telemetry.metrics import Metrics
+from tests.bench.policy_table.cases import KNEES, SYNTHETIC, Case
+from tests.bench.policy_table.run import STRIDE, summary
 
 CASES = {case.name: case for case in SYNTHETIC if case.is_unhindered}
-"""Those in which one gateway sees every request once."""
+"""The cases in which one gateway sees every request once."""
 ACTING = ("predicted_ttft", "round_robin")
-"""The policies whose shadows are shown."""
+"""The acting policies whose shadows are shown."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was counted of one policy in the shadow of one that acted, itself included."""
+    """Counts for one policy as a shadow of an acting policy, itself included."""
 
     requests: int = 0
     others: int = 0
     """Requests for which the two chose different pods."""
     prompt_tokens: int = 0
     acting_tokens: int = 0
-    """Those believed cached on the pods of the policy that acted."""
+    """Tokens believed cached on the pods of the acting policy."""
     shadow_tokens: int = 0
-    """Those believed cached on the pods of the one in its shadow."""
+    """Tokens believed cached on the pods of the shadow policy."""
 
 
 class Counted(Metrics):
-    """What a gateway counts of its shadow policies."""
+    """Keeps what a gateway counts for its shadow policies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +72,12 @@ class Counted(Metrics):
         seen.shadow_tokens += cached_tokens[1]
 
     def shadow_failed(self, policy: str, shadow: str) -> None:
-        """A table without some of the requests would be wrong. Raises AssertionError."""
+        """Fail, because a table without some of the requests would be wrong. Raises AssertionError."""
         raise AssertionError(f"{shadow} failed in the shadow of {policy}")
 
 
 class Acting:
-    """A policy after which those in its shadow are asked, as `router.gateway.chooser` does."""
+    """A policy that asks its shadows after each decision, as `router.gateway.chooser` does."""
 
     def __init__(self, name: str, shadows: Shadows) -> None:
         self.name = name
@@ -91,12 +92,12 @@ class Acting:
 
 
 def make_policies() -> Mapping[str, Policy]:
-    """Every policy, new."""
+    """Return new instances of every policy."""
     return {name: make_policy(name) for name in POLICY_NAMES}
 
 
 def play(case: Case, name: str, shadows: Sequence[str], seed: int) -> tuple[list[RequestRecord], Mapping[str, Seen]]:
-    """Serve the case by one policy: its requests, and the policies in its shadow by name."""
+    """Serve the case with one policy; return its requests, and its shadow policies by name."""
     records: list[RequestRecord] = []
     knee, metrics = KNEES.get(case.knee_of, 1.0), Counted()
     acting = Acting(name, Shadows(shadows, make_policies, metrics))
@@ -111,7 +112,7 @@ def play(case: Case, name: str, shadows: Sequence[str], seed: int) -> tuple[list
 
 
 def table(case: Case, seed: int) -> str:
-    """The case's figures as Markdown."""
+    """Return the case's figures as Markdown."""
     played = {name: play(case, name, POLICY_NAMES if name in ACTING else (name,), seed) for name in POLICY_NAMES}
     pods = case.fleet(KNEES.get(case.knee_of, 1.0))
     lines = [
@@ -135,8 +136,8 @@ def main() -> None:
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=["gsp_60", "multi_60"], help="cases (gsp_60 multi_60)"
     )
-    parser.add_argument("--part", type=float, default=0.5, help="of the cases' sessions that is played (0.5)")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests and of when they come (1)")
+    parser.add_argument("--part", type=float, default=0.5, help="share of the cases' sessions that is played (0.5)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests and of their times (1)")
     options = parser.parse_args()
     for name in options.cases:
         case = CASES[name]

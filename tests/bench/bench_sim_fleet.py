@@ -1,10 +1,10 @@
-"""A fleet of emulated pods on this machine: what rate it serves, what that costs, and whether emulation keeps time.
+"""A fleet of emulated pods on this machine: the rate it serves, the cost, and whether emulation keeps time.
 
     python -m tests.bench.bench_sim_fleet [--rate 300] [--output-tokens 16] [--pods 16]
 
-Real processes throughout: engines with `--device sim`, a gateway, a Redis, and the load generator, which is this one.
-The same prompts at the same times are then played in virtual time (`loadgen.simulate`), where nothing but the
-profile's formula, queueing and 1 ms of network each way takes time: what is above that is the cost of so few cores.
+All processes are real: engines with `--device sim`, a gateway, a Redis, and this process as the load generator. The
+same prompts at the same times are then played in virtual time (`loadgen.simulate`), in which only the profile's
+formula, queueing and 1 ms of network each way take time. The difference is the cost of so few cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ import psutil
 import uvloop
 
 from loadgen.demo.children import Children
-from loadgen.demo.stack import EMULATED_RUNNING, StackSpec, Steps, emulated_engines, scratch_folder, start_stack
+from loadgen.demo.stack import (
+    EMULATED_RUNNING,
+    GatewayUrls,
+    StackSpec,
+    Steps,
+    emulated_engines,
+    scratch_folder,
+    start_stack,
+)
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.load.calibrate import measure_tokens_per_word
 from loadgen.load.client import Client
@@ -43,7 +51,7 @@ SEED, WARM_S, FIRST = 1, 3.0, 10**6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is offered to what."""
+    """The load and the fleet."""
 
     pods: int
     profile: str
@@ -62,20 +70,27 @@ class Case:
 
 
 async def real(case: Case, logs: Path) -> tuple[ArmRun, Mapping[str, float]]:
-    """The run, and the CPU seconds of each kind of process in it."""
+    """Return the run, and the CPU seconds of each kind of process in it."""
     with scratch_folder() as scratch, Children(logs) as children:
         spec = StackSpec(case.pods, emulated_engines(case.profile), None, scratch)
         url = await start_stack(spec, children, Steps(print))
         return await children.guard(loaded(case, url, children))
 
 
-async def loaded(case: Case, url: str, children: Children) -> tuple[ArmRun, Mapping[str, float]]:
-    async with Client(Target(url, policy=case.policy, extra={"ignore_eos": True})) as client:
+async def empty_caches(url: GatewayUrls) -> None:
+    """Empty the cache of every pod. Raises AssertionError if a pod refuses."""
+    async with Client(Target(url.admin)) as admin:
+        refused = await admin.reset_prefix_cache()
+    assert refused is None, refused
+
+
+async def loaded(case: Case, url: GatewayUrls, children: Children) -> tuple[ArmRun, Mapping[str, float]]:
+    async with Client(Target(url.clients, policy=case.policy, extra={"ignore_eos": True})) as client:
         await client.model_id()
         renderer = Renderer(await measure_tokens_per_word(client, SEED))
         warm = round(WARM_S * case.rate / 2)
         await play(client, case.workload, renderer, RunSpec(case.arrivals, SEED, 30.0, warm, FIRST))
-        await client.reset_prefix_cache()
+        await empty_caches(url)
         await asyncio.sleep(1.0)
         gc.collect()
         before = cpu_seconds(children)
@@ -86,7 +101,7 @@ async def loaded(case: Case, url: str, children: Children) -> tuple[ArmRun, Mapp
 
 
 def cpu_seconds(children: Children) -> dict[str, float]:
-    """User and system time so far by kind of process."""
+    """Return user and system time so far by kind of process."""
     total = {"load generator": sum(psutil.Process().cpu_times()[:2])}
     for child in children.running():
         kind = child.name.partition("-")[0]
@@ -95,7 +110,7 @@ def cpu_seconds(children: Children) -> dict[str, float]:
 
 
 def virtual(case: Case) -> Floats:
-    """TTFT in seconds of the same requests where computing takes no time."""
+    """Return TTFT in seconds of the same requests if computing takes no time on this machine."""
     fleet = FleetSpec(emulated_pods(case.pods, case.profile, max_running=EMULATED_RUNNING))
     found = scenario.play(scenario.Scenario(fleet, case.workload, case.arrivals, case.requests, SEED), case.policy)
     return ttft_of(found.records)
@@ -137,7 +152,7 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, default=64, help="shared prefixes")
     parser.add_argument("--prefix-tokens", type=int, default=512)
     parser.add_argument("--suffix-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=16, help="of each answer, one event a token")
+    parser.add_argument("--output-tokens", type=int, default=16, help="tokens of each answer, one event per token")
     given = parser.parse_args()
     workload = PrefixRepetition(
         seed=SEED,

@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_simulate [--pods 64] [--requests 100000] [--arm predicted_ttft]
 
-Prompts of about 2,200 tokens, most of them one of 8 prefixes a pod, answers of 256, 10 requests/s a pod. CPU time, so
-that what else the machine does counts little.
+Prompts have about 2,200 tokens, most of them one of 8 prefixes per pod; answers have 256 tokens; 10 requests/s per pod.
+The figure is CPU time, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from loadgen.simulate.scenario import Scenario, play
 from loadgen.workloads.published import GeneratedSharedPrefix
 
 TARGET_MS = 1.8
-"""Of CPU a request: 3 minutes for 100,000."""
+"""CPU milliseconds per request: 3 minutes for 100,000."""
 PER_POD = 10.0
 
 
 def main() -> None:
-    """Play the fleet once and print what it took."""
+    """Play the fleet once and print its CPU time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", type=int, default=64, help="emulated pods (64)")
     parser.add_argument("--requests", type=int, default=100_000, help="requests (100000)")

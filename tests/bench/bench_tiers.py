@@ -1,10 +1,10 @@
-"""Fetch or recompute: the first token of a prompt that a slower tier holds, by its length and the tier's bandwidth.
+"""Fetch or recompute: the time to first token if a slower tier holds the prompt, by its length and the bandwidth.
 
     python -m tests.bench.bench_tiers [--profile h100-8b] [--tokens 256] [--out out/tiers.png]
 
-In virtual time, with the engine's own scheduler, tiers and step loop. The bars: at most 1.05 of what it takes without
-tiers, and at most 1.15 of the better of fetching all and computing all. In the second table the tier's rate falls after
-it was learnt: there the second bar means nothing, as nobody could know.
+The bench runs in virtual time, with the engine's own scheduler, tiers and step loop. The bars are at most 1.05 of the
+time without tiers, and at most 1.15 of the better of fetching all and computing all. In the second table the tier's
+rate falls after the engine has learnt it. There the second bar means nothing, because the engine cannot know.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_OF_COMPUTING, MAX_OF_THE_BETTER = 1.05, 1.15
 
 
 def main() -> int:
-    """Print the table, draw the plot; 1 where a bar is missed."""
+    """Print the table, draw the plot; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=list(PROFILES), default="h100-8b", help="emulated device")
     parser.add_argument("--out", type=Path, default=Path("out/tiers.png"), help="plot to write")
-    parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length; may be given again")
+    parser.add_argument("--tokens", type=int, action="append", help="only prompts of this length; repeatable")
     args = parser.parse_args()
     lengths = args.tokens or LENGTHS
     profile = PROFILES[args.profile]
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def row(point: Point) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     return (
         f"| {point.tokens:,} | {point.bytes_per_s / 1e9:g} | {point.computed_s:.4f} | {point.fetched_s:.4f} "
         f"| {point.with_tiers_s:.4f} | {point.share:.2f} | {point.of_computing:.3f} | {point.of_the_better:.3f} |"
@@ -61,7 +61,7 @@ def row(point: Point) -> str:
 
 
 def draw(points: list[Point], path: Path, name: str) -> None:
-    """Heat maps over length and bandwidth: against computing everything, and against the better of both ways."""
+    """Draw heat maps over length and bandwidth: relative to computing everything, and to the better of both ways."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,11 +70,11 @@ def draw(points: list[Point], path: Path, name: str) -> None:
     lengths, rates = sorted({p.tokens for p in points}), sorted({p.bytes_per_s for p in points})
     at = {(p.tokens, p.bytes_per_s): p for p in points}
     figure, both = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    for axes, title, bar, ratio in (
-        (both[0], "of computing all", MAX_OF_COMPUTING, lambda p: p.of_computing),
-        (both[1], "of the better of fetching and computing all", MAX_OF_THE_BETTER, lambda p: p.of_the_better),
+    for axes, title, bar, name_of in (
+        (both[0], "of computing all", MAX_OF_COMPUTING, "of_computing"),
+        (both[1], "of the better of fetching and computing all", MAX_OF_THE_BETTER, "of_the_better"),
     ):
-        grid = [[ratio(at[tokens, rate]) for rate in rates] for tokens in lengths]
+        grid = [[getattr(at[tokens, rate], name_of) for rate in rates] for tokens in lengths]
         axes.imshow(grid, cmap="RdYlGn_r", vmin=0, vmax=2, aspect="auto", origin="lower")
         for y, row_of in enumerate(grid):
             for x, value in enumerate(row_of):

@@ -1,8 +1,8 @@
-"""As cheap as an engine can be: a process that answers every chat request with a fixed stream of events.
+"""A minimal engine: a process that answers every chat request with a fixed stream of events.
 
     python -m tests.bench.mock_engine CHUNKS GAP_S
 
-Prints its port. Each answer is CHUNKS events of one word, GAP_S apart (0: all at once), then usage and [DONE].
+It prints its port. Each answer is CHUNKS events of one word, GAP_S apart (0: all at once), then usage and [DONE].
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def _serve(chunks: int, gap_s: float) -> None:
 
 @contextlib.contextmanager
 def mock_engine(chunks: int, gap_s: float, core: int | None = None) -> Iterator[str]:
-    """The url of a mock engine in a process of its own, on one core where that can be had."""
+    """Yield the URL of a mock engine in its own process, on one core if possible."""
     command = [sys.executable, "-m", "tests.bench.mock_engine", str(chunks), str(gap_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -111,7 +111,7 @@ def mock_engine(chunks: int, gap_s: float, core: int | None = None) -> Iterator[
 
 
 def pin(core: int, process_id: int = 0) -> None:
-    """Keep a process (0: this one) on one core, where the system knows how."""
+    """Keep a process (0: this one) on one core, if the system supports it."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(process_id, {cores[core % len(cores)]})

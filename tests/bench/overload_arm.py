@@ -9,8 +9,8 @@ from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.routing import HELD, Offered
 from router.gateway.waiting import WAIT_MARGIN
+from router.overload.flow import Waiting
 from router.overload.line import TICK_S, Line, LineLimits
-from router.overload.queue import Waiting
 from router.overload.saturation import ROOM_S
 from router.routing.types import PodId
 
@@ -19,7 +19,7 @@ STRIDE = 256
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request says of itself."""
+    """A request's own settings."""
 
     flow: str = "default"
     weight: float = 1.0
@@ -33,7 +33,7 @@ class Queued(Gateway):
     def __init__(
         self, simulation: Simulation, asked: Callable[[int], Asked], *, timeout_s: float, limits: LineLimits
     ) -> None:
-        """`asked`: of the session's number. `timeout_s`: seconds that a request may wait."""
+        """`asked`: a request's settings by the session's number. `timeout_s`: seconds that a request may wait."""
         super().__init__("predicted_ttft", simulation.timeline, stride=STRIDE)
         self._simulation = simulation
         self._asked = asked
@@ -45,7 +45,7 @@ class Queued(Gateway):
         """Requests that had to wait."""
 
     def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
-        """See `Router`; None too for a request that is refused."""
+        """See `Router`; also None for a refused request."""
         asked = self._asked(request.session)
         avoided = self._line.passes(asked.flow, asked.priority, self._serving.listed, now_s)
         if avoided is not None and asked.ttft_slo_s is None:

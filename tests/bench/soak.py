@@ -1,15 +1,15 @@
-"""Minutes of load on real processes while engines are killed, stopped and restarted, Redis too, and gateways rolled.
+"""Minutes of load on real processes, while engines and Redis are killed, stopped and restarted, and gateways rolled.
 
     python -m tests.bench.soak [--seconds 300] [--rate 100] [--engines 4] [--seed 1]
 
-Three promises are checked, and the exit status is 1 where one is not kept: no request is lost that had not begun to be
-answered, none hangs, and nothing is left behind (every count of requests in flight is 0 at the end, memory is flat over
-the second half). Streams that end in an error event after their first byte are counted and shown beside that. It wants
-two cores with little else to do: on busy ones engines answer too late, and requests are lost for that.
+The soak checks three promises, and the exit status is 1 if one is broken. No request is lost whose answer had not
+begun. No request hangs. Nothing is left behind: every count of requests in flight is 0 at the end, and memory is flat
+over the second half. Streams that end in an error event after their first byte are counted and shown too. The soak
+needs two cores with little other work: on busy cores engines answer too late, and requests are lost for that reason.
 
-Two gateways, emulated engines on ports that they keep, a Redis server. One thing is disturbed at a time, so that there
-always is an engine to serve and a gateway to send to, as rolling updates and disruption budgets have it. Gateways are
-rolled as Kubernetes does it: SIGTERM, a moment in which clients still come, a new process once the old one has left.
+It runs two gateways, emulated engines on fixed ports, and a Redis server. One process is disturbed at a time, so there
+is always an engine that serves and a gateway to send to, as with rolling updates and disruption budgets. Gateways are
+rolled as Kubernetes does it: SIGTERM, a moment in which clients still come, and a new process after the old one's end.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from tests.redis_server import RedisServer, running_redis
 
 MODEL = "tiny"
 HUNG_S = 60.0
-"""A request without an end by then hangs."""
+"""A request without an end by then counts as hanging."""
 DISTURB_EVERY_S = 4.0
 STOPPED_S = (1.0, 8.0)
 DOWN_S = (0.5, 3.0)
 NOTICE_S = 0.5
-"""After SIGTERM, until clients send a gateway nothing more: endpoints take a while to follow."""
+"""Seconds after SIGTERM for which clients still use a gateway, because endpoints are updated with a delay."""
 SETTLE_S = 20.0
-"""For the last answers, and for the counts to come back to 0."""
+"""Seconds for the last answers, and for the counts to return to 0."""
 FLAT_SHARE, FLAT_MIB = 0.1, 24.0
-"""A process may grow over the second half by the larger of these: allocators and caches need a while to fill."""
+"""In the second half a process may grow by the larger of these, because allocators and caches fill slowly."""
 IN_FLIGHT = ("warmroute_gateway_in_flight", "warmroute_gateway_body_bytes", "warmroute_gateway_answer_bytes")
 ENGINE_IN_FLIGHT = "warmroute_gateway_engine_in_flight"
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 class Service:
-    """A program that is started again at the same address."""
+    """A program that restarts at the same address."""
 
     def __init__(self, module: str, *flags: str) -> None:
         with socket.socket() as free:
@@ -67,7 +67,7 @@ class Service:
         self.flags = [*flags, "--port", str(self.port)]
         self.program: Program | None = None
         self.is_offered = False
-        """Whether clients send here."""
+        """Whether clients send requests to it."""
 
     @property
     def pid(self) -> int:
@@ -76,7 +76,7 @@ class Service:
 
     @property
     def metrics(self) -> str:
-        """URL of its metrics."""
+        """Return the URL of its metrics."""
         assert self.program is not None
         return f"{self.program.admin if self.module == 'router' else self.url}/metrics"
 
@@ -86,7 +86,7 @@ class Service:
         self.is_offered = True
 
     async def stop(self, sig: int = signal.SIGTERM) -> int:
-        """Its exit status."""
+        """Stop the program; return its exit status."""
         self.is_offered = False
         assert self.program is not None
         return await asyncio.to_thread(self.program.stop, sig, HUNG_S)
@@ -94,16 +94,16 @@ class Service:
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the requests."""
+    """Counts of the requests' outcomes."""
 
     ends: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
-    """What those got that had not begun."""
+    """Outcomes of lost requests whose answer had not begun."""
     first_s: list[float] = field(default_factory=list)
 
 
 class Load:
-    """Requests at a rate, sent whether or not those before have been answered."""
+    """Requests at a fixed rate, sent whether or not earlier ones have been answered."""
 
     def __init__(self, gateways: list[Service], rate: float, rng: random.Random) -> None:
         self._gateways = gateways
@@ -113,7 +113,7 @@ class Load:
         self.counts = Counts()
 
     async def run(self, seconds: float) -> None:
-        """Returns when the last one has ended, or hangs."""
+        """Send requests; return when the last one has ended, or hangs."""
         loop = asyncio.get_running_loop()
         start_s, number = loop.time(), 0
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -137,7 +137,7 @@ class Load:
                 if answer.status != 200:
                     self.counts.lost.append(f"{answer.status}: {(await answer.text())[:200]}")
                     return
-                decoder, events = SseDecoder(), []
+                decoder, events = SseDecoder(), list[bytes]()
                 async for chunk in answer.content.iter_any():
                     if not has_begun:
                         self.counts.first_s.append(time.monotonic() - sent_s)
@@ -155,7 +155,7 @@ class Load:
 
 
 def ended(events: list[bytes], tokens: int) -> str:
-    """How a stream with these events ended."""
+    """Return how a stream with these events ended."""
     if not events or events[-1] != b"[DONE]" or any(b'"error"' in event[:10] for event in events):
         return "broken"
     usage = orjson.loads(events[-2])["usage"]
@@ -163,7 +163,7 @@ def ended(events: list[bytes], tokens: int) -> str:
 
 
 class Trouble:
-    """Disturbs one thing after another."""
+    """Disturbs one process after another."""
 
     def __init__(self, engines: list[Service], gateways: list[Service], redis: RedisServer, rng: random.Random) -> None:
         self._engines = engines
@@ -174,7 +174,7 @@ class Trouble:
         self.exits: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """Gateways are rolled in the first half alone, so that memory can be watched in the second."""
+        """Disturb for `seconds`; gateways are rolled only in the first half, so that the second shows the memory."""
         loop = asyncio.get_running_loop()
         end_s, half_s = loop.time() + seconds, loop.time() + seconds / 2
         kinds: list[Callable[[], Awaitable[None]]] = [self._kill, self._stall, self._redis_restart, self._restart]
@@ -233,7 +233,7 @@ class Memory:
         self._seen: dict[tuple[str, int], list[float]] = {}
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Sample until cancelled."""
         while True:
             for service in self._services:
                 with contextlib.suppress(psutil.Error):
@@ -242,11 +242,11 @@ class Memory:
             await asyncio.sleep(0.5)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Discard the samples so far."""
         self._seen.clear()
 
     def growth(self) -> list[tuple[str, float, float]]:
-        """Program, and MiB in the first and the last quarter of what was seen, of those that lived throughout."""
+        """Return program, and MiB in the first and last quarter of the samples, for processes that lived throughout."""
         most = max(map(len, self._seen.values()), default=0)
         out = []
         for (module, _), mib in self._seen.items():
@@ -256,7 +256,7 @@ class Memory:
 
 
 async def left_over(gateways: list[Service], engines: list[Service]) -> list[str]:
-    """Counts that do not come back to 0."""
+    """Return the counts that do not return to 0."""
     found: list[str] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
@@ -269,7 +269,7 @@ async def left_over(gateways: list[Service], engines: list[Service]) -> list[str
 
 
 async def in_flight(gateways: list[Service], engines: list[Service]) -> list[str]:
-    """Counts that are not 0."""
+    """Return the counts that are not 0."""
     found = []
     async with aiohttp.ClientSession() as http:
         for service in (*gateways, *engines):
@@ -282,7 +282,7 @@ async def in_flight(gateways: list[Service], engines: list[Service]) -> list[str
 
 
 async def breaks(gateways: list[Service]) -> Counter[str]:
-    """Streams that engines broke, by what followed; of gateways that live at the end."""
+    """Count the streams that engines broke, by what followed, for gateways alive at the end."""
     found: Counter[str] = Counter()
     async with aiohttp.ClientSession() as http:
         for gateway in gateways:
@@ -295,7 +295,7 @@ async def breaks(gateways: list[Service]) -> Counter[str]:
 
 @contextlib.asynccontextmanager
 async def started(engines: int, redis: RedisServer, folder: Path) -> AsyncIterator[tuple[list[Service], list[Service]]]:
-    """Engines and two gateways, all ready."""
+    """Start engines and two gateways; yield them when all are ready."""
     flags = ["--model", str(folder), "--served-model-name", MODEL, "--device", "sim", "--redis-url", redis.url]
     pods = [Service("engine", *flags, "--pod-id", f"pod-{i}") for i in range(engines)]
     urls = ",".join(pod.url for pod in pods)
@@ -333,7 +333,7 @@ async def soak(seconds: float, rate: float, engines: int, seed: int) -> int:
 def show(
     counts: Counts, trouble: Trouble, growth: list[tuple[str, float, float]], left: list[str], broken: Counter[str]
 ) -> int:
-    """Print the table; the exit status."""
+    """Print the table; return the exit status."""
     total = sum(counts.ends.values())
     print(f"\n{total} requests")
     for end, count in counts.ends.most_common():

@@ -1,4 +1,4 @@
-"""The table of shadow policies: what acts is as without them and agrees with itself; figures are where they belong."""
+"""The table of shadow policies: acting policies are unchanged and agree with themselves; figures are in place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import make_router
 from loadgen.simulate.fleet import Simulation
-from loadgen.simulate.study.cases import KNEES
-from loadgen.simulate.study.run import STRIDE
 from router.routing.policies import POLICY_NAMES
 from tests.bench.bench_shadow import ACTING, CASES, play, table
+from tests.bench.policy_table.cases import KNEES
+from tests.bench.policy_table.run import STRIDE
 
 CASE = replace(CASES["multi_60"], requests=12)
 

@@ -1,4 +1,4 @@
-"""An engine in virtual time whose pool has lost a prompt that a tier below still has: the time to its first token."""
+"""An engine in virtual time with a prompt that its pool has lost and a lower tier holds: the time to first token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.backend.profiles import SimProfile
 from engine.backend.sim import SimBackend
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
-from engine.contract.events import Tier
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.tiers.build import emulated_store, make_tiers
 from engine.tiers.emulated import EmulatedCopies
+from engine.tiers.place import Place
 from engine.tiers.stats import TierStats
 from engine.tiers.tiers import Tiers
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    """What the coroutine returns; its clock does not wait."""
+    """Run the coroutine in virtual time, without real waits, and return its result."""
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         return runner.run(work)
 
 
 @dataclass
 class Pod:
-    """An emulated device with one tier below its pool, or none."""
+    """An emulated device with or without a tier below its pool."""
 
     loop: EngineLoop
     cache: PrefixCache
@@ -46,38 +46,37 @@ class Pod:
     copies: EmulatedCopies | None
     next_id: int = 0
 
-    async def first_token_s(self, prompt: list[int]) -> float:
-        """Seconds until the prompt's first token."""
+    async def first_token_s(self, prompt: list[int], *, answer: int = 1) -> float:
+        """Return the seconds until the prompt's first token; `answer`: total tokens to wait for."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         self.next_id += 1
-        async with self.loop.submit([Request(self.next_id, prompt, max_tokens=1)]) as stream:
-            async for _ in stream:
-                break
-        return loop.time() - start_s
+        async with self.loop.submit([Request(self.next_id, prompt, max_tokens=answer)]) as stream:
+            took_s = [loop.time() - start_s async for _ in stream]
+        return took_s[0]
 
     async def learn(self, profile: SimProfile) -> None:
-        """Prefills of many lengths, so that the scheduler knows what computing costs."""
+        """Run prefills of many lengths and short answers, so that the scheduler learns the cost of computing."""
         for i in range(16):
-            await self.first_token_s([2_000_000 + i] * (200 + 331 * i % 4000))
+            await self.first_token_s([2_000_000 + i] * (200 + 331 * i % 4000), answer=3)
         await self.settle()
 
     async def settle(self) -> None:
-        """All copies have ended."""
+        """Wait until all copies have ended."""
         while self.tiers is not None and self.tiers.is_busy:
             await asyncio.sleep(0.5)
             self.loop.wake()
 
     @property
     def stats(self) -> TierStats:
-        """What the tiers have done."""
+        """Return the tiers' counts."""
         assert self.tiers is not None
         return self.tiers.stats
 
 
 @asynccontextmanager
 async def engine(profile: SimProfile, bytes_per_s: float | None, *, tier_tokens: int = 400_000) -> AsyncIterator[Pod]:
-    """`bytes_per_s`: of the tier; None: without one."""
+    """Run an engine. `bytes_per_s`: rate of the tier; None: no tier."""
     blocks = profile.kv_tokens // BLOCK
     cache, clock = PrefixCache(blocks, BLOCK), asyncio.get_running_loop()
     tiers, copies = None, None
@@ -86,7 +85,7 @@ async def engine(profile: SimProfile, bytes_per_s: float | None, *, tier_tokens:
         block_bytes = BLOCK * profile.kv_token_bytes
         store = emulated_store(
             clock,
-            Tier.HOST,
+            Place.HOST,
             tier_tokens // BLOCK * block_bytes,
             pool_blocks=blocks,
             block_bytes=block_bytes,
@@ -129,23 +128,23 @@ class Point:
     with_tiers_s: float
     computed_s: float
     fetched_s: float
-    """When all of it that can be fetched is."""
+    """Seconds if everything that can be fetched is fetched."""
     share: float
-    """Of the blocks held, those that were fetched."""
+    """Fetched blocks / blocks held."""
 
     @property
     def of_computing(self) -> float:
-        """1.05 at most is the bar."""
+        """Return the time relative to computing everything; the bar is 1.05."""
         return self.with_tiers_s / self.computed_s
 
     @property
     def of_the_better(self) -> float:
-        """1.15 at most is the bar."""
+        """Return the time relative to the better way; the bar is 1.15."""
         return self.with_tiers_s / min(self.computed_s, self.fetched_s)
 
 
 async def race(profile: SimProfile, tokens: int, bytes_per_s: float, *, believed: float | None = None) -> Point:
-    """`believed`: what the tier's rate was until now, where that is another."""
+    """`believed`: the tier's rate until now, if it was different."""
     prompt = [7 + i % 1000 for i in range(tokens)]
     async with engine(profile, believed or bytes_per_s) as pod:
         await pod.learn(profile)
@@ -156,7 +155,7 @@ async def race(profile: SimProfile, tokens: int, bytes_per_s: float, *, believed
         await pod.settle()
         sequence = pod.cache.open(prompt)
         if len(link.lower.find(sequence, tokens // BLOCK)) < tokens // BLOCK:
-            # It was not worth keeping. An engine that has it for another reason must not lose by that.
+            # The prompt was not worth keeping. An engine that holds it for another reason must not be slower for that.
             assert link.lower.hold(sequence, tokens // BLOCK) is not None
             link.lower.commit(sequence, tokens)
             link.lower.release(sequence)
@@ -167,6 +166,6 @@ async def race(profile: SimProfile, tokens: int, bytes_per_s: float, *, believed
         hit = pod.stats.hit_tokens.total() - before
         await pod.settle()
         held = (tokens - 1) // BLOCK
-        left_s = await pod.first_token_s(prompt)  # all of it in the pool now
+        left_s = await pod.first_token_s(prompt)  # the whole prompt is in the pool now
         fetched_s = held * BLOCK * profile.kv_token_bytes / bytes_per_s + left_s
         return Point(tokens, bytes_per_s, with_tiers_s, computed_s, fetched_s, hit / (held * BLOCK))

@@ -1,4 +1,4 @@
-"""Renders the chart with both helms, each combination once."""
+"""Render the chart with both helms, each combination once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 class RenderError(Exception):
-    """What helm said on stderr."""
+    """helm failed. The text is what it wrote to stderr."""
 
 
 def kube_version(values: Path | None) -> str:
@@ -42,7 +42,7 @@ class Helm:
     _rendered: dict[str, list[Object]] = field(default_factory=dict)
 
     def run(self, *arguments: str) -> str:
-        """Standard output. Raises RenderError."""
+        """Run helm and return its standard output. Raises RenderError."""
         done = subprocess.run(
             [str(self.program), *arguments], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT
         )
@@ -63,7 +63,7 @@ class Helm:
     def render(
         self, values: Path | Mapping[str, Any] | None = None, *flags: str, kube: str | None = None
     ) -> list[Object]:
-        """The objects. Raises RenderError."""
+        """Return the rendered objects. Raises RenderError."""
         key = json.dumps([str(values) if isinstance(values, Path) else values, flags, kube])
         if key not in self._rendered:
             documents = yaml.load_all(self.text(values, *flags, kube=kube), yaml.CSafeLoader)
@@ -72,7 +72,7 @@ class Helm:
 
 
 def installed_helms() -> dict[str, Path]:
-    """The helms of this machine by major version, `helm3` and `helm4`: on PATH, then in $KUBERNETES_BIN."""
+    """Return this machine's helms by major version, `helm3` and `helm4`: from PATH, else from $KUBERNETES_BIN."""
     found: dict[str, Path] = {}
     for folder in (None, os.environ.get("KUBERNETES_BIN")):
         for name in ("helm", "helm3", "helm4"):
@@ -86,18 +86,18 @@ def installed_helms() -> dict[str, Path]:
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
-    """The objects of a kind."""
+    """Return the objects of a kind."""
     return [thing for thing in objects if thing["kind"] == kind]
 
 
 def named(objects: list[Object], kind: str, name: str) -> Object:
-    """The one object of that kind and name."""
+    """Return the one object of that kind and name."""
     (found,) = [thing for thing in of_kind(objects, kind) if thing["metadata"]["name"] == name]
     return found
 
 
 def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """(kind and name, pod template) of everything that makes pods."""
+    """Yield (kind and name, pod template) of everything that makes pods."""
     for thing in objects:
         where = f"{thing['kind']} {thing['metadata']['name']}"
         if thing["kind"] in ("Deployment", "StatefulSet", "Job"):
@@ -107,11 +107,11 @@ def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def containers(template: Object) -> list[Object]:
-    """Every container of a pod, those that run first included."""
+    """Return every container of a pod, including those that run first."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 
 def container(template: Object, name: str) -> Object:
-    """The container called `name`."""
+    """Return the container called `name`."""
     (found,) = [one for one in containers(template) if one["name"] == name]
     return found

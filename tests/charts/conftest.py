@@ -1,4 +1,4 @@
-"""helm 4 and helm 3: those of this machine, else from .ci/fetch_helm.py."""
+"""Fixtures for helm 4 and helm 3: this machine's programs, else those that .ci/fetch_helm.py fetches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _fetcher() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def helms() -> dict[str, Helm | str]:
-    """`helm4` and `helm3`: the program, or why it cannot be had."""
+    """Return `helm4` and `helm3`: each is the program, or why there is none."""
     found: dict[str, Helm | str] = {name: Helm(path) for name, path in installed_helms().items()}
     fetcher = _fetcher()
     for name in {"helm3", "helm4"} - found.keys():
@@ -40,11 +40,11 @@ def _usable(helm: Helm | str) -> Helm:
 
 @pytest.fixture(scope="session", params=["helm4", "helm3"])
 def helm(request: pytest.FixtureRequest, helms: dict[str, Helm | str]) -> Helm:
-    """Each helm in turn."""
+    """Return each helm in turn."""
     return _usable(helms[request.param])
 
 
 @pytest.fixture(scope="session")
 def any_helm(helms: dict[str, Helm | str]) -> Helm:
-    """One helm, for what both render alike (test_chart_render.py shows that they do)."""
+    """Return one helm, for tests of what both render alike (test_chart_render.py shows that they do)."""
     return next((helm for helm in helms.values() if isinstance(helm, Helm)), None) or _usable(helms["helm4"])

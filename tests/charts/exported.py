@@ -1,4 +1,4 @@
-"""What gateway and engine export, read from the text that Prometheus reads; and what a PromQL expression asks for."""
+"""The metrics that gateway and engine export, read from their `/metrics`; and those that a PromQL expression names."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
 from engine.tiers.exported import TierCollector
 from engine.tiers.place import Place
 from engine.tiers.tiers import Tiers
+from router.telemetry.inference import InferenceValues
 from router.telemetry.metrics import GaugeValues, Metrics
 
 TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "service", "endpoint"))
-"""Put on every series by Prometheus itself, for what a ServiceMonitor or PodMonitor selects."""
+"""Labels that Prometheus itself puts on every series of a ServiceMonitor or PodMonitor."""
 
 Names = Mapping[str, frozenset[str]]
 """Labels by the name of a sample."""
 
 
 def gateway_text() -> str:
-    """`/metrics` of a gateway to which everything has happened once."""
+    """Return `/metrics` of a gateway to which everything has happened once."""
     metrics = Metrics()
     metrics.answered("predicted_ttft", "engine-1", 200)
     metrics.first_byte("predicted_ttft", 0.1)
@@ -80,12 +81,13 @@ def gateway_text() -> str:
         registry_unknown=1,
         kv_event_streams={"following": 1},
         kv_events={"batches": 1},
+        inference=InferenceValues(pool_valid=True, objectives=1),
     )
     return metrics.render(values).decode()
 
 
 def engine_text() -> str:
-    """`/metrics` of an engine to which everything has happened once."""
+    """Return `/metrics` of an engine to which everything has happened once."""
     metrics = EngineMetrics("m")
     metrics.observe_finish(elapsed_s=1.0, reason="stop")
     metrics.observe_response("/v1/models", 200)
@@ -106,7 +108,7 @@ class StoppedClock:
 
 
 def all_tiers() -> Tiers:
-    """Host memory, disk and a shared folder, empty."""
+    """Return tiers of host memory, disk and a shared folder, all empty."""
     clock = StoppedClock()
     stores = [
         emulated_store(clock, place, 100, pool_blocks=10, block_bytes=10, bytes_per_s=1.0)
@@ -120,7 +122,7 @@ def all_tiers() -> Tiers:
 
 
 def samples(text: str) -> Names:
-    """The labels of every sample in a `/metrics` text."""
+    """Return the labels of every sample in a `/metrics` text."""
     found: dict[str, frozenset[str]] = {}
     for family in text_string_to_metric_families(text):
         assert family.samples, f"{family.name} has no sample here: make one above"
@@ -131,13 +133,13 @@ def samples(text: str) -> Names:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an expression names."""
+    """The metrics and labels that an expression names."""
 
     metrics: frozenset[str]
     labels: Mapping[str, frozenset[str]]
-    """Labels that each metric is selected by."""
+    """Labels by which each metric is selected."""
     grouped: frozenset[str]
-    """Labels of `by`, `on` and their like."""
+    """Labels in `by`, `on` and similar clauses."""
 
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -148,7 +150,7 @@ _WORDS = frozenset(("and", "or", "unless", "bool", "offset", "inf", "nan"))
 
 
 def asked(expr: str) -> Asked:
-    """What `expr` names. Functions are left out: promtool knows them."""
+    """Return the names in `expr`, without functions, which promtool checks."""
     bare = _STRING.sub('""', expr)
     grouped = {name for group in _GROUP.findall(bare) for name in _NAME.findall(group)}
     bare = _GROUP.sub("", bare)
@@ -163,7 +165,7 @@ def asked(expr: str) -> Asked:
 
 
 def mistakes(expr: str, exported: Names) -> list[str]:
-    """Names in `expr` that nobody exports."""
+    """Return the names in `expr` that no program exports."""
     question = asked(expr)
     wrong = [f"metric {name}" for name in sorted(question.metrics - exported.keys())]
     known = TARGET_LABELS.union(*(exported.get(name, frozenset()) for name in question.metrics))

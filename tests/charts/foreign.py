@@ -1,4 +1,4 @@
-"""What vLLM and SGLang export and take, as far as the chart asks for it: read from vLLM 0.32.0 and SGLang 0.5.23."""
+"""The metrics and flags of vLLM and SGLang that the chart uses, read from vLLM 0.32.0 and SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VLLM_FLAGS = frozenset(
         "--speculative-config",
     )
 )
-"""Those of `vllm serve` that the chart, its example values and the tests use; the model is an argument without one."""
+"""Flags of `vllm serve` that the chart, its example values and the tests use. The model has no flag."""
 SGLANG_FLAGS = frozenset(
     (
         "--model-path",

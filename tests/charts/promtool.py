@@ -1,4 +1,4 @@
-"""promtool, which comes with Prometheus: checks and runs rules."""
+"""Check and run rules with promtool, which comes with Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 100
 
 
 def promtool(*arguments: str, folder: Path) -> str:
-    """What it says. Skips the test where it is not installed; fails it where it finds something."""
+    """Return what promtool prints. Skips the test if it is not installed, and fails it if it finds something."""
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed (Debian and Ubuntu: package prometheus)")
@@ -26,12 +26,12 @@ def promtool(*arguments: str, folder: Path) -> str:
 
 
 def write(path: Path, content: Any) -> None:
-    """`content` as YAML."""
+    """Write `content` as YAML."""
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 def check_expressions(expressions: Iterable[str], folder: Path) -> None:
-    """Whether each is PromQL."""
+    """Check that each expression is PromQL."""
     rules = [{"record": f"checked:{i}", "expr": expr} for i, expr in enumerate(expressions)]
     write(folder / "expressions.yaml", {"groups": [{"name": "expressions", "rules": rules}]})
     promtool("check", "rules", "expressions.yaml", folder=folder)

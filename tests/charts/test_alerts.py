@@ -1,4 +1,4 @@
-"""The alert rules, played through by promtool: quiet in health, each firing alone in its own trouble."""
+"""promtool plays the alert rules: none fires on a healthy fleet, and each fires alone in its own trouble."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ VALUES = CHART / "ci" / "monitoring-values.yaml"
 EXPORTED = {**samples(gateway_text()), **samples(engine_text())}
 FOREIGN = CHART / "ci" / "foreign-values.yaml"
 OF_BUNDLED = {"WarmrouteQueueGrowing", "WarmrouteStepFailures", "WarmrouteTierErrors", "WarmrouteTierTooSlow"}
-"""Alerts on what bundled engines alone export."""
+"""Alerts on metrics that only bundled engines export."""
 GATEWAY = 'namespace="ns",job="rel-warmroute-gateway-metrics",pod="gw-0"'
 ENGINE = 'namespace="ns",job="ns/rel-warmroute-engine",pod="e-0",model_name="m"'
 HOUR, DAY = 60, 25 * 60
-"""Minutes a scenario lasts; the long one is for the alert that looks back for a day."""
+"""Minutes that a scenario lasts; the long one is for the alert that looks back for a day."""
+EVERY = {HOUR: "1m", DAY: "5m"}
+"""How often the rules are evaluated: a day of minutes takes promtool seven seconds."""
 
 
 def gateway(name: str, **labels: str) -> str:
@@ -44,6 +46,7 @@ HEALTH = {
     gateway("queue_refused_total", reason="late"): "0+6x1600",
     gateway("queue_refused_total", reason="asleep"): "0+600x1600",
     gateway("discovery_sync_age_seconds"): "60x1600",
+    gateway("inference_pool_valid"): "1x1600",
     gateway("requests_total", policy="predicted_ttft", engine="e-0", status="200"): "0+600x1600",
     gateway("requests_total", policy="", engine="", status="503"): "0+6x1600",
     gateway("broken_streams_total"): "0+1x1600",
@@ -68,12 +71,13 @@ HEALTH = {
     tier("warmroute_tier_fetches_total", outcome="arrived"): "0+9x1600",
     tier("warmroute_tier_fetches_total", outcome="given_up"): "0+2x1600",
 }
-"""A fleet that is busy, with a long queue that does not grow, and well."""
+"""Return the series of a fleet that is busy but well, with a long queue that does not grow."""
 
 TROUBLE: dict[str, tuple[int, dict[str, str]]] = {
     "WarmrouteGatewayAbsent": (HOUR, dict.fromkeys((name for name in HEALTH if "gateway_in_flight" in name), "_x1600")),
     "WarmrouteNoEngineForModel": (HOUR, {gateway("model_engines", model="m"): "2x40 0x1600"}),
     "WarmrouteDiscoveryStale": (HOUR, {gateway("discovery_sync_age_seconds"): "0+60x1600"}),
+    "WarmrouteInferencePoolLost": (HOUR, {gateway("inference_pool_valid"): "1x50 0x1600"}),
     "WarmrouteOverload": (HOUR, {gateway("queue_refused_total", reason="late"): "0+60x1600"}),
     "WarmrouteErrors": (HOUR, {gateway("requests_total", policy="", engine="", status="503"): "0+60x1600"}),
     "WarmrouteBrokenStreams": (HOUR, {gateway("broken_streams_total"): "0+12x1600"}),
@@ -118,6 +122,8 @@ HARMLESS: dict[str, tuple[int, dict[str, str]]] = {
     ),
     "a model that sleeps is woken": (HOUR, {gateway("queue_requests", model="a.sleeper"): "0x55 3x3 0x1600"}),
     "a queue grows that is short": (HOUR, {engine("warmroute_uncached_tokens"): "100+200x1600"}),
+    "a pool is made anew": (HOUR, {gateway("inference_pool_valid"): "1x54 0x2 1x1600"}),
+    "no pool is followed": (HOUR, {gateway("inference_pool_valid"): "_x1600"}),
     "nobody asks": (
         HOUR,
         {name: "5x1600" for name in HEALTH if "_total" in name},
@@ -150,9 +156,10 @@ def scenario(minutes: int, changes: dict[str, str], firing: set[str]) -> dict[st
     }
 
 
-def play(helm: Helm, folder: Path, tests: list[dict[str, Any]]) -> None:
+def play(helm: Helm, folder: Path, minutes: int, changes: dict[str, str], firing: set[str]) -> None:
+    tests = [scenario(minutes, changes, firing)]
     write(folder / "rules.yaml", {"groups": groups(helm)})
-    write(folder / "tests.yaml", {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests})
+    write(folder / "tests.yaml", {"rule_files": ["rules.yaml"], "evaluation_interval": EVERY[minutes], "tests": tests})
     promtool("test", "rules", "tests.yaml", folder=folder)
 
 
@@ -165,19 +172,19 @@ def test_promtool_finds_nothing_wrong(any_helm: Helm, tmp_path: Path) -> None:
 def test_each_fires_in_its_own_trouble_alone(any_helm: Helm, tmp_path: Path, alert: str) -> None:
     minutes, changes = TROUBLE[alert]
     assert changes.keys() <= HEALTH.keys()
-    play(any_helm, tmp_path, [scenario(minutes, changes, {alert})])
+    play(any_helm, tmp_path, minutes, changes, {alert})
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-def test_none_fires_while(any_helm: Helm, tmp_path: Path, what: str) -> None:
+def test_no_alert_fires_while(any_helm: Helm, tmp_path: Path, what: str) -> None:
     minutes, changes = HARMLESS[what]
     assert changes.keys() <= HEALTH.keys()
-    play(any_helm, tmp_path, [scenario(minutes, changes, set())])
+    play(any_helm, tmp_path, minutes, changes, set())
 
 
 def test_an_engine_without_redis_counts_as_well(any_helm: Helm, tmp_path: Path) -> None:
     changes = {engine("warmroute_registry_connected"): "1x40 0x1600"}
-    play(any_helm, tmp_path, [scenario(HOUR, changes, {"WarmrouteRegistryDown"})])
+    play(any_helm, tmp_path, HOUR, changes, {"WarmrouteRegistryDown"})
 
 
 def test_every_alert_is_played_and_tells_what_to_do(any_helm: Helm) -> None:
@@ -189,8 +196,8 @@ def test_every_alert_is_played_and_tells_what_to_do(any_helm: Helm) -> None:
         assert all(len(text) > 20 for text in rule["annotations"].values()), rule["alert"]
 
 
-def test_the_readme_lists_every_alert(any_helm: Helm) -> None:
-    rows = re.findall(r"^\| Warmroute.*", (CHART / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_page_lists_every_alert(any_helm: Helm) -> None:
+    rows = re.findall(r"^\| Warmroute.*", (CHART / "MONITORING.md").read_text(encoding="utf-8"), re.MULTILINE)
     listed = re.findall(r"Warmroute[A-Z]\w+", "\n".join(rows))
     of_all_engines = [rule["alert"] for group in groups(any_helm, FOREIGN) for rule in group["rules"]]
     assert sorted(listed) == sorted(of_all_engines)

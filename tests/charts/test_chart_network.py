@@ -1,4 +1,4 @@
-"""Who may talk to whom, by reading the NetworkPolicies as a cluster's network does."""
+"""Which pods may talk to which, by reading the NetworkPolicies as a cluster's network does."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def parties(objects: list[Object]) -> dict[str, Party]:
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
-    """A label selector; of expressions the chart uses NotIn alone."""
+    """Whether a label selector selects the labels. The chart uses no expression except NotIn."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}
     for expression in selector.get("matchExpressions", []):
         assert expression["operator"] == "NotIn"
         if labels.get(expression["key"]) in expression["values"]:
             return False
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 def is_peer(peer: Object, party: Party, policy: Object) -> bool:
@@ -60,7 +60,7 @@ def is_peer(peer: Object, party: Party, policy: Object) -> bool:
 
 
 def passes(policies: list[Object], here: Party, there: Party | None, port: int, direction: str) -> bool:
-    """Whether the policies of `here` allow it; `there` None: some address outside. `port` is the receiver's."""
+    """Whether the policies of `here` allow the connection. `there` None: an address outside. `port`: the receiver's."""
     receiver = here if direction == "ingress" else there
     kind = direction.capitalize()
     own = [p for p in policies if selects(p["spec"]["podSelector"], here.labels) and kind in p["spec"]["policyTypes"]]
@@ -80,12 +80,12 @@ def passes(policies: list[Object], here: Party, there: Party | None, port: int, 
 
 
 def may(objects: list[Object], sender: Party, receiver: Party, port: int) -> bool:
-    """Whether a connection is allowed on both ends."""
+    """Whether the policies of both ends allow a connection."""
     policies = of_kind(objects, "NetworkPolicy")
     return passes(policies, sender, receiver, port, "egress") and passes(policies, receiver, sender, port, "ingress")
 
 
-def test_who_reaches_whom(any_helm: Helm):
+def test_policies_say_which_pods_reach_which(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "loadgen-values.yaml")
     chart = parties(objects)
     gateway, engine, redis, loadgen, test = (chart[n] for n in ("gateway", "engine", "redis", "loadgen", "test"))
@@ -117,7 +117,7 @@ def test_who_reaches_whom(any_helm: Helm):
         assert not may(objects, sender, receiver, port), (sender, receiver, port)
 
 
-def test_clients_can_be_limited(any_helm: Helm):
+def test_clients_can_be_limited(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
     chart = parties(objects)
     gateway = chart["gateway"]
@@ -132,8 +132,8 @@ def gateway_of(objects: list[Object]) -> tuple[Party, Object]:
     return parties(objects)["gateway"], container(template, "gateway")
 
 
-def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: Helm):
-    """On the network by a policy, and within the pod by the address it listens on; no Service leads there."""
+def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: Helm) -> None:
+    """A policy keeps others out on the network, and the address within the pod does. No Service leads there."""
     closed = any_helm.render()
     gateway, program = gateway_of(closed)
     assert gateway.ports["admin"] == 8081
@@ -165,7 +165,7 @@ def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: H
         ("external-redis-secret-values", "engine", {53, 6379}),
     ],
 )
-def test_what_pods_reach_outside(any_helm: Helm, values: str, component: str, ports: set[int]):
+def test_what_pods_reach_outside(any_helm: Helm, values: str, component: str, ports: set[int]) -> None:
     """DNS, the API server for gateways, the hub for hf:// sources, an external Redis."""
     objects = any_helm.render(Path(CHART / "ci" / f"{values}.yaml"))
     policies = of_kind(objects, "NetworkPolicy")
@@ -174,7 +174,7 @@ def test_what_pods_reach_outside(any_helm: Helm, values: str, component: str, po
     assert {port for port in tried if passes(policies, party, None, port, "egress")} == ports
 
 
-def test_existing_engines_are_reached_in_their_namespace(any_helm: Helm):
+def test_existing_engines_are_reached_in_their_namespace(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "existing-values.yaml")
     gateway = parties(objects)["gateway"]
     labels = {"app": "vllm", "tier": "prod"}

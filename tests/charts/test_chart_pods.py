@@ -1,18 +1,18 @@
-"""Every pod of every values file: hardened, ended in time, selected by what never changes."""
+"""Every pod of every values file is hardened, ends in time, and is selected by labels that never change."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine.contract.requests import Endpoint
-from router.gateway.by_load import BY_LOAD
+from router.gateway.by_load import BY_LOAD, UPLOADS
 from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, container, containers, named, of_kind, pod_templates
 
 ALL_VALUES = [*CI_VALUES, *PROFILES]
 DEMO = CHART / "values-demo.yaml"
 
 
-def test_every_container_is_hardened(any_helm: Helm):
+def test_every_container_is_hardened(any_helm: Helm) -> None:
     seen = 0
     for values in ALL_VALUES:
         for where, template in pod_templates(any_helm.render(values)):
@@ -31,7 +31,7 @@ def test_every_container_is_hardened(any_helm: Helm):
     assert seen > 50
 
 
-def test_the_gateway_alone_has_a_token(any_helm: Helm):
+def test_the_gateway_alone_has_a_token(any_helm: Helm) -> None:
     for values in ALL_VALUES:
         objects = any_helm.render(values)
         for where, template in pod_templates(objects):
@@ -40,22 +40,35 @@ def test_the_gateway_alone_has_a_token(any_helm: Helm):
         assert all(account["automountServiceAccountToken"] is False for account in of_kind(objects, "ServiceAccount"))
 
 
-def test_the_gateway_may_list_and_watch_pods_and_nothing_else(any_helm: Helm):
+def test_the_gateway_may_list_and_watch_pods_and_its_pool_and_nothing_else(any_helm: Helm) -> None:
+    pods = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    pickers = 0
     for values in ALL_VALUES:
         objects = any_helm.render(values)
         assert not of_kind(objects, "ClusterRole")
         assert not of_kind(objects, "ClusterRoleBinding")
         for role in of_kind(objects, "Role"):
-            assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+            of_pods, *more = role["rules"]
+            assert [of_pods] == pods
+            for rule in more:
+                assert rule["verbs"] == ["list", "watch"]
+                assert set(rule["apiGroups"]) <= {"inference.networking.k8s.io", "inference.networking.x-k8s.io"}
+                assert rule["resources"] in (["inferencepools"], ["inferenceobjectives"])
+                assert rule.get("resourceNames") or rule["resources"] == ["inferenceobjectives"], (
+                    "one pool, by its name"
+                )
+            assert bool(more) is bool(of_kind(objects, "InferencePool"))
+            pickers += bool(more)
         for binding in of_kind(objects, "RoleBinding"):
             (gateway,) = (d for d in of_kind(objects, "Deployment") if d["metadata"]["name"].endswith("-gateway"))
             account = gateway["spec"]["template"]["spec"]["serviceAccountName"]
             assert binding["subjects"] == [
                 {"kind": "ServiceAccount", "name": account, "namespace": gateway["metadata"]["namespace"]}
             ]
+    assert pickers
 
 
-def test_no_variable_is_given_twice_and_the_users_wins(any_helm: Helm):
+def test_no_variable_is_given_twice_and_the_users_wins(any_helm: Helm) -> None:
     for values in ALL_VALUES:
         for where, template in pod_templates(any_helm.render(values)):
             for one in containers(template):
@@ -70,8 +83,8 @@ def test_no_variable_is_given_twice_and_the_users_wins(any_helm: Helm):
         assert env["WARMROUTE_LOG_LEVEL"] == "warning"
 
 
-def test_a_variable_comes_after_those_it_refers_to(any_helm: Helm):
-    """Kubernetes expands $(NAME) only of variables that stand before."""
+def test_a_variable_comes_after_those_it_refers_to(any_helm: Helm) -> None:
+    """Kubernetes expands $(NAME) only for variables that come before."""
     for _, template in pod_templates(any_helm.render(DEMO)):
         for one in containers(template):
             names = [variable["name"] for variable in one.get("env", [])]
@@ -79,7 +92,7 @@ def test_a_variable_comes_after_those_it_refers_to(any_helm: Helm):
                 assert names.index("REDIS_PASSWORD") < names.index("WARMROUTE_REDIS_URL")
 
 
-def test_pods_match_their_selectors_and_no_other(any_helm: Helm):
+def test_pods_match_their_selectors_and_no_other(any_helm: Helm) -> None:
     for values in ALL_VALUES:
         objects = any_helm.render(values)
         templates = [(w, t["metadata"]["labels"]) for w, t in pod_templates(objects)]
@@ -92,7 +105,7 @@ def test_pods_match_their_selectors_and_no_other(any_helm: Helm):
 
 @pytest.mark.parametrize("longest", [1, 300, 3600])
 @pytest.mark.parametrize("delay", [0, 7])
-def test_pods_live_until_their_longest_answer_ends(any_helm: Helm, longest: int, delay: int):
+def test_pods_live_until_their_longest_answer_ends(any_helm: Helm, longest: int, delay: int) -> None:
     values = {
         "longestAnswerSeconds": longest,
         "gateway.drain.delaySeconds": delay,
@@ -110,8 +123,9 @@ def test_pods_live_until_their_longest_answer_ends(any_helm: Helm, longest: int,
     assert engine["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(delay + 1)]
 
 
-def test_an_upgrade_may_wait_for_the_answers_of_the_pod_it_replaces(any_helm: Helm):
-    """On GPUs the new pod has to: nothing progresses meanwhile, and helm and GitOps tools give up at the deadline."""
+def test_an_upgrade_may_wait_for_the_answers_of_the_pod_it_replaces(any_helm: Helm) -> None:
+    """On GPUs the new pod has to wait. The Deployment makes no progress meanwhile, and helm and GitOps tools give up at
+    its deadline."""
     model = {"source": "pvc://models", "loadTimeoutSeconds": 1200}
     spec = named(
         any_helm.render({"longestAnswerSeconds": 3600, "models.a": model}), "Deployment", "rel-warmroute-engine-a"
@@ -121,7 +135,7 @@ def test_an_upgrade_may_wait_for_the_answers_of_the_pod_it_replaces(any_helm: He
     assert spec["progressDeadlineSeconds"] >= grace + 1200 + 600
 
 
-def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm):
+def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm) -> None:
     """As process 1 a program without a handler never sees a SIGTERM, and its pod keeps the GPU for the grace period."""
     programs = set()
     for values in ALL_VALUES:
@@ -135,8 +149,8 @@ def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm):
     assert programs == {"hf", "python"}
 
 
-def test_what_fetches_from_the_hub_gets_the_models_variables(any_helm: Helm):
-    """A cluster's proxy is one of them. The chart's own stay."""
+def test_what_fetches_from_the_hub_gets_the_models_variables(any_helm: Helm) -> None:
+    """A cluster's proxy may be one of them. The chart's own variables stay."""
     model = {
         "source": "hf://Qwen/Qwen3-8B",
         "huggingFace": {"endpoint": "https://hub", "tokenSecret": "hub"},
@@ -151,7 +165,7 @@ def test_what_fetches_from_the_hub_gets_the_models_variables(any_helm: Helm):
     ]
 
 
-def test_a_budget_only_where_one_may_go(any_helm: Helm):
+def test_a_disruption_budget_is_made_only_if_a_pod_may_go(any_helm: Helm) -> None:
     def budgets(values: dict[str, object]) -> set[str]:
         return {b["metadata"]["name"] for b in of_kind(any_helm.render(values), "PodDisruptionBudget")}
 
@@ -163,7 +177,7 @@ def test_a_budget_only_where_one_may_go(any_helm: Helm):
     }
 
 
-def test_gpu_pools_need_no_spare_gpu_to_roll(any_helm: Helm):
+def test_gpu_pools_need_no_spare_gpu_to_roll(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     roll = named(objects, "Deployment", "rel-warmroute-engine-cached")["spec"]
     assert roll["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
@@ -174,8 +188,8 @@ def test_gpu_pools_need_no_spare_gpu_to_roll(any_helm: Helm):
     assert named(objects, "Deployment", "rel-warmroute-engine-claim")["spec"]["strategy"] == {"type": "Recreate"}
 
 
-def test_a_model_may_take_back_what_the_defaults_give(any_helm: Helm):
-    """Also by false and by an empty list."""
+def test_a_model_may_take_back_what_the_defaults_give(any_helm: Helm) -> None:
+    """It may do so by false and by an empty list, too."""
     objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     cached, claim, node = (
         named(objects, "Deployment", f"rel-warmroute-engine-{name}")["spec"]["template"]["spec"]
@@ -190,7 +204,7 @@ def test_a_model_may_take_back_what_the_defaults_give(any_helm: Helm):
     assert "rel-warmroute-engine-off" not in {thing["metadata"]["name"] for thing in objects}
 
 
-def test_what_server_side_apply_merges_by_is_unique(any_helm: Helm):
+def test_what_server_side_apply_merges_by_is_unique(any_helm: Helm) -> None:
     for values in ALL_VALUES:
         for where, template in pod_templates(any_helm.render(values)):
             keys = [volume["name"] for volume in template["spec"].get("volumes", [])]
@@ -201,7 +215,7 @@ def test_what_server_side_apply_merges_by_is_unique(any_helm: Helm):
                     assert len(keys) == len(set(keys)), (where, one["name"], field)
 
 
-def test_volumes_that_are_mounted_are_there(any_helm: Helm):
+def test_volumes_that_are_mounted_are_there(any_helm: Helm) -> None:
     for values in ALL_VALUES:
         for where, template in pod_templates(any_helm.render(values)):
             volumes = {volume["name"] for volume in template["spec"].get("volumes", [])}
@@ -209,7 +223,7 @@ def test_volumes_that_are_mounted_are_there(any_helm: Helm):
             assert mounted <= volumes, where
 
 
-def test_who_scales_by_itself_has_no_replicas(any_helm: Helm):
+def test_a_deployment_that_is_scaled_has_no_replicas(any_helm: Helm) -> None:
     gpu = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     assert "replicas" not in named(gpu, "Deployment", "rel-warmroute-engine-hub")["spec"]
     assert named(gpu, "Deployment", "rel-warmroute-engine-node-url")["spec"]["replicas"] == 2
@@ -226,7 +240,7 @@ def test_who_scales_by_itself_has_no_replicas(any_helm: Helm):
         ("node-url", {"hostPath": {"path": "/var/models/qwen3", "type": "Directory"}}, "/model"),
     ],
 )
-def test_sources(any_helm: Helm, model: str, volume: dict[str, object], folder: str):
+def test_sources(any_helm: Helm, model: str, volume: dict[str, object], folder: str) -> None:
     objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     spec = named(objects, "Deployment", f"rel-warmroute-engine-{model}")["spec"]["template"]["spec"]
     (engine,) = spec["containers"]
@@ -237,7 +251,7 @@ def test_sources(any_helm: Helm, model: str, volume: dict[str, object], folder: 
     assert mount["readOnly"] is True
 
 
-def test_an_image_as_source(any_helm: Helm):
+def test_an_image_as_source(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "oci-values.yaml")
     spec = named(objects, "Deployment", "rel-warmroute-engine-image")["spec"]["template"]["spec"]
     reference = "registry.example.com:5000/models/qwen3:8b"
@@ -245,7 +259,7 @@ def test_an_image_as_source(any_helm: Helm):
     assert "--model=/model/weights" in spec["containers"][0]["args"]
 
 
-def test_images(any_helm: Helm):
+def test_images(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
     images = {c["name"]: c["image"] for _, template in pod_templates(objects) for c in containers(template)}
     assert images["gateway"] == f"registry.example.com:5000/warmroute/gateway@sha256:{'0' * 64}"
@@ -253,25 +267,26 @@ def test_images(any_helm: Helm):
     assert images["redis"] == "registry.example.com:5000/library/redis:7.4"
 
 
-def test_only_the_api_is_exposed(any_helm: Helm):
+def test_only_the_api_is_exposed(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
-    wanted = {*map(str, Endpoint), *BY_LOAD, "/v1/models"}
+    wanted = {*map(str, Endpoint), *BY_LOAD, *UPLOADS, "/v1/models"} - {"/v1/responses"}
+    below = ("/v1/caches", "/v1/responses")
     (ingress,) = of_kind(objects, "Ingress")
     paths = ingress["spec"]["rules"][0]["http"]["paths"]
     exact = {(path, "Exact") for path in wanted}
-    assert {(p["path"], p["pathType"]) for p in paths} == {*exact, ("/v1/caches", "Prefix")}
+    assert {(p["path"], p["pathType"]) for p in paths} == {*exact, *((path, "Prefix") for path in below)}
     (route,) = of_kind(objects, "HTTPRoute")
     rules = route["spec"]["rules"]
     assert max(len(rule["matches"]) for rule in rules) <= 8
     assert len({str({**rule, "matches": []}) for rule in rules}) == 1
     matches = [match for rule in rules for match in rule["matches"]]
-    caches = {"type": "PathPrefix", "value": "/v1/caches"}
-    assert [m["path"] for m in matches] == [*({"type": "Exact", "value": path} for path in sorted(wanted)), caches]
+    told = [{"type": "Exact", "value": path} for path in sorted(wanted)]
+    assert [m["path"] for m in matches] == [*told, *({"type": "PathPrefix", "value": path} for path in below)]
     services = [s for s in of_kind(objects, "Service") if s["spec"].get("type") == "LoadBalancer"]
     assert [port["targetPort"] for port in services[0]["spec"]["ports"]] == ["http"]
 
 
-def test_other_paths_are_exposed_where_the_gateway_passes_them(any_helm: Helm):
+def test_other_paths_are_exposed_if_the_gateway_passes_them(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml", "--set", "gateway.settings.pass_through=true")
     (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "HTTPRoute")
     last = ingress["spec"]["rules"][0]["http"]["paths"][-1]
@@ -279,7 +294,7 @@ def test_other_paths_are_exposed_where_the_gateway_passes_them(any_helm: Helm):
     assert route["spec"]["rules"][-1]["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
 
 
-def test_a_route_waits_for_the_longest_answer(any_helm: Helm):
+def test_a_route_waits_for_the_longest_answer(any_helm: Helm) -> None:
     """Envoy's own limit is 15 seconds."""
     exposed = CHART / "ci" / "exposed-values.yaml"
     (route,) = of_kind(any_helm.render(exposed, "--set", "longestAnswerSeconds=1200"), "HTTPRoute")
@@ -288,7 +303,7 @@ def test_a_route_waits_for_the_longest_answer(any_helm: Helm):
     assert "timeouts" not in route["spec"]["rules"][0]
 
 
-def test_an_upgrade_with_the_same_comparison_keeps_its_job(any_helm: Helm):
+def test_an_upgrade_with_the_same_comparison_keeps_its_job(any_helm: Helm) -> None:
     values = CHART / "ci" / "loadgen-values.yaml"
 
     def job(*flags: str) -> str:

@@ -1,4 +1,4 @@
-"""The two scripts in the chart, run as a pod runs them, against a gateway that does as told."""
+"""The two scripts in the chart, run as a pod runs them, against a scripted gateway."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Gateway:
 
 @asynccontextmanager
 async def serving(gateway: Gateway, port: int = 0) -> AsyncIterator[str]:
-    """The URL of the gateway."""
+    """Return the URL of the gateway."""
     app = web.Application()
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/v1/models", gateway.models)
@@ -85,7 +85,7 @@ async def serving(gateway: Gateway, port: int = 0) -> AsyncIterator[str]:
 
 
 async def run_script(name: str, *arguments: str, **environ: str) -> tuple[int, str]:
-    """(exit status, output) of a script given with `python -c`, as in the chart."""
+    """Return the exit status and the output of a script given with `python -c`, as in the chart."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", (CHART / "files" / name).read_text(), *arguments),
         env={**os.environ, **environ},
@@ -104,7 +104,7 @@ async def run_script(name: str, *arguments: str, **environ: str) -> tuple[int, s
 
 
 async def completion(gateway: Gateway, **environ: str) -> tuple[int, str]:
-    """`helm test` against the gateway."""
+    """Run the script of `helm test` against the gateway."""
     async with serving(gateway) as url:
         return await run_script(
             "test_completion.py",
@@ -112,7 +112,7 @@ async def completion(gateway: Gateway, **environ: str) -> tuple[int, str]:
         )
 
 
-async def test_a_second_request_with_the_same_prefix_hits():
+async def test_a_second_request_with_the_same_prefix_hits() -> None:
     gateway = Gateway(pods=["a", "a"], cached=[0, 880])
     status, output = await completion(gateway)
     assert (status, len(gateway.seen)) == (0, 2), output
@@ -122,13 +122,13 @@ async def test_a_second_request_with_the_same_prefix_hits():
     assert first != second
 
 
-async def test_it_may_take_another_try_beside_other_traffic():
+async def test_it_may_take_another_try_beside_other_traffic() -> None:
     gateway = Gateway(pods=["a", "b", "b"], cached=[0, 0, 880])
     status, output = await completion(gateway)
     assert (status, len(gateway.seen)) == (0, 3), output
 
 
-async def test_engines_that_do_not_tell_of_their_cache_must_be_the_same():
+async def test_engines_that_do_not_tell_of_their_cache_must_be_the_same() -> None:
     status, output = await completion(
         Gateway(pods=["a", "a"], cached=[None, None], served=["m", "other"]), MODEL="other"
     )
@@ -146,20 +146,20 @@ async def test_engines_that_do_not_tell_of_their_cache_must_be_the_same():
     ],
     ids=["never cached", "never the same pod", "no pod", "cut off"],
 )
-async def test_it_fails_with_the_reason(gateway: Gateway, reason: str):
+async def test_it_fails_with_the_reason(gateway: Gateway, reason: str) -> None:
     status, output = await completion(gateway)
     assert status != 0
     assert re.search(reason, output), output
 
 
-async def test_a_key_that_is_not_accepted_is_named():
+async def test_a_key_that_is_not_accepted_is_named() -> None:
     status, output = await completion(Gateway(pods=[], cached=[]), API_KEYS="wrong")
     assert status != 0
     assert "401: the API key is not accepted" in output
 
 
 @pytest.mark.parametrize(("model", "reason"), [("", "no engine serves a model"), ("large", "no engine serves large")])
-async def test_engines_that_do_not_come_are_the_reason(model: str, reason: str):
+async def test_engines_that_do_not_come_are_the_reason(model: str, reason: str) -> None:
     gateway = Gateway(pods=[], cached=[], served=["small"] if model else [])
     status, output = await completion(gateway, MODEL=model, TIMEOUT_S="1.5")
     assert (status, gateway.seen) == (1, []), output
@@ -167,20 +167,20 @@ async def test_engines_that_do_not_come_are_the_reason(model: str, reason: str):
     assert "Traceback" not in output
 
 
-async def test_a_gateway_that_is_not_there_is_the_reason():
+async def test_a_gateway_that_is_not_there_is_the_reason() -> None:
     status, output = await run_script("test_completion.py", GATEWAY_URL="http://127.0.0.1:1", TIMEOUT_S="1.5")
     assert (status, "Traceback" in output) == (1, False), output
     assert "waiting: the gateway does not answer: Cannot connect" in output
 
 
-async def test_the_comparison_waits_for_its_engines():
+async def test_the_comparison_waits_for_its_engines() -> None:
     gateway = Gateway(pods=[], cached=[])
     async with serving(gateway) as url:
         status, output = await run_script("wait_engines.py", url, "3", "30", url)
     assert (status, gateway.admitted) == (0, 3), output
 
 
-async def test_the_comparison_waits_for_the_operators_port():
+async def test_the_comparison_waits_for_the_operators_port() -> None:
     gateway, operators = Gateway(pods=[], cached=[]), Gateway(pods=[], cached=[])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -193,14 +193,14 @@ async def test_the_comparison_waits_for_the_operators_port():
     assert status == 0, output
 
 
-async def test_a_port_of_operators_that_nobody_opens_is_the_reason():
+async def test_a_port_of_operators_that_nobody_opens_is_the_reason() -> None:
     async with serving(Gateway(pods=[], cached=[], admitted=9)) as url:
         status, output = await run_script("wait_engines.py", url, "3", "3", "http://127.0.0.1:9")
     assert status != 0
     assert "http://127.0.0.1:9/health: <urlopen error [Errno 111]" in output
 
 
-async def test_the_comparison_gives_up_with_the_reason():
+async def test_the_comparison_gives_up_with_the_reason() -> None:
     gateway = Gateway(pods=[], cached=[])
     async with serving(gateway) as url:
         status, output = await run_script("wait_engines.py", url, "99", "3", url)
@@ -211,8 +211,8 @@ async def test_the_comparison_gives_up_with_the_reason():
 @pytest.mark.parametrize(("status", "writes", "ends"), [(0, True, 0), (3, True, 0), (1, False, 1)])
 async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_what_there_is(
     any_helm: Helm, tmp_path: Path, status: int, writes: bool, ends: int
-):
-    """A run that cannot be relied on (3) has a result that says so: the Job is done."""
+) -> None:
+    """If a run cannot be relied on (status 3), its result says so, and the Job succeeds."""
     (job,) = of_kind(any_helm.render(CHART / "ci" / "loadgen-values.yaml"), "Job")
     fake = tmp_path / "bin" / "warmroute-loadgen"
     fake.parent.mkdir()

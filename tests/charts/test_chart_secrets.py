@@ -1,4 +1,4 @@
-"""TLS and keys: what a Secret is named for reaches the programs, and both ends of each connection agree."""
+"""TLS and keys: each Secret reaches the programs that need it, and both ends of each connection agree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SIM = {"models.a": {"source": "random://", "device": "sim"}}
 
 def template_of(objects: list[Object], kind: str, name: str) -> Object:
     thing = named(objects, kind, f"rel-warmroute-{name}")
-    return thing if kind == "Pod" else thing["spec"]["template"]  # type: ignore[no-any-return]
+    return thing if kind == "Pod" else thing["spec"]["template"]
 
 
 def files(template: Object, name: str) -> dict[str, tuple[str, str]]:
-    """Of a container: path of each file it is given -> Secret and entry; an entry * stands for all of the Secret's."""
+    """Return a container's files: path -> Secret and entry. The entry * stands for all entries of the Secret."""
     volumes = {volume["name"]: volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume}
     found = {}
     for mount in container(template, name)["volumeMounts"]:
@@ -31,7 +31,7 @@ def files(template: Object, name: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_the_gateways_speak_https_and_everybody_who_talks_to_them(any_helm: Helm):
+def test_gateways_and_their_clients_speak_https(any_helm: Helm) -> None:
     values = {"gateway.tls.existingSecret": "web", "loadgen.enabled": True, **SIM}
     objects = any_helm.render({**values, "gateway.settings.allow_policy_header": True})
     template = template_of(objects, "Deployment", "gateway")
@@ -58,7 +58,7 @@ def test_the_gateways_speak_https_and_everybody_who_talks_to_them(any_helm: Helm
     assert files(template_of(known, "Pod", "test"), "completion") == {}
 
 
-def test_plain_http_is_what_it_was(any_helm: Helm):
+def test_plain_http_is_what_it_was(any_helm: Helm) -> None:
     objects = any_helm.render(LOADGEN)
     one = container(template_of(objects, "Deployment", "gateway"), "gateway")
     assert "scheme" not in one["readinessProbe"]["httpGet"]
@@ -68,7 +68,7 @@ def test_plain_http_is_what_it_was(any_helm: Helm):
 
 
 @pytest.mark.parametrize(("accepted", "entry"), [("", "api-key"), ("all", "all")])
-def test_engines_ask_for_the_key_that_gateways_show(any_helm: Helm, accepted: str, entry: str):
+def test_engines_ask_for_the_key_that_gateways_show(any_helm: Helm, accepted: str, entry: str) -> None:
     objects = any_helm.render({"engines.apiKey": {"existingSecret": "engines", "acceptedKey": accepted}, **SIM})
     gateway, engine = (template_of(objects, "Deployment", name) for name in ("gateway", "engine-a"))
     shown = load(container(gateway, "gateway")).engine_api_key_file
@@ -78,12 +78,12 @@ def test_engines_ask_for_the_key_that_gateways_show(any_helm: Helm, accepted: st
     assert (settings.admin_host, settings.admin_port) == ("127.0.0.1", 8081)
 
 
-def test_without_a_key_a_reset_reaches_engines_at_the_one_port(any_helm: Helm):
+def test_without_a_key_a_reset_reaches_engines_at_the_one_port(any_helm: Helm) -> None:
     settings = load(container(template_of(any_helm.render(SIM), "Deployment", "engine-a"), "engine"))
     assert (settings.api_key_file, settings.admin_port, settings.metrics_port) == (None, None, 9090)
 
 
-def test_redis_speaks_tls_to_both_roles(any_helm: Helm):
+def test_redis_speaks_tls_to_both_roles(any_helm: Helm) -> None:
     objects = any_helm.render({"redis.tls.existingSecret": "redis-tls", **SIM})
     for name, program in (("gateway", "gateway"), ("engine-a", "engine")):
         template = template_of(objects, "Deployment", name)
@@ -100,7 +100,7 @@ def test_redis_speaks_tls_to_both_roles(any_helm: Helm):
     assert files(server, "redis") == {"/etc/redis/tls/*": ("redis-tls", "*")}
 
 
-def test_each_role_has_credentials_of_its_own(any_helm: Helm):
+def test_each_role_has_credentials_of_its_own(any_helm: Helm) -> None:
     external = {"existingSecret": "registry", "gatewayKey": "for-gateways", "engineKey": "for-engines"}
     for values, secret, entries, variable in (
         ({}, "rel-warmroute-redis", ("gateway-password", "engine-password"), "REDIS_PASSWORD"),
@@ -137,7 +137,7 @@ def test_each_role_has_credentials_of_its_own(any_helm: Helm):
         ("redis+sentinel://a:26379,b:26379/main", False, "redis+sentinel://a:26379,b:26379/main"),
     ],
 )
-def test_an_external_redis_by_url(any_helm: Helm, url: str, has_ca: bool, found: str):
+def test_an_external_redis_by_url(any_helm: Helm, url: str, has_ca: bool, found: str) -> None:
     values: dict[str, Any] = {"redis.enabled": False, "externalRedis": {"url": url, "caSecret": "ca" if has_ca else ""}}
     objects = any_helm.render({**values, "networkPolicy.externalRedisPorts": [6379, 26379], **SIM})
     for name, program in (("gateway", "gateway"), ("engine-a", "engine")):
@@ -149,7 +149,7 @@ def test_an_external_redis_by_url(any_helm: Helm, url: str, has_ca: bool, found:
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"redis.enabled": False, "externalRedis.url": "redis+sentinel://a,b:26380/m"}, "of port 26379, which"),
+        ({"redis.enabled": False, "externalRedis.url": "redis+sentinel://a,b:26380/m"}, "has port 26379, which"),
         ({"externalRedis.gatewayKey": "x"}, "entries of externalRedis.existingSecret, which is empty"),
         ({"externalRedis.caSecret": "x"}, "use redis.tls.existingSecret"),
         (
@@ -158,12 +158,12 @@ def test_an_external_redis_by_url(any_helm: Helm, url: str, has_ca: bool, found:
         ),
     ],
 )
-def test_values_that_contradict_each_other_are_refused(any_helm: Helm, values: dict[str, Any], complaint: str):
+def test_values_that_contradict_each_other_are_refused(any_helm: Helm, values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(RenderError, match=complaint):
         any_helm.render(values)
 
 
-def test_every_pod_that_the_secrets_are_for_renders_with_all_of_them(helm: Helm):
+def test_every_pod_that_the_secrets_are_for_renders_with_all_of_them(helm: Helm) -> None:
     secrets = {"gateway.tls": "a", "engines.apiKey": "b", "redis.tls": "c"}
     values = {f"{path}.existingSecret": name for path, name in secrets.items()}
     for _, template in pod_templates(helm.render({**values, **SIM})):

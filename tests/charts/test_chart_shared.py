@@ -1,4 +1,4 @@
-"""What goes wrong only beside others: long names, releases of one name, other networks, a Job that is there already."""
+"""Faults that need something else: long names, releases of one name, other networks, a Job that exists already."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HEADER = {"allow_policy_header": True}
 
 
 @pytest.mark.parametrize("length", [1, 20, 36, 37, 50])
-def test_names_leave_room_for_what_kubernetes_makes_of_them(any_helm: Helm, length: int):
-    """A StatefulSet's pods get its name and a hash of ten characters as a label, of 63 at most."""
+def test_names_leave_room_for_what_kubernetes_makes_of_them(any_helm: Helm, length: int) -> None:
+    """A StatefulSet's pods get its name and a hash of ten characters as a label, which may have 63."""
     objects = any_helm.render({"fullnameOverride": "n" * length, "loadgen.enabled": True, "gateway.settings": HEADER})
     (redis_set,) = of_kind(objects, "StatefulSet")
     assert len(redis_set["metadata"]["name"]) + len("-0123456789") <= 63
@@ -32,7 +32,7 @@ def test_names_leave_room_for_what_kubernetes_makes_of_them(any_helm: Helm, leng
     assert redis_set["spec"]["serviceName"] == named(objects, "Service", "n" * length + "-redis")["metadata"]["name"]
 
 
-def test_releases_of_one_name_in_two_namespaces_may_share_engines(any_helm: Helm):
+def test_releases_of_one_name_in_two_namespaces_may_share_engines(any_helm: Helm) -> None:
     """helm refuses to take over an object of another release."""
     existing = {"engines.existing": {"selector": {"app": "vllm"}, "namespace": "inference"}}
     seen: list[tuple[str, str]] = []
@@ -46,7 +46,7 @@ def test_releases_of_one_name_in_two_namespaces_may_share_engines(any_helm: Helm
 
 
 def job(helm: Helm, *flags: str) -> Object:
-    """The comparison."""
+    """Return the Job of the comparison."""
     (found,) = of_kind(helm.render(LOADGEN, *flags), "Job")
     return found
 
@@ -62,22 +62,22 @@ def job(helm: Helm, *flags: str) -> Object:
         "engines.defaults.replicas=7",
     ],
 )
-def test_a_job_whose_pods_change_is_another_job(any_helm: Helm, flag: str):
-    """Kubernetes refuses other pods for a Job that is there, and helm then fails in the midst of an upgrade."""
+def test_a_job_whose_pods_change_is_another_job(any_helm: Helm, flag: str) -> None:
+    """Kubernetes refuses other pods for a Job that exists, and helm would then fail in the middle of an upgrade."""
     before, after = job(any_helm), job(any_helm, "--set", flag)
     is_same = before["spec"]["template"] == after["spec"]["template"]
     assert (before["metadata"]["name"] == after["metadata"]["name"]) is is_same
     assert is_same is flag.startswith("engines")  # the model of that file has replicas of its own
 
 
-def test_how_long_a_job_is_kept_makes_no_other(any_helm: Helm):
+def test_a_change_of_how_long_a_job_is_kept_makes_no_new_job(any_helm: Helm) -> None:
     kept = job(any_helm, "--set", "loadgen.ttlSecondsAfterFinished=60")
     assert kept["metadata"]["name"] == job(any_helm)["metadata"]["name"]
     assert kept["spec"]["ttlSecondsAfterFinished"] == 60
 
 
-def test_the_test_pod_runs_where_gateways_may(any_helm: Helm):
-    """Nodes that want a toleration, and clusters that give users out themselves."""
+def test_the_test_pod_runs_where_gateways_may(any_helm: Helm) -> None:
+    """Some nodes need a toleration, and some clusters choose the user of a pod themselves."""
     where: dict[str, Any] = {
         "nodeSelector": {"pool": "cpu"},
         "tolerations": [{"key": "pool", "operator": "Exists"}],
@@ -96,8 +96,8 @@ def test_the_test_pod_runs_where_gateways_may(any_helm: Helm):
 
 
 @pytest.mark.parametrize(("deployment", "name"), [("gateway", "gateway"), ("engine-sim", "engine")])
-async def test_programs_listen_on_ipv4_and_ipv6(any_helm: Helm, deployment: str, name: str):
-    """A pod of a cluster without IPv4 has no address that 0.0.0.0 would cover."""
+async def test_programs_listen_on_ipv4_and_ipv6(any_helm: Helm, deployment: str, name: str) -> None:
+    """In a cluster without IPv4 a pod has no address that 0.0.0.0 would cover."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -109,8 +109,8 @@ async def test_programs_listen_on_ipv4_and_ipv6(any_helm: Helm, deployment: str,
         assert {one.family for one in server.sockets} == {socket.AF_INET, socket.AF_INET6}
 
 
-def test_what_replaces_a_variable_may_refer_to_the_users_others(any_helm: Helm):
-    """Kubernetes expands $(NAME) only of variables that stand above."""
+def test_what_replaces_a_variable_may_refer_to_the_users_others(any_helm: Helm) -> None:
+    """Kubernetes expands $(NAME) only for variables that come before."""
     secret = {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
     own = [
         {"name": "REDIS_KEY", **secret},
@@ -135,8 +135,8 @@ def test_what_replaces_a_variable_may_refer_to_the_users_others(any_helm: Helm):
 
 
 @pytest.mark.parametrize("auth", [True, False])
-def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
-    """Without a password it does so only when told to."""
+def test_redis_answers_other_hosts(any_helm: Helm, auth: bool) -> None:
+    """Without a password, Redis answers other hosts only if it is told to."""
     objects = any_helm.render({"redis.auth.enabled": auth, "redis.auth.password": "pw" if auth else ""})
     one = container(named(objects, "StatefulSet", "rel-warmroute-redis")["spec"]["template"], "redis")
     assert one["command"] == ["redis-server"]
@@ -155,7 +155,9 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
         assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-lru"}
         assert client.config_get("requirepass") == {"requirepass": "pw" if auth else ""}
         if auth:
-            may = {user: redis.Redis.from_url(f"unix://{user}:of-{user}s@{path}") for user in ("gateway", "engine")}
+            may: Any = {
+                user: redis.Redis.from_url(f"unix://{user}:of-{user}s@{path}") for user in ("gateway", "engine")
+            }
             for one in may.values():
                 ending.enter_context(one)
             may["engine"].xadd("warmroute:{m}:events", {"p": "a"})
@@ -171,7 +173,7 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool):
 
 
 def wait_for(client: redis.Redis, deadline_s: float = 10.0) -> None:
-    """Until the server answers."""
+    """Wait until the server answers."""
     give_up_at = time.monotonic() + deadline_s
     while True:
         try:

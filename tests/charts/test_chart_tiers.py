@@ -1,4 +1,4 @@
-"""Tiers below the KV pool: flags, volumes and what contradicts itself."""
+"""Tiers below the KV pool: flags, volumes, and values that contradict each other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_tier_has_its_flags_and_its_place(any_helm: Helm, model: str) -> No
         ({"shared.bytes": 10**9, "shared.claim": "kv"}, "tiers.shared.bytes needs models.m.tiers.hostBytes"),
         ({"hostBytes": 10**9, "shared.bytes": 10**9}, "tiers.shared.bytes needs models.m.tiers.shared.claim"),
         ({"shared.claim": "kv"}, "tiers.shared.bytes is 0"),
-        ({"disk.storageClassName": "fast"}, "storageClassName is for volume ephemeral alone"),
+        ({"disk.storageClassName": "fast"}, "storageClassName is only for volume ephemeral"),
     ],
 )
 def test_tiers_that_contradict_themselves_are_refused(any_helm: Helm, values: dict[str, Any], text: str) -> None:
@@ -62,5 +62,5 @@ def test_tiers_that_contradict_themselves_are_refused(any_helm: Helm, values: di
 
 def test_tiers_are_of_the_bundled_engine(any_helm: Helm) -> None:
     foreign = {"models.m.source": "hf://a/b", "models.m.engine": "vllm", "models.m.tiers.hostBytes": 10**9}
-    with pytest.raises(RenderError, match=r"models\.m\.tiers is of the bundled engine"):
+    with pytest.raises(RenderError, match=r"models\.m\.tiers is only for the bundled engine"):
         any_helm.render(foreign)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -22,13 +22,13 @@ SIM = {"source": "random://", "device": "sim"}
 
 
 def resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema behind its reference."""
+    """Return the schema that a reference names."""
     reference = schema.get("$ref") or next((part["$ref"] for part in schema.get("allOf", [])), None)
     return SCHEMA["definitions"][reference.rsplit("/", 1)[1]] if reference else schema
 
 
 def closed_levels(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where a mapping's keys are the chart's: Kubernetes' own objects, and maps of strings, take any key."""
+    """Yield the mappings whose keys the chart defines. Kubernetes' own objects and maps of strings take any key."""
     schema = resolved(schema)
     if schema.get("additionalProperties") is False:
         yield path
@@ -42,7 +42,7 @@ LEVELS = list(closed_levels(SCHEMA))
 
 
 def with_typo(path: tuple[str, ...], key: str = "tyop") -> dict[str, Any]:
-    """Values with nothing but an unknown key at a path."""
+    """Return values with only an unknown key at a path."""
     values: dict[str, Any] = {key: 1}
     for part in reversed(path):
         values = {part: values}
@@ -50,28 +50,28 @@ def with_typo(path: tuple[str, ...], key: str = "tyop") -> dict[str, Any]:
 
 
 def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Both, the second going first."""
+    """Return both merged; the second takes precedence."""
     out = copy.deepcopy(one)
     for key, value in other.items():
         out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
     return out
 
 
-def test_nearly_every_level_is_closed():
-    """What is open: Kubernetes' objects, maps of labels and annotations, `global`."""
+def test_nearly_every_level_is_closed() -> None:
+    """These take any key: Kubernetes' objects, maps of labels and annotations, `global`."""
     assert len(LEVELS) > 60
     for path in [(), ("gateway",), ("gateway", "settings"), ("models", "any", "settings"), ("monitoring",)]:
         assert path in LEVELS
 
 
 @pytest.mark.parametrize("path", LEVELS, ids=lambda path: ".".join(path) or "top")
-def test_the_schema_refuses_a_typo_at_every_level(path: tuple[str, ...]):
+def test_the_schema_refuses_a_typo_at_every_level(path: tuple[str, ...]) -> None:
     with pytest.raises(jsonschema.ValidationError, match="tyop"):
         jsonschema.validate(with_typo(path), SCHEMA, cls=jsonschema.Draft7Validator)
 
 
-def test_helm_refuses_typos(helm: Helm, tmp_path: Path):
-    """All levels in one values file; helm names each."""
+def test_helm_refuses_typos(helm: Helm, tmp_path: Path) -> None:
+    """One values file has an unknown key at each level, and helm names each of them."""
     values: dict[str, Any] = {}
     for i, path in enumerate(LEVELS):
         values = merged(values, with_typo(path, f"tyop{i}x"))
@@ -83,26 +83,26 @@ def test_helm_refuses_typos(helm: Helm, tmp_path: Path):
     assert not missing
 
 
-def test_the_schema_needs_nothing_from_elsewhere():
+def test_the_schema_needs_nothing_from_elsewhere() -> None:
     text = json.dumps(SCHEMA)
     assert SCHEMA["$schema"] == "http://json-schema.org/draft-07/schema#"
     jsonschema.Draft7Validator.check_schema(SCHEMA)
     assert text.count('"$ref": "#/') == text.count('"$ref":')
 
 
-def test_defaults_fit_the_schema():
+def test_defaults_fit_the_schema() -> None:
     jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA, cls=jsonschema.Draft7Validator)
 
 
-def test_readme_and_schema_are_generated():
-    """`make chart` writes both."""
+def test_readme_and_schema_are_generated() -> None:
+    """`make chart` writes both files."""
     assert (CHART / "README.md").read_text() == generate.readme(read_values())
     assert (CHART / "values.schema.json").read_text() == generate.schema()
     assert {path.name: path.read_text() for path in (CHART / "files").glob("*.acl")} == generate.redis_rules()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_settings_are_those_of_the_programs(program: str):
+def test_settings_are_those_of_the_programs(program: str) -> None:
     properties = SCHEMA["definitions"][f"{program}Settings"]["properties"]
     fields = set(PROGRAMS[program].model_fields)
     assert set(properties) == fields - OWNED[program]
@@ -113,11 +113,14 @@ def test_settings_are_those_of_the_programs(program: str):
     ("values", "message"),
     [
         ({"models.a": {"device": "sim"}}, r"models\.a\.source is empty: say where"),
-        ({"models.a": {"source": "s3://a/b"}}, r'models\.a\.source "s3://a/b" is of no known kind: it must begin with'),
+        (
+            {"models.a": {"source": "s3://a/b"}},
+            r'models\.a\.source "s3://a/b" is not of a known kind: it must begin with',
+        ),
         ({"models.a": {"source": "hf://only"}}, r"hf://ORG/REPO"),
         ({"models.a": {"source": "pvc://"}}, r"pvc://CLAIM"),
         ({"models.a": {"source": "relative/path"}}, r"hostPath:///PATH"),
-        ({"models.a": {"source": "/m", "checkpoint": {"layers": 1}}}, r"models\.a\.checkpoint is for random:// alone"),
+        ({"models.a": {"source": "/m", "checkpoint": {"layers": 1}}}, r"models\.a\.checkpoint is only for random://"),
         ({"models.a": {"source": "oci://a/b"}}, r"1\.35 on \(this is v1\.27\.0\).*imageVolumes=true"),
         ({"models.a": {**SIM, "terminationGracePeriodSeconds": 905}}, r"models\.a\.terminationGrace.*longestAnswerSec"),
         (
@@ -166,10 +169,13 @@ def test_settings_are_those_of_the_programs(program: str):
         ({"models.a": {"source": "random://", "engine": "sglang"}}, r"models\.a\.source is random://.*give hf://"),
         (
             {"models.a": {"source": "/m", "engine": "vllm", "settings": {"max_running": 1}}},
-            r"models\.a\.settings is of the bundled engine.*models\.a\.flags",
+            r"models\.a\.settings is only for the bundled engine.*models\.a\.flags",
         ),
-        ({"models.a": {**SIM, "flags": {"x": 1}}}, r"models\.a\.flags is of vLLM and SGLang.*use models\.a\.settings"),
-        ({"models.a": {**SIM, "tensorParallel": 2}}, r"models\.a\.tensorParallel is of vLLM and SGLang"),
+        (
+            {"models.a": {**SIM, "flags": {"x": 1}}},
+            r"models\.a\.flags is only for vLLM and SGLang.*use models\.a\.settings",
+        ),
+        ({"models.a": {**SIM, "tensorParallel": 2}}, r"models\.a\.tensorParallel is only for vLLM and SGLang"),
         (
             {"models.a": {"source": "/m", "gpu": {"count": 2}}},
             r"models\.a\.gpu\.count is 2, and the bundled engine uses one",
@@ -204,7 +210,7 @@ def test_settings_are_those_of_the_programs(program: str):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, Any], message: str):
+def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, Any], message: str) -> None:
     with pytest.raises(RenderError, match=message):
         any_helm.text(values)
 
@@ -246,6 +252,6 @@ def test_contradictions_name_value_and_remedy(any_helm: Helm, values: dict[str, 
     ],
     ids=str,
 )
-def test_the_schema_refuses_wrong_values(any_helm: Helm, values: dict[str, Any]):
+def test_the_schema_refuses_wrong_values(any_helm: Helm, values: dict[str, Any]) -> None:
     with pytest.raises(RenderError, match="don't meet the specifications"):
         any_helm.text(values)

@@ -1,4 +1,4 @@
-"""The dashboards as Grafana loads them, and every query against what the programs export."""
+"""The dashboards are as Grafana loads them, and every query names metrics that the programs export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUTES = {
     "http_requests_total": {"handler": "/v1/x"},
     "sglang:http_responses_total": {"endpoint": "/v1/x"},
 }
-"""Labels by which a panel chooses."""
+"""Labels by which a panel selects."""
 UNITS = {"s", "short", "reqps", "ops", "percentunit", "Bps", "bool_yes_no"}
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
@@ -43,7 +43,7 @@ def queries(board: Any) -> list[str]:
 
 
 def plain(query: str) -> str:
-    """Grafana's variables replaced by what they may stand for."""
+    """Return the query with Grafana's variables replaced by values that they may have."""
     return re.sub(r"\$\w+", ".*", query.replace("$__rate_interval", "5m"))
 
 
@@ -120,14 +120,14 @@ def test_queries_are_promql(path: Path, tmp_path: Path) -> None:
 
 
 def of_engines(board: Any) -> list[Any]:
-    """The panels that show what engines export, gateways' left out."""
+    """Return the panels that show engines' metrics, without those of gateways."""
     return [panel for panel in panels(board) if "warmroute_gateway_" not in json.dumps(panel)]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("stem", ["engines", "routing"])
 def test_no_panel_stays_empty_whichever_engine_there_is(stem: str, kind: str, tmp_path: Path) -> None:
-    """promtool evaluates every panel with one engine's series alone: counters that rise, gauges that are not 0."""
+    """promtool evaluates every panel with the series of one engine: counters rise, and gauges are not 0."""
     shown = of_engines(load(CHART / "dashboards" / f"{stem}.json"))
     assert shown
     exported = ENGINES[kind]
@@ -152,7 +152,7 @@ def test_no_panel_stays_empty_whichever_engine_there_is(stem: str, kind: str, tm
     promtool("test", "rules", "tests.yaml", folder=tmp_path)
 
 
-def test_the_bundled_engines_board_is_there_where_it_is(any_helm: Helm) -> None:
+def test_the_bundled_engines_dashboard_is_made_if_there_are_such_engines(any_helm: Helm) -> None:
     on = {"monitoring.dashboards.enabled": True}
     existing = {"engines.existing": [{"selector": {"app": "vllm"}}]}
     for values, is_there in (

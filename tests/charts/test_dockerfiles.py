@@ -1,18 +1,18 @@
-"""What the images and their scripts promise, as far as reading them shows; `make cluster-test` runs them."""
+"""What the images and their scripts promise, as far as their text shows it; `make cluster-test` runs them."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from tests.charts.chart import CI_VALUES, PROFILES, Helm, containers, pod_templates
@@ -25,14 +25,14 @@ NAMES = {"gateway": "router/Dockerfile", "engine-cpu": "engine/Dockerfile.cpu", 
 
 
 def instructions(path: str) -> list[tuple[str, str]]:
-    """(INSTRUCTION, rest) with continued lines joined and comments left out."""
+    """Return (INSTRUCTION, rest) of each instruction, with continued lines joined and without comments."""
     lines = [line for line in (ROOT / path).read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
 
 
 def stages(path: str) -> list[list[tuple[str, str]]]:
-    """The instructions of each stage, from its FROM."""
+    """Return the instructions of each stage, from its FROM on."""
     found: list[list[tuple[str, str]]] = []
     for word, rest in instructions(path):
         if word == "FROM":
@@ -47,7 +47,7 @@ def of(stage: list[tuple[str, str]], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_the_final_stage_only_copies_and_runs_without_root(path: str):
+def test_the_final_stage_only_copies_and_runs_without_root(path: str) -> None:
     build, final = stages(path)
     assert of(build, "FROM") == ["${BASE} AS build"]
     assert of(final, "FROM") == ["${BASE}"]
@@ -58,7 +58,7 @@ def test_the_final_stage_only_copies_and_runs_without_root(path: str):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_the_base_has_a_version_and_can_be_replaced(path: str):
+def test_the_base_has_a_version_and_can_be_replaced(path: str) -> None:
     (base,) = [rest for word, rest in instructions(path) if word == "ARG" and rest.startswith("BASE=")]
     image, _, tag = base.removeprefix("BASE=").rpartition(":")
     assert image == "docker.io/library/python"
@@ -66,8 +66,8 @@ def test_the_base_has_a_version_and_can_be_replaced(path: str):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_signals_reach_the_program(path: str):
-    """As process 1 a program that has no handler yet never sees a SIGTERM; in a shell's hands it never does."""
+def test_signals_reach_the_program(path: str) -> None:
+    """As process 1, a program without a handler never sees a SIGTERM. Below a shell it never sees one at all."""
     _, final = stages(path)
     (entry,) = of(final, "ENTRYPOINT")
     words = yaml.safe_load(entry)
@@ -77,7 +77,7 @@ def test_signals_reach_the_program(path: str):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_every_installation_is_pinned(path: str):
+def test_every_installation_is_pinned(path: str) -> None:
     build, _ = stages(path)
     installs = [part for run in of(build, "RUN") for part in run.split("&&") if "pip install" in part]
     assert len(installs) == 2
@@ -89,7 +89,7 @@ def test_every_installation_is_pinned(path: str):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_what_is_copied_exists_and_may_be_seen(path: str):
+def test_what_is_copied_exists_and_may_be_seen(path: str) -> None:
     build, _ = stages(path)
     seen = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     sources = [source for copy in of(build, "COPY") for source in copy.split()[:-1]]
@@ -100,37 +100,46 @@ def test_what_is_copied_exists_and_may_be_seen(path: str):
 
 
 def environment(path: str) -> dict[str, str]:
-    """What the final stage sets."""
+    """Return the variables that the final stage sets."""
     return dict(pair.split("=", 1) for rest in of(stages(path)[-1], "ENV") for pair in rest.split())
 
 
-def test_the_driver_is_found_where_clouds_mount_it():
-    """GKE puts it there without telling the linker. An empty part would be the working directory: anybody's /tmp."""
+def test_the_driver_is_found_where_clouds_mount_it() -> None:
+    """GKE mounts the driver without telling the linker.
+
+    An empty part of the path would mean the working directory, such as a /tmp that anybody writes to.
+    """
     parts = environment("engine/Dockerfile.cuda")["LD_LIBRARY_PATH"].split(":")
     assert "/usr/local/nvidia/lib64" in parts
     assert all(part.startswith("/") for part in parts)
 
 
-@pytest.mark.parametrize("lacking", ["nothing", "CUDA", "compiler", "headers"])
-def test_an_image_that_could_not_compile_kernels_is_not_built(lacking: str, tmp_path: Path):
+def test_an_image_that_could_not_compile_kernels_is_not_built(tmp_path: Path) -> None:
+    """The build runs the script last, and the script names everything that is missing."""
     build, _ = stages("engine/Dockerfile.cuda")
-    code = re.search(r'python -c "(.+)"', of(build, "RUN")[-1])
-    assert code is not None
-    _, _, checks = code[1].partition(";")
-    if lacking != "headers":
-        (tmp_path / "Python.h").touch()
-    found = {
-        "torch": SimpleNamespace(version=SimpleNamespace(cuda=None if lacking == "CUDA" else "13.0")),
-        "shutil": SimpleNamespace(which=lambda name: None if lacking == "compiler" else f"/usr/bin/{name}"),
-        "sysconfig": SimpleNamespace(get_path={"include": str(tmp_path)}.__getitem__),
-        "pathlib": SimpleNamespace(Path=Path),
-    }
-    with nullcontext() if lacking == "nothing" else pytest.raises(AssertionError, match=lacking):
-        exec(checks.strip(), found)
+    assert of(build, "RUN")[-1] == "python cuda_image.py"
+    lacks = runpy.run_path(str(ROOT / ".ci" / "cuda_image.py"))["lacks"]
+    (without, with_headers) = (tmp_path / "without", tmp_path / "with")
+    with_headers.mkdir()
+    (with_headers / "Python.h").touch()
+    assert lacks("13.0", "/usr/bin/gcc", with_headers) == []
+    assert "CUDA" in " ".join(lacks(None, "/usr/bin/gcc", with_headers))
+    assert "compiler" in " ".join(lacks("13.0", None, with_headers))
+    assert "headers" in " ".join(lacks("13.0", "/usr/bin/gcc", without))
+    assert len(lacks(None, None, without)) == 3
 
 
-def test_kernels_are_compiled_on_a_volume(any_helm: Helm):
-    """Triton keeps them below HOME, and loads them from there; the root is read-only."""
+def test_a_torch_for_cpus_is_no_engine_for_cards() -> None:
+    """Run the script as the build does, in this environment, whose torch may or may not have CUDA."""
+    ran = subprocess.run(
+        [sys.executable, ".ci/cuda_image.py"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    has_cuda = torch.version.cuda is not None
+    assert ("without CUDA" in ran.stderr) is not has_cuda, ran.stderr
+
+
+def test_kernels_are_compiled_on_a_volume(any_helm: Helm) -> None:
+    """Triton keeps compiled kernels below HOME and loads them from there, because the root is read-only."""
     seen = 0
     for values in (*CI_VALUES, *PROFILES):
         for where, template in pod_templates(any_helm.render(values)):
@@ -145,7 +154,7 @@ def test_kernels_are_compiled_on_a_volume(any_helm: Helm):
     assert seen >= 4
 
 
-def test_the_gateways_image_has_nothing_of_the_engine_but_the_contract():
+def test_the_gateways_image_has_nothing_of_the_engine_but_the_contract() -> None:
     build, _ = stages("router/Dockerfile")
     sources = [source for copy in of(build, "COPY") for source in copy.split()[:-1]]
     engine = [source for source in sources if source.startswith("engine") or source == "."]
@@ -153,7 +162,7 @@ def test_the_gateways_image_has_nothing_of_the_engine_but_the_contract():
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)
-def test_images_install_the_extras_of_their_program(path: str):
+def test_images_install_the_extras_of_their_program(path: str) -> None:
     build, _ = stages(path)
     (command,) = re.findall(r"python requirements.py ([^>]*)>", "\n".join(of(build, "RUN")))
     extras = command.split()
@@ -165,7 +174,7 @@ def test_images_install_the_extras_of_their_program(path: str):
     assert ("torch>=" in listed) == ("engine" in extras)
 
 
-def test_an_unknown_extra_is_refused():
+def test_an_unknown_extra_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, ".ci/requirements.py", "enigne"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -173,7 +182,7 @@ def test_an_unknown_extra_is_refused():
     assert "enigne" in done.stderr
 
 
-def test_scripts_build_the_images_that_the_chart_names():
+def test_scripts_build_the_images_that_the_chart_names() -> None:
     values = yaml.safe_load((ROOT / "charts/warmroute/values.yaml").read_text())
     chart = yaml.safe_load((ROOT / "charts/warmroute/Chart.yaml").read_text())
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -191,13 +200,13 @@ def test_scripts_build_the_images_that_the_chart_names():
 
 
 @pytest.mark.parametrize("path", SCRIPTS)
-def test_shellcheck_finds_nothing(path: str):
+def test_shellcheck_finds_nothing(path: str) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([shellcheck, path], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-def test_every_script_is_checked():
+def test_every_script_is_checked() -> None:
     found = {
         str(path.relative_to(ROOT))
         for folder in (".ci", "tests", "router", "engine", "loadgen", "charts")
@@ -208,7 +217,7 @@ def test_every_script_is_checked():
 
 
 class StandIns:
-    """A tree with run.sh, and in place of what it calls scripts that note in `log` that they were called."""
+    """Return a tree with run.sh. The scripts that run.sh calls are replaced by ones that note each call in `log`."""
 
     def __init__(self, folder: Path, pytest_does: str) -> None:
         self.log = folder / "log"
@@ -255,7 +264,7 @@ class StandIns:
         assert (self.tree / "build/cluster/node/x.log").read_text() == "hello\n"
 
 
-def test_a_cluster_is_given_back_when_tests_fail(tmp_path: Path):
+def test_a_cluster_is_given_back_when_tests_fail(tmp_path: Path) -> None:
     stands = StandIns(tmp_path, "exit 3")
     with stands.start() as run:
         _, stderr = run.communicate(timeout=30)
@@ -264,7 +273,7 @@ def test_a_cluster_is_given_back_when_tests_fail(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_cluster_is_given_back_when_the_run_is_stopped(tmp_path: Path, number: signal.Signals):
+def test_a_cluster_is_given_back_when_the_run_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
     # exec: a shell blocks signals while it forks, so a child made then would miss the one sent to the group.
     stands = StandIns(tmp_path, "exec sleep 60")
     with stands.start() as run:
@@ -278,7 +287,7 @@ def test_a_cluster_is_given_back_when_the_run_is_stopped(tmp_path: Path, number:
     stands.assert_given_back()
 
 
-def test_no_cluster_is_made_that_cannot_be_given_back(tmp_path: Path):
+def test_no_cluster_is_made_that_cannot_be_given_back(tmp_path: Path) -> None:
     stands = StandIns(tmp_path, "exit 0")
     del stands.environ["CLUSTER_DOWN"]
     with stands.start() as run:

@@ -1,4 +1,4 @@
-"""Alerts on vLLM and SGLang, played through by promtool beside the bundled engine's and alone."""
+"""promtool plays the alerts on vLLM and SGLang, beside the bundled engine's alerts and alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM and SGLang as the chart runs them: flags they have, ports and probes that fit, and who reaches them."""
+"""vLLM and SGLang in the chart: they have the given flags, ports and probes fit, and the right pods reach them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 def rendered(helm: Helm, engine: str, **values: Any) -> tuple[Object, Object]:
-    """The pod template of a model, and its engine's container."""
+    """Return the pod template of a model, and its engine's container."""
     model = {"engine": engine, "source": "/m", **values}
     template = named(helm.render({"models.a": model}), "Deployment", "rel-warmroute-engine-a")["spec"]["template"]
     return template, container(template, "engine")
@@ -148,7 +148,7 @@ def test_images(any_helm: Helm, kind: str, device: str, image: str) -> None:
 
 @KINDS
 def test_nothing_is_written_outside_of_volumes_nor_needs_a_name(any_helm: Helm, kind: str) -> None:
-    """The root is read-only, and the user is in no image's /etc/passwd, which getpass and expanduser would ask."""
+    """The root is read-only, and no image's /etc/passwd, which getpass and expanduser read, has the user."""
     template, one = rendered(any_helm, kind)
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     env = variables(one)
@@ -201,7 +201,7 @@ def party(objects: list[Object], model: str) -> Party:
     return Party("ns", template["metadata"]["labels"], ports)
 
 
-def test_who_reaches_whom(any_helm: Helm) -> None:
+def test_policies_say_which_pods_reach_which(any_helm: Helm) -> None:
     objects = any_helm.render(VALUES)
     gateway, bundled, llama, qwen, tiny = (
         party(objects, name) for name in ("gateway", "engine-bundled", "engine-llama", "engine-qwen", "engine-tiny")
@@ -248,7 +248,7 @@ def test_each_kind_is_scaled_by_what_it_exports(any_helm: Helm) -> None:
 
 
 def test_the_bundled_engine_is_as_it_was_beside_them(any_helm: Helm) -> None:
-    """Another kind in the release restarts no bundled engine and takes nothing from it."""
+    """If another kind of engine joins the release, bundled engines do not restart and lose nothing."""
     alone = {"models.bundled": {"source": "pvc://models/qwen3-8b"}}
     beside = {**alone, "models.a": {"engine": "vllm", "source": "/m"}}
     one, other = (

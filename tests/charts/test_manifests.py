@@ -1,4 +1,4 @@
-"""manifests/ is what the chart renders, and the examples for GitOps fit it."""
+"""manifests/ is what the chart renders, and the examples for GitOps fit the chart."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
+import jsonschema  # type: ignore[import-untyped]
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -21,17 +21,17 @@ MANIFESTS = ROOT / "manifests"
 
 
 def documents(path: Path) -> list[Object]:
-    """The objects in a file."""
+    """Return the objects in a file."""
     return [thing for thing in yaml.safe_load_all(path.read_text()) if thing]
 
 
 def key(thing: Object) -> tuple[str, str]:
-    """What tells an object from the others."""
+    """Return what identifies an object."""
     return thing["kind"], thing["metadata"]["name"]
 
 
-def test_manifests_are_rendered_from_the_chart(any_helm: Helm):
-    """After a change of the chart: `make manifests`."""
+def test_manifests_are_rendered_from_the_chart(any_helm: Helm) -> None:
+    """After a change of the chart, run `make manifests`."""
     written = dict(render.render(str(any_helm.program)))
     by_hand = {"namespace.yaml", "kustomization.yaml"}
     there = {path for path in MANIFESTS.rglob("*.yaml") if path.name not in by_hand and path.parent.name != "gitops"}
@@ -41,7 +41,7 @@ def test_manifests_are_rendered_from_the_chart(any_helm: Helm):
 
 
 @pytest.mark.parametrize("overlay", [overlay.name for overlay in render.OVERLAYS])
-def test_base_and_overlay_give_what_the_chart_gives(overlay: str, any_helm: Helm):
+def test_base_and_overlay_give_what_the_chart_gives(overlay: str, any_helm: Helm) -> None:
     folder = MANIFESTS / "overlays" / overlay
     objects = {key(thing): thing for thing in documents(MANIFESTS / "base" / "warmroute.yaml")}
     for thing in documents(folder / "replaced.yaml"):
@@ -56,7 +56,7 @@ def test_base_and_overlay_give_what_the_chart_gives(overlay: str, any_helm: Helm
     assert objects == {key(thing): thing for thing in wanted}
 
 
-def test_kustomizations_name_the_files_that_are_there():
+def test_kustomizations_name_the_files_that_are_there() -> None:
     for path in MANIFESTS.rglob("kustomization.yaml"):
         kustomization = yaml.safe_load(path.read_text())
         named = kustomization.get("resources", []) + kustomization.get("components", [])
@@ -67,7 +67,7 @@ def test_kustomizations_name_the_files_that_are_there():
 
 
 @pytest.mark.parametrize("overlay", [overlay.name for overlay in render.OVERLAYS])
-def test_kustomize_builds_what_the_chart_renders(overlay: str, kubectl: Path, any_helm: Helm):
+def test_kustomize_builds_what_the_chart_renders(overlay: str, kubectl: Path, any_helm: Helm) -> None:
     done = subprocess.run(
         [str(kubectl), "kustomize", str(MANIFESTS / "overlays" / overlay)], capture_output=True, text=True, timeout=60
     )
@@ -85,7 +85,7 @@ def test_kustomize_builds_what_the_chart_renders(overlay: str, kubectl: Path, an
 
 @pytest.fixture(scope="session")
 def kubectl() -> Path:
-    """kubectl of this machine; kustomize is in it."""
+    """Return this machine's kubectl, which contains kustomize."""
     found = shutil.which("kubectl") or shutil.which("kubectl", path=os.environ.get("KUBERNETES_BIN", ""))
     if found is None:
         pytest.skip("no kubectl on PATH or in $KUBERNETES_BIN")
@@ -93,7 +93,7 @@ def kubectl() -> Path:
 
 
 def given_values(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """(values, names of values files) of a GitOps object."""
+    """Return the values and the names of the values files of a GitOps object."""
     for thing in documents(path):
         if thing["kind"] == "Application":
             helm = thing["spec"]["source"]["helm"]
@@ -107,7 +107,7 @@ def given_values(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("name", ["argocd-application.yaml", "flux-helmrelease.yaml"])
-def test_gitops_examples_fit_the_chart(name: str, any_helm: Helm, tmp_path: Path):
+def test_gitops_examples_fit_the_chart(name: str, any_helm: Helm, tmp_path: Path) -> None:
     values, files = given_values(MANIFESTS / "gitops" / name)
     both = values
     for file in reversed(files):

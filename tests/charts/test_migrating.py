@@ -1,4 +1,4 @@
-"""MIGRATING.md: its values render, its commands are those of the load generator, its flags are the engines'."""
+"""The values in MIGRATING.md render, and its commands and flags are those of the load generator and the engines."""
 
 from __future__ import annotations
 

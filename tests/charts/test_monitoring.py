@@ -1,4 +1,4 @@
-"""What Prometheus reads, and what scales by what it read."""
+"""What Prometheus reads, and the autoscalers that follow it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_rules_ask_for_the_jobs_that_the_monitors_make(any_helm: Helm) -> No
 @pytest.mark.parametrize(
     "kind", ["ServiceMonitor", "PodMonitor", "PrometheusRule", "HorizontalPodAutoscaler", "ScaledObject"]
 )
-def test_none_of_it_is_there_unasked(any_helm: Helm, kind: str) -> None:
+def test_no_monitoring_object_is_made_unasked(any_helm: Helm, kind: str) -> None:
     assert of_kind(any_helm.render({"models": {"a": MODEL}}), kind) == []
 
 

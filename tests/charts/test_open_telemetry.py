@@ -1,4 +1,4 @@
-"""What the chart tells gateways and engines of a collector, as they understand it."""
+"""What the chart tells gateways and engines about a collector, as their programs read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTEL = CHART / "ci" / "otel-values.yaml"
 
 
 def programs(objects: list[Any]) -> dict[str, dict[str, str]]:
-    """The environment of each container that is a gateway or an engine, by its object and name."""
+    """Return the environment of each gateway's and engine's container, by object and name."""
     return {
         f"{where} {one['name']}" + (" foreign" if is_foreign(template) else ""): environment(one)
         for where, template in pod_templates(objects)

@@ -9,7 +9,7 @@ from tests.charts.test_chart_render import GOLDEN, golden
 
 
 def main() -> None:
-    """With the helm that is installed."""
+    """Write the file with the helm that is installed."""
     helm = Helm(next(iter(installed_helms().values())))
     GOLDEN.write_text(yaml.safe_dump_all(golden(helm.render()), width=120))
 

@@ -1,4 +1,4 @@
-"""A cluster as its users see it: kubectl, helm, and a watch of the pods that notes when what was first seen."""
+"""A cluster from its users' point of view: kubectl, helm, and a watch that notes when pods changed."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ EVENT_BYTES = 2**22
 
 
 def command(*words: str, timeout_s: float = 60.0, text: str | None = None) -> str:
-    """Standard output of a program that must succeed within the deadline."""
+    """Return the standard output of a program that must succeed within the deadline."""
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 def kubectl(*words: str, timeout_s: float = 60.0, text: str | None = None) -> str:
-    """`kubectl` in the release's namespace."""
+    """Run `kubectl` in the release's namespace."""
     return command("kubectl", "--namespace", NAMESPACE, *words, timeout_s=timeout_s, text=text)
 
 
 def kubectl_json(*words: str) -> Any:
-    """The answer as JSON."""
+    """Return the answer as JSON."""
     return json.loads(kubectl(*words, "--output", "json"))
 
 
 async def do(*words: str, timeout_s: float = 60.0) -> str:
-    """`kubectl` while the event loop goes on."""
+    """Run `kubectl` while the event loop goes on."""
     return await asyncio.to_thread(kubectl, *words, timeout_s=timeout_s)
 
 
 def helm(*words: str, timeout_s: float = 300.0) -> str:
-    """`helm` in the release's namespace."""
+    """Run `helm` in the release's namespace."""
     return command("helm", "--namespace", NAMESPACE, *words, timeout_s=timeout_s)
 
 
 def install(*sets: str) -> None:
-    """Install the chart, or bring it to these values, and wait until everything is ready."""
+    """Install the chart, or update it to these values, and wait until everything is ready."""
     files = [word for path in VALUES for word in ("--values", str(path))]
     given = [word for value in sets for word in ("--set", value)]
     wait = ("--wait", "--timeout", "240s", "--create-namespace")
@@ -56,7 +56,7 @@ def install(*sets: str) -> None:
 
 
 def gateway_url() -> str:
-    """The gateway's Service on a node, which outlives every pod of it, as no port-forward does."""
+    """Return the address of the gateway's Service on a node; unlike a port-forward, it outlives every pod."""
     service = kubectl_json("get", "service", f"{RELEASE}-gateway")
     node = kubectl_json("get", "nodes")["items"][0]
     address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
@@ -64,23 +64,23 @@ def gateway_url() -> str:
 
 
 def pods(selector: str) -> list[str]:
-    """Names of the pods that are not being deleted, in order."""
+    """Return the names of the pods that are not being deleted, in order."""
     items = kubectl_json("get", "pods", "--selector", selector)["items"]
     return sorted(pod["metadata"]["name"] for pod in items if "deletionTimestamp" not in pod["metadata"])
 
 
 @dataclass(slots=True)
 class PodTimes:
-    """Seconds of this machine's clock at which a change was first seen, by pod name."""
+    """When changes were first seen, in seconds of this machine's clock, by pod name."""
 
     ready: dict[str, float] = field(default_factory=dict)
     dying: dict[str, float] = field(default_factory=dict)
     gone: dict[str, float] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
-    """Pods that were there when the watch began."""
+    """Pods that existed when the watch began."""
 
     def saw(self, kind: str, pod: dict[str, Any]) -> None:
-        """One event of the watch."""
+        """Note one event of the watch."""
         now_s, name = time.time(), pod["metadata"]["name"]
         if any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ())):
             self.ready.setdefault(name, now_s)
@@ -91,13 +91,13 @@ class PodTimes:
 
     @property
     def new(self) -> set[str]:
-        """Pods that became Ready during the watch."""
+        """Return the pods that became Ready during the watch."""
         return set(self.ready) - self.known
 
 
 @contextlib.asynccontextmanager
 async def watching(selector: str) -> AsyncIterator[PodTimes]:
-    """Note what happens to the pods while the block lasts. A watch of kubectl's, not the product's own."""
+    """Note what happens to the pods during the block. It uses kubectl's watch, not the product's own."""
     listed = await asyncio.to_thread(kubectl_json, "get", "pods", "--selector", selector)
     times = PodTimes(known={pod["metadata"]["name"] for pod in listed["items"]})
     path = f"/api/v1/namespaces/{NAMESPACE}/pods?watch=true&labelSelector={selector.replace('=', '%3D')}"
@@ -125,10 +125,10 @@ async def watching(selector: str) -> AsyncIterator[PodTimes]:
 
 
 def settle(timeout_s: float = 180.0) -> None:
-    """Until every workload has all its pods available, and none is left that is being deleted."""
+    """Wait until every workload has all its pods available, and no pod is being deleted."""
     give_up_at = time.monotonic() + timeout_s
     for workload in kubectl("get", "deployments,statefulsets", "--output", "name").split():
         kubectl("rollout", "status", workload, f"--timeout={timeout_s:g}s", timeout_s=timeout_s + 10)
     while any("deletionTimestamp" in pod["metadata"] for pod in kubectl_json("get", "pods")["items"]):
-        assert time.monotonic() < give_up_at, f"pods that were to end are still there after {timeout_s:g} s"
+        assert time.monotonic() < give_up_at, f"deleted pods are still there after {timeout_s:g} s"
         time.sleep(0.5)

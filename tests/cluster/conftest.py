@@ -1,4 +1,4 @@
-"""One installed release for the whole run, and what a test may do to the cluster below it."""
+"""One installed release for the whole run, and the means by which a test may disturb the cluster."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.cluster.cluster import gateway_url, install, kubectl, settle
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """The API server of a node made by scripts, in whose folder it can be stopped and started alone."""
+    """The API server of a node made by scripts; the node's folder has the means to stop and start it alone."""
 
     folder: Path
 
     def stop(self) -> None:
-        """Kill it: told to end, it would serve open watches for another minute."""
+        """Kill the server; after SIGTERM it would serve open watches for another minute."""
         pid = int((self.folder / "pids" / "apiserver").read_text())
         os.kill(pid, signal.SIGKILL)
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         subprocess.run([str(self.folder / "apiserver.sh")], check=True)
         give_up_at = time.monotonic() + 60
         while subprocess.run(["kubectl", "get", "--raw", "/readyz"], capture_output=True, check=False).returncode:
@@ -37,7 +37,7 @@ class ApiServer:
 
 @pytest.fixture(scope="session")
 def release() -> Iterator[None]:
-    """The chart with the demo's values, ready. Its pods, events and logs are written to $CLUSTER_LOGS at the end."""
+    """Install the chart with the demo's values. At the end, write its pods, events and logs to $CLUSTER_LOGS."""
     install()
     yield
     if folder := os.environ.get("CLUSTER_LOGS"):
@@ -45,7 +45,7 @@ def release() -> Iterator[None]:
 
 
 def write_logs(folder: Path) -> None:
-    """What a failed run is understood from."""
+    """Write the logs that explain a failed run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pods.txt").write_text(kubectl("get", "pods", "--output", "wide"))
     (folder / "events.txt").write_text(kubectl("get", "events", "--sort-by=.lastTimestamp"))
@@ -55,14 +55,14 @@ def write_logs(folder: Path) -> None:
 
 @pytest.fixture
 def url(release: None) -> str:
-    """Base URL of the gateway's Service, once the last test's pods have ended."""
+    """Return the base URL of the gateway's Service, after the last test's pods have ended."""
     settle()
     return gateway_url()
 
 
 @pytest.fixture
 def api_server() -> ApiServer:
-    """Skips where the cluster is not ours to stop."""
+    """Return the API server; skip the test if these tests may not stop it."""
     folder = os.environ.get("CLUSTER_DIR")
     if folder is None:
         pytest.skip("this cluster's API server cannot be restarted from here (CLUSTER_DIR is not set)")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the images, gets a cluster, runs the tests in it, and gives it back however that ends. `make cluster-test` runs this.
+# Builds the images, gets a cluster, runs the tests in it, and always gives the cluster back. `make cluster-test` runs this.
 #
-#   $KUBECONFIG    a cluster to use. It is handed the images by $CLUSTER_LOAD, a command that takes an archive
-#                  (kind load image-archive); without one the nodes must have them.
-#   $CLUSTER_UP    else a script `up DIR IMAGE.tar...` that makes a cluster and prints what to eval, KUBECONFIG and PATH;
-#   $CLUSTER_DOWN  `down DIR`, which ends it. Its API server can be restarted where DIR has pids/apiserver and apiserver.sh.
+#   $KUBECONFIG    a cluster to use. $CLUSTER_LOAD, a command that takes an archive (kind load image-archive), loads
+#                  the images; without it the nodes must have them.
+#   $CLUSTER_UP    otherwise a script `up DIR IMAGE.tar...` that makes a cluster and prints KUBECONFIG and PATH to eval;
+#   $CLUSTER_DOWN  `down DIR`, which ends it. Its API server can be restarted if DIR has pids/apiserver and apiserver.sh.
 #
 # Arguments go to pytest. Logs are left in build/cluster.
 set -euo pipefail
@@ -46,9 +46,9 @@ if [ -n "${KUBECONFIG:-}" ]; then
     fi
 else
     : "${CLUSTER_DOWN:?cluster-test: CLUSTER_UP needs CLUSTER_DOWN, or the cluster would stay}"
-    # Not in the checkout: sockets lie in it, whose paths may have 107 characters.
+    # Not in the checkout, because paths of the sockets in it may have at most 107 characters.
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/warmroute.XXXXXX")
-    # In memory where there is plenty: unpacked images are a hundred thousand files, slow to write and to remove.
+    # In memory if there is enough: unpacked images are a hundred thousand files, slow to write and to remove.
     if [ "$(awk '/^MemAvailable/ {print int($2 / 2^20)}' /proc/meminfo)" -ge 12 ]; then
         mount -t tmpfs -o mode=0755 warmroute "$scratch" 2>/dev/null || true
     fi

@@ -1,4 +1,4 @@
-"""Discovery against a real API server, with the rights of the gateway's service account and no others."""
+"""Discovery against a real API server, with only the rights of the gateway's service account."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ spec:
 
 
 class Followed:
-    """What discovery says, as it comes."""
+    """Collects discovery's events."""
 
     def __init__(self, discovery: KubernetesDiscovery) -> None:
         self.discovery = discovery
@@ -62,7 +62,7 @@ class Followed:
 
 @pytest.fixture
 def kubeconfig(release: None, tmp_path: Path) -> Path:
-    """The gateway's service account, for use from outside."""
+    """Return a kubeconfig with the gateway's service account, for use from outside."""
     config = json.loads(command("kubectl", "config", "view", "--minify", "--raw", "--flatten", "--output", "json"))
     config["users"][0]["user"] = {"token": kubectl("create", "token", f"{RELEASE}-gateway").strip()}
     cluster = config["clusters"][0]["cluster"]
@@ -74,7 +74,7 @@ def kubeconfig(release: None, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def idle_pods(release: None) -> Iterator[list[str]]:
-    """Two Ready pods that no gateway of the release looks at."""
+    """Yield two Ready pods that no gateway of the release watches."""
     names = ["idle-a", "idle-b"]
     make(*names)
     try:
@@ -130,7 +130,9 @@ async def test_readiness_labels_and_deletion(kubeconfig: Path, idle_pods: list[s
         await do("delete", "pod", "idle-a", "--wait=false")
         await seen.until(lambda: (a := seen.of(first)) is not None and not a.is_ready, "a pod that is to end")
         status = (await asyncio.to_thread(kubectl_json, "get", "pod", "idle-a"))["status"]
-        assert any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"]), "seen by its deletion"
+        assert any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"]), (
+            "the deletion was seen"
+        )
         await seen.until(lambda: seen.of(first) is None, "no pod that has ended")
 
         await do("wait", "pod/idle-a", "--for=delete", "--timeout=30s")
@@ -140,7 +142,7 @@ async def test_readiness_labels_and_deletion(kubeconfig: Path, idle_pods: list[s
         now = seen.of(again)
         assert now is not None
         assert now.life != known.life
-        assert seen.discovery.status().relists == {"start": 1}, "all of it was told by watches"
+        assert seen.discovery.status().relists == {"start": 1}, "watches reported everything"
         assert seen.discovery.status().problem is None
 
 

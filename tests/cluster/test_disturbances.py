@@ -1,4 +1,4 @@
-"""Whatever happens to pods, no request is lost that had not begun to stream; what is orderly cuts no stream either."""
+"""Disturbed pods lose no request that had not begun to stream; orderly changes do not cut streams either."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool], what: str, deadline_s: float = 60
 
 
 async def flowing(journal: Journal, answers: int = 24) -> None:
-    """Until so many more requests have ended."""
+    """Wait until `answers` more requests have ended."""
     wanted = len(journal.records) + answers
     await until(lambda: len(journal.records) >= wanted, f"{answers} answers")
 
@@ -43,7 +43,7 @@ async def rolled_out(workload: str) -> None:
 
 
 def check(journal: Journal, times: PodTimes | None = None, *, may_cut: bool = False) -> None:
-    """Nothing lost, nothing cut where that may not be, and pods used from Ready until told to end."""
+    """Check that nothing is lost, that only allowed streams are cut, and that pods serve from Ready until their end."""
     outcomes = journal.outcomes()
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     delays = {pod: journal.first_byte_from(pod) for pod in (times.new if times else ())}
@@ -59,10 +59,10 @@ def check(journal: Journal, times: PodTimes | None = None, *, may_cut: bool = Fa
     assert all(delay_s < FIRST_TRAFFIC_S for delay_s in late.values()), late
     for pod, dying_s in times.dying.items():
         after = [record.started_s - dying_s for record in journal.since(dying_s + LAST_TRAFFIC_S) if record.pod == pod]
-        assert not after, f"{pod} was given requests {after} s after it was told to end"
+        assert not after, f"{pod} got requests {after} s after it was told to end"
 
 
-async def test_scaling_up_and_down(url: str):
+async def test_scaling_up_and_down(url: str) -> None:
     async with watching(ENGINES) as times, traffic(url) as journal:
         await flowing(journal)
         await do("scale", f"deployment/{ENGINE}", f"--replicas={REPLICAS + 2}")
@@ -75,7 +75,7 @@ async def test_scaling_up_and_down(url: str):
     check(journal, times)
 
 
-async def test_deleting_an_engine_under_load(url: str):
+async def test_deleting_an_engine_under_load(url: str) -> None:
     async with watching(ENGINES) as times, traffic(url) as journal:
         await flowing(journal)
         victim = (await asyncio.to_thread(pods, ENGINES))[0]
@@ -85,8 +85,8 @@ async def test_deleting_an_engine_under_load(url: str):
     check(journal, times)
 
 
-async def test_an_engine_that_crashes_under_load(url: str):
-    """Answers that it had begun are cut, and say so; the others go elsewhere, and it is used again when it is back."""
+async def test_an_engine_that_crashes_under_load(url: str) -> None:
+    """Answers that had begun are cut and say so; others go elsewhere, and the engine serves again afterwards."""
     async with traffic(url) as journal:
         await flowing(journal)
         victim = (await asyncio.to_thread(pods, ENGINES))[0]
@@ -100,7 +100,7 @@ async def test_an_engine_that_crashes_under_load(url: str):
     check(journal, may_cut=True)
 
 
-async def test_rolling_the_gateways(url: str):
+async def test_rolling_the_gateways(url: str) -> None:
     async with watching(GATEWAYS) as times, traffic(url) as journal:
         await flowing(journal)
         await do("rollout", "restart", f"deployment/{GATEWAY}")
@@ -110,7 +110,7 @@ async def test_rolling_the_gateways(url: str):
     check(journal)
 
 
-async def test_rolling_the_engines(url: str):
+async def test_rolling_the_engines(url: str) -> None:
     async with watching(ENGINES) as times, traffic(url) as journal:
         await flowing(journal)
         await do("rollout", "restart", f"deployment/{ENGINE}")
@@ -121,7 +121,7 @@ async def test_rolling_the_engines(url: str):
     check(journal, times)
 
 
-async def test_restarting_redis(url: str):
+async def test_restarting_redis(url: str) -> None:
     async with traffic(url) as journal:
         await flowing(journal)
         await do("delete", "pod", f"{REDIS}-0")
@@ -129,7 +129,7 @@ async def test_restarting_redis(url: str):
         await rolled_out(f"statefulset/{REDIS}")
         await flowing(journal)
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            while True:  # either gateway; what each reads of the registry is shown elsewhere, over a real Redis
+            while True:  # asks either gateway; other tests check each one's registry
                 async with session.get(f"{url}/ready") as answer:
                     registry = (await answer.json())["registry"]
                 if registry["connected"] and registry["pods_synced"] == REPLICAS + 1:
@@ -138,14 +138,14 @@ async def test_restarting_redis(url: str):
     check(journal)
 
 
-async def test_restarting_the_api_server(url: str, api_server: ApiServer):
+async def test_restarting_the_api_server(url: str, api_server: ApiServer) -> None:
     async with traffic(url) as journal:
         await flowing(journal)
         await asyncio.to_thread(api_server.stop)
         await flowing(journal, 60)
         await asyncio.to_thread(api_server.start)
         await flowing(journal)
-        async with watching(ENGINES) as times:  # and the gateways follow it again
+        async with watching(ENGINES) as times:  # the gateways follow the server again
             victim = (await asyncio.to_thread(pods, ENGINES))[0]
             await do("delete", "pod", victim, "--wait=false")
             await until(lambda: victim in times.gone, "the end of the pod", 90)

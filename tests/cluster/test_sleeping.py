@@ -1,4 +1,4 @@
-"""A model at 0 replicas: requests wait, the number of them is told, an engine comes, and all are answered."""
+"""A model at 0 replicas: requests wait, their number is exported, an engine starts, and all are answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRIC = 'warmroute_gateway_queue_requests{model="sim"}'
 
 
 def waiting() -> float:
-    """What KEDA would be told by Prometheus: the sum over the gateways."""
+    """Return what Prometheus would tell KEDA: the sum over the gateways."""
     total = 0.0
     for pod in pods(GATEWAYS):
         text = kubectl("get", "--raw", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:9090/proxy/metrics")
@@ -41,9 +41,9 @@ async def test_a_request_wakes_a_model_that_sleeps(url: str) -> None:
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group, asyncio.timeout(180):
             asked = [group.create_task(ask(session, url, number)) for number in range(REQUESTS)]
             while await asyncio.to_thread(waiting) < REQUESTS:
-                assert not any(task.done() for task in asked), "nobody waits where a model sleeps"
+                assert not any(task.done() for task in asked), "no request waits for a sleeping model"
                 await asyncio.sleep(0.5)
-            await do("scale", f"deployment/{ENGINE}", "--replicas=1")  # as KEDA does, which need not be there
+            await do("scale", f"deployment/{ENGINE}", "--replicas=1")  # as KEDA would do; it need not be installed
         for task in asked:
             status, text = task.result()
             assert status == 200, text

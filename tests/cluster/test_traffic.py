@@ -1,4 +1,4 @@
-"""The traffic of the cluster tests tells whole, cut and lost requests apart: it is what their verdicts rest on."""
+"""The traffic of the cluster tests distinguishes whole, cut and lost requests; the verdicts depend on this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steady streamed completions through a gateway, each noted with its times, its pod and how it ended."""
+"""Steady streamed completions through a gateway; each is recorded with its times, its pod and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -22,18 +22,18 @@ TENANTS = 6
 
 
 class Outcome(StrEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     WHOLE = "whole"
     CUT = "cut"
-    """The answer had begun and did not come to its end."""
+    """The answer began but did not complete."""
     LOST = "lost"
-    """Nothing of an answer came: refused, or the connection broke."""
+    """No part of an answer came: refused, or the connection broke."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times in seconds of this machine's clock."""
+    """One request. Times are in seconds of this machine's clock."""
 
     started_s: float
     outcome: Outcome = Outcome.LOST
@@ -45,16 +45,16 @@ class Record:
 
 @dataclass(slots=True)
 class Journal:
-    """All requests so far, those that have ended."""
+    """All requests that have ended so far."""
 
     records: list[Record] = field(default_factory=list)
 
     def outcomes(self) -> Counter[Outcome]:
-        """How many ended how."""
+        """Return the number of requests per outcome."""
         return Counter(record.outcome for record in self.records)
 
     def of(self, outcome: Outcome) -> list[str]:
-        """What went wrong, with the request's times relative to the first of all."""
+        """Return what went wrong, with the request's times relative to the first request."""
         start_s = min(record.started_s for record in self.records)
         return [
             f"+{r.started_s - start_s:.2f}..{r.ended_s - start_s:.2f} s on {r.pod or 'no pod'}: {r.detail}"
@@ -63,20 +63,20 @@ class Journal:
         ]
 
     def since(self, start_s: float) -> Iterator[Record]:
-        """Requests that began at or after this moment."""
+        """Yield the requests that began at or after `start_s`."""
         return (record for record in self.records if record.started_s >= start_s)
 
     def pods(self) -> set[str]:
-        """Pods that have answered."""
+        """Return the pods that have answered."""
         return {record.pod for record in self.records if record.pod}
 
     def first_byte_from(self, pod: str) -> float | None:
-        """When this pod's first answer began."""
+        """Return when this pod's first answer began."""
         return min((r.first_byte_s for r in self.records if r.pod == pod and r.first_byte_s is not None), default=None)
 
 
-async def send(session: aiohttp.ClientSession, url: str, body: dict[str, object], extra: dict[str, str]) -> Record:
-    """One streamed completion to its end. Never raises for what the server does."""
+async def send(session: aiohttp.ClientSession, url: str, body: Mapping[str, object], extra: dict[str, str]) -> Record:
+    """Send one streamed completion and read it to its end. Server errors never raise."""
     record = Record(time.time())
     try:
         async with (
@@ -113,10 +113,10 @@ async def _read(answer: aiohttp.ClientResponse, record: Record) -> None:
 async def traffic(
     url: str, *, model: str = "sim", rate: float = 12.0, policies: Collection[str] = ("", "round_robin")
 ) -> AsyncIterator[Journal]:
-    """Send `rate` requests a second while the block lasts, then let the started ones end.
+    """Send `rate` requests per second during the block, then let the started ones end.
 
-    They take turns in policy (empty: the gateway's own), in connection (a new one, or one of a pool as OpenAI's client
-    has it), and in length: every tenth answer takes several seconds.
+    They alternate in policy (empty: the gateway's own), in connection (a new one, or one of a pool as in OpenAI's
+    client) and in length: every tenth answer takes several seconds.
     """
     journal = Journal()
     rng = random.Random(7)

@@ -1,6 +1,6 @@
 """Writes prefix_key_vectors.json: requests with their canonical bytes and prefix keys, for any implementation.
 
-Run by hand when the definition changes, which breaks every running fleet: bump engine.contract.events.VERSION with it.
+Run it by hand if the definition changes. That breaks every running fleet, so also bump engine.contract.events.VERSION.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the collector walks and finds in a process that keeps it quiet, and that everything is as before afterwards."""
+"""The garbage collector in a process that keeps it quiet: what it walks and finds; its settings are restored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link:
 
 
 class Request:
-    """A cycle of `links` objects, as a request's task, frames and exceptions may form. `alive`: those not gone."""
+    """Make a cycle of `links` objects, like a request's task, frames and exceptions. `alive`: the live objects."""
 
     alive = 0
 
@@ -46,7 +46,7 @@ class Request:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Every test leaves the collector as it was."""
+    """Check that every test restores the collector's settings."""
     thresholds = gc.get_threshold()
     Request.alive = 0
     gc.collect()
@@ -66,14 +66,14 @@ def always() -> bool:
 
 
 def walked() -> int:
-    """Objects that a collection of the oldest generation walks."""
+    """Return the number of objects that a collection of the oldest generation walks."""
     return len(gc.get_objects())
 
 
 @settings(max_examples=10)
 @given(links=st.integers(1, 20), window=st.integers(0, 3_000))
-def test_cycles_are_found_in_a_process_that_is_never_idle(links, window):
-    """`window` requests are under way at any time: the older ones are in old generations when they end."""
+def test_cycles_are_found_in_a_process_that_is_never_idle(links: int, window: int) -> None:
+    """`window` requests are in progress at any time. The older ones are in old generations when they end."""
 
     async def main() -> int:
         most, under_way = 0, deque[Request]()
@@ -85,14 +85,14 @@ def test_cycles_are_found_in_a_process_that_is_never_idle(links, window):
                 most = max(most, Request.alive)
         return most
 
-    with patch.object(collector, "YOUNG", 200):  # so that many collections are due in so many requests
+    with patch.object(collector, "YOUNG", 200):  # so that many collections happen in these requests
         most = asyncio.run(main())
-    # The oldest generation is collected after so many of the middle one, once it has grown by a quarter.
+    # The oldest generation is collected after this many of the middle one, if it has grown by a quarter.
     objects = 200 * (5 + 2) * (10 + 2)
     assert most <= 1.5 * window + objects / links
 
 
-async def test_short_cycles_do_not_outlive_the_youngest_generation():
+async def test_short_cycles_do_not_outlive_the_youngest_generation() -> None:
     async with quiet_collector(never):
         most = 0
         for _ in range(50_000):
@@ -101,7 +101,7 @@ async def test_short_cycles_do_not_outlive_the_youngest_generation():
     assert most <= 2 * collector.YOUNG / 4
 
 
-async def test_what_exists_at_the_start_is_not_walked():
+async def test_what_exists_at_the_start_is_not_walked() -> None:
     state = [[i] for i in range(100_000)]
     before = walked()
     async with quiet_collector(never):
@@ -121,7 +121,7 @@ async def test_what_exists_at_the_start_is_not_walked():
 
 
 async def old_garbage() -> None:
-    """Cycles that are in the oldest generation when they end."""
+    """The cycles are in the oldest generation when they become garbage."""
     requests = [Request() for _ in range(1_000)]
     gc.collect(0)
     gc.collect(1)
@@ -130,7 +130,7 @@ async def old_garbage() -> None:
 
 
 @pytest.mark.looptime
-async def test_an_idle_process_collects_its_oldest_generation():
+async def test_an_idle_process_collects_its_oldest_generation() -> None:
     async with quiet_collector(always):
         await old_garbage()
         await asyncio.sleep(1.5 * collector.LOOK_EVERY_S)
@@ -138,7 +138,7 @@ async def test_an_idle_process_collects_its_oldest_generation():
 
 
 @pytest.mark.looptime
-async def test_a_busy_process_waits_until_there_is_reason_to():
+async def test_a_busy_process_waits_until_there_is_reason_to() -> None:
     is_idle = False
     async with quiet_collector(lambda: is_idle):
         await old_garbage()
@@ -150,7 +150,7 @@ async def test_a_busy_process_waits_until_there_is_reason_to():
 
 
 @pytest.mark.looptime
-async def test_grown_state_is_frozen_when_idle_and_its_cycles_are_found_at_the_next_time():
+async def test_grown_state_is_frozen_when_idle_and_its_cycles_are_found_at_the_next_time() -> None:
     async with quiet_collector(always):
         small = walked()
         state = [Request(2) for _ in range(collector.GROWN)]
@@ -170,8 +170,8 @@ async def test_grown_state_is_frozen_when_idle_and_its_cycles_are_found_at_the_n
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, ValueError])
-def test_however_the_block_ends_everything_is_as_before(error):
-    """The fixture says what "as before" is."""
+def test_however_the_block_ends_everything_is_as_before(error: type[BaseException]) -> None:
+    """The fixture checks the restored settings."""
 
     async def main() -> None:
         async with quiet_collector(always), quiet_collector(never):
@@ -182,7 +182,7 @@ def test_however_the_block_ends_everything_is_as_before(error):
         asyncio.run(main())
 
 
-async def test_blocks_may_overlap():
+async def test_blocks_may_overlap() -> None:
     before, tasks = gc.get_threshold(), asyncio.all_tasks()
     first, second = quiet_collector(never), quiet_collector(never)
     await first.__aenter__()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract import events
-from engine.contract.events import DecodeError, Kind, RegistryMessage, decode, encode
+from engine.contract.events import DecodeError, MessageKind, RegistryMessage, decode, encode
 from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS, MAX_STEP_S, MAX_TOKEN_S, MAX_TOKENS, LoadReport, StepCost
 from engine.contract.sse import DONE, SseDecoder, sse_event
 
@@ -21,16 +22,18 @@ cost = st.builds(StepCost, step_s, token_s, token_s, token_s, step_s)
 requests, tokens = st.integers(0, MAX_REQUESTS), st.integers(0, MAX_TOKENS)
 block_size = st.integers(0, MAX_BLOCK_SIZE)
 load = st.builds(LoadReport, requests, requests, tokens, requests, tokens, u32, u32, block_size, cost)
-messages = st.builds(RegistryMessage, st.sampled_from(Kind), u32, u64, u64, load, keys, st.tuples(keys, keys, keys))
+messages = st.builds(
+    RegistryMessage, st.sampled_from(MessageKind), u32, u64, u64, load, keys, st.tuples(keys, keys, keys)
+)
 
 
 @given(messages)
-def test_round_trip(message: RegistryMessage):
+def test_round_trip(message: RegistryMessage) -> None:
     assert decode(encode(message)) == message
 
 
 @given(messages, st.data())
-def test_a_truncated_or_longer_message_is_refused(message: RegistryMessage, data: st.DataObject):
+def test_a_truncated_or_longer_message_is_refused(message: RegistryMessage, data: st.DataObject) -> None:
     whole = encode(message)
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(DecodeError):
@@ -40,7 +43,7 @@ def test_a_truncated_or_longer_message_is_refused(message: RegistryMessage, data
 
 
 @given(st.binary(max_size=400))
-def test_noise_is_refused_or_decoded_but_never_crashes(noise: bytes):
+def test_noise_is_refused_or_decoded_but_never_crashes(noise: bytes) -> None:
     try:
         message = decode(noise)
     except DecodeError:
@@ -50,38 +53,43 @@ def test_noise_is_refused_or_decoded_but_never_crashes(noise: bytes):
 
 @pytest.mark.parametrize("name", ["base_s", "token_s", "attention_s", "context_s", "sequence_s"])
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1e-9, 61.0])
-def test_absurd_costs_are_refused_whole(name: str, seconds: float):
+def test_absurd_costs_are_refused_whole(name: str, seconds: float) -> None:
     report = LoadReport(running=1, cost=StepCost(**{name: seconds}))
     with pytest.raises(DecodeError, match="absurd costs"):
-        decode(encode(RegistryMessage(Kind.DELTA, 256, 1, 1, report)))
+        decode(encode(RegistryMessage(MessageKind.DELTA, 256, 1, 1, report)))
 
 
 @pytest.mark.parametrize("name", ["running", "waiting", "decoding", "uncached_tokens", "context_tokens", "block_size"])
-def test_absurd_counts_are_refused_whole(name: str):
+def test_absurd_counts_are_refused_whole(name: str) -> None:
     number = 2**60 if name.endswith("tokens") else 2**31
     with pytest.raises(DecodeError, match="absurd counts"):
-        decode(encode(RegistryMessage(Kind.SNAPSHOT, 256, 1, 1, LoadReport(**{name: number}))))
+        decode(encode(RegistryMessage(MessageKind.SNAPSHOT, 256, 1, 1, LoadReport(**cast(Any, {name: number})))))
 
 
-def test_more_keys_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_more_keys_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_KEYS", 4)
-    message = RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), ()))  # type: ignore[arg-type]
+    message = RegistryMessage(MessageKind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), ()))  # type: ignore[arg-type]
     assert decode(encode(message)) == message
-    more = RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), (5,)))  # type: ignore[arg-type]
+    more = RegistryMessage(MessageKind.DELTA, 256, 1, 1, LoadReport(), (1, 2), ((3,), (4,), (5,)))  # type: ignore[arg-type]
     with pytest.raises(DecodeError, match="5 keys, more than 4"):
         decode(encode(more))
 
 
-def test_another_version_is_refused_with_the_remedy():
-    whole = bytearray(encode(RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport())))
+def test_another_version_is_refused_with_the_remedy() -> None:
+    whole = bytearray(encode(RegistryMessage(MessageKind.DELTA, 256, 1, 1, LoadReport())))
     whole[0] = 2
     with pytest.raises(DecodeError, match=r"version 2.*upgrade"):
         decode(bytes(whole))
 
 
-def test_golden_bytes():
+def test_golden_bytes() -> None:
     message = RegistryMessage(
-        Kind.DELTA, 256, 0x1122334455667788, 9, LoadReport(1, 2, 3, 4, 5, 6, 7, 16), (10,), ((11, 12), (), (13,))
+        MessageKind.DELTA,
+        256,
+        0x1122334455667788,
+        9,
+        LoadReport(1, 2, 3, 4, 5, 6, 7, 16),
+        *cast(Any, ((10,), ((11, 12), (), (13,)))),
     )
     head = "01 02".replace("02", "01") + " 00 00 00 01 00 00 88 77 66 55 44 33 22 11 09 00 00 00 00 00 00 00"
     load_hex = "01000000 02000000 0300000000000000 04000000 0500000000000000 06000000 07000000 10000000" + "00" * 40
@@ -96,11 +104,11 @@ def test_golden_bytes():
     ),
     st.data(),
 )
-def test_sse_decodes_at_any_chunk_border(texts: list[str], data: st.DataObject):
+def test_sse_decodes_at_any_chunk_border(texts: list[str], data: st.DataObject) -> None:
     stream = b"".join(sse_event(text.encode()) for text in texts) + b": comment\n\n" + DONE
     if data.draw(st.booleans()):
         stream = stream.replace(b"\n", b"\r\n")
-    decoder, out = SseDecoder(), []
+    decoder, out = SseDecoder(), list[bytes]()
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         out += decoder.feed(stream[:size])
@@ -108,7 +116,7 @@ def test_sse_decodes_at_any_chunk_border(texts: list[str], data: st.DataObject):
     assert out == [*(text.encode() for text in texts), b"[DONE]"]
 
 
-def test_sse_event_is_bounded():
+def test_sse_event_is_bounded() -> None:
     decoder = SseDecoder(max_event_bytes=100)
     with pytest.raises(ValueError, match="larger than 100 bytes"):
         list(decoder.feed(b"data: " + b"x" * 200))

@@ -20,7 +20,7 @@ STORED = json.loads(VECTORS.read_text())
 
 
 def canonical_by_the_book(endpoint: str, request: dict[str, Any]) -> bytes:
-    """The definition in the README, written again without looking at the implementation."""
+    """The definition in PREFIX_KEYS.md, written again without looking at the implementation."""
     if endpoint == "/v1/completions":
         prompt = request["prompt"]
         if isinstance(prompt, str):
@@ -51,7 +51,7 @@ def canonical_by_the_book(endpoint: str, request: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("vector", STORED, ids=[v["name"] for v in STORED])
-def test_vectors_hold_and_follow_the_definition(vector: dict[str, Any]):
+def test_vectors_hold_and_follow_the_definition(vector: dict[str, Any]) -> None:
     head = request_head(Endpoint(vector["endpoint"]), vector["request"])
     assert head.canonical.hex() == vector["canonical_hex"]
     assert head.canonical == canonical_by_the_book(vector["endpoint"], vector["request"])
@@ -66,7 +66,7 @@ def test_vectors_hold_and_follow_the_definition(vector: dict[str, Any]):
     assert chain == [f"{key:016x}" for key in prefix_keys(head.canonical, int(vector["seed"], 16), vector["stride"])]
 
 
-def test_every_case_has_a_vector():
+def test_every_case_has_a_vector() -> None:
     assert [v["name"] for v in STORED] == [case[0] for case in CASES]
     assert sum(len(v["keys"]) for v in STORED) > 20
 
@@ -77,7 +77,7 @@ def test_every_case_has_a_vector():
     b=st.binary(max_size=600),
     stride=st.sampled_from([16, 64, 256]),
 )
-def test_keys_agree_exactly_on_the_common_strides(common: bytes, a: bytes, b: bytes, stride: int):
+def test_keys_agree_exactly_on_the_common_strides(common: bytes, a: bytes, b: bytes, stride: int) -> None:
     left, right = common + a, common + b
     shared = 0
     while left[: (shared + 1) * stride] == right[: (shared + 1) * stride] and (shared + 1) * stride <= min(
@@ -91,7 +91,7 @@ def test_keys_agree_exactly_on_the_common_strides(common: bytes, a: bytes, b: by
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-def test_model_and_salt_separate_the_chains(model: str, salt: str):
+def test_model_and_salt_separate_the_chains(model: str, salt: str) -> None:
     base = key_seed(model, "", salt)
     assert base != key_seed(model + "x", "", salt)
     assert base != key_seed(model, "", salt + "x")
@@ -101,7 +101,7 @@ def test_model_and_salt_separate_the_chains(model: str, salt: str):
 @given(
     st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text(max_size=300)), min_size=1, max_size=6)
 )
-def test_a_follow_up_turn_extends_the_prefix(turns: list[tuple[str, str]]):
+def test_a_follow_up_turn_extends_the_prefix(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": text} for role, text in turns]
     shorter, longer = canonical_chat(messages[:-1]), canonical_chat(messages)
     assert longer.startswith(shorter)
@@ -109,7 +109,7 @@ def test_a_follow_up_turn_extends_the_prefix(turns: list[tuple[str, str]]):
     assert keys[: len(shorter) // 64] == prefix_keys(shorter, 1, 64)
 
 
-def test_text_parts_equal_the_same_text_in_one_string():
+def test_text_parts_equal_the_same_text_in_one_string() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert canonical_chat([{"role": "user", "content": parts}]) == canonical_chat(
         [{"role": "user", "content": "one two"}]
@@ -131,17 +131,20 @@ def image(url: str) -> dict[str, Any]:
     ],
     ids=["image", "audio", "file", "no type", "strange type"],
 )
-def test_media_takes_the_same_room_however_large_it_is(part: dict[str, Any]):
+def test_media_takes_the_same_room_however_large_it_is(part: dict[str, Any]) -> None:
     def canonical(*parts: dict[str, Any]) -> bytes:
         return canonical_chat([{"role": "user", "content": list(parts)}])
 
     text = {"type": "text", "text": "What is this?"}
     assert len(canonical(text, part)) - len(canonical(text)) == MEDIA_BYTES
-    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": [text, part, part]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "user", "content": [text, part, part]},
+    ]
     assert (media_parts(messages), media_parts(messages[:1])) == (2, 0)
 
 
-def test_keys_tell_images_apart_from_where_they_differ():
+def test_keys_differ_from_the_first_image_that_differs() -> None:
     def keys(url: str) -> tuple[int, ...]:
         parts = [{"type": "text", "text": "x" * 1019}, image(url), {"type": "text", "text": "y" * 600}]
         return prefix_keys(canonical_chat([{"role": "user", "content": parts}]), 7)
@@ -168,7 +171,7 @@ def nested(depth: int) -> list[Any]:
         ({"messages": [{"role": "user", "content": [{"type": "file", "file": nested(300)}]}]}, "content[0]"),
     ],
 )
-def test_what_is_nested_too_deeply_is_refused_by_name(fields: dict[str, Any], param: str):
+def test_what_is_nested_too_deeply_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     parsed = parse_body(json.dumps(fields).encode())
     with pytest.raises(BadRequest) as refused:
         request_head(Endpoint.CHAT, parsed)
@@ -196,13 +199,13 @@ def test_what_is_nested_too_deeply_is_refused_by_name(fields: dict[str, Any], pa
         (Endpoint.COMPLETIONS, {"prompt": [2**31]}, "prompt"),
     ],
 )  # fmt: skip
-def test_a_wrong_type_is_refused_by_name(endpoint: Endpoint, fields: dict[str, Any], param: str):
+def test_a_wrong_type_is_refused_by_name(endpoint: Endpoint, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         request_head(endpoint, fields)
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b'{"a": NaN}', b'{"a": "\xff"}', b'{"a": "\\ud800"}'])
-def test_a_body_that_is_no_json_object_is_refused(body: bytes):
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest):
         parse_body(body)

@@ -1,4 +1,4 @@
-"""Bodies that are made to be slow to read: what bounds them."""
+"""The bounds on bodies that are made to be slow to parse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("end", [b"]}", b"]"], ids=["JSON", "no JSON"])
-def test_the_collector_goes_on_as_before_a_large_body(is_collecting: bool, end: bytes):
+def test_the_collector_goes_on_as_before_a_large_body(is_collecting: bool, end: bytes) -> None:
     collections = []
     gc.callbacks.append(lambda phase, info: collections.append(phase))
     try:
@@ -46,7 +46,7 @@ def test_the_collector_goes_on_as_before_a_large_body(is_collecting: bool, end: 
     assert gc.isenabled() == is_collecting
 
 
-def test_a_request_has_a_bounded_number_of_messages():
+def test_a_request_has_a_bounded_number_of_messages() -> None:
     message = {"role": "user", "content": "x"}
     most = {"messages": [message] * MAX_LISTED}
     assert request_head(Endpoint.CHAT, most).canonical
@@ -56,13 +56,13 @@ def test_a_request_has_a_bounded_number_of_messages():
 
 
 @pytest.mark.parametrize("one", ["x", [1]], ids=["text", "ids"])
-def test_a_request_has_a_bounded_number_of_prompts(one: object):
+def test_a_request_has_a_bounded_number_of_prompts(one: object) -> None:
     assert request_head(Endpoint.COMPLETIONS, {"prompt": [one] * MAX_LISTED}).prompts == MAX_LISTED
     with pytest.raises(BadRequest, match=f"at most {MAX_LISTED}") as refused:
         request_head(Endpoint.COMPLETIONS, {"prompt": [one] * (MAX_LISTED + 1)})
     assert refused.value.param == "prompt"
 
 
-def test_a_prompt_of_many_token_ids_is_one_prompt():
+def test_a_prompt_of_many_token_ids_is_one_prompt() -> None:
     body = orjson.dumps({"prompt": list(range(4 * MAX_LISTED))})
     assert request_head(Endpoint.COMPLETIONS, parse_body(body)).prompts == 1

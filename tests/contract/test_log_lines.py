@@ -1,4 +1,4 @@
-"""A JSON log has one object a line, whatever is logged."""
+"""A JSON log has one object a line for any logged text."""
 
 from __future__ import annotations
 

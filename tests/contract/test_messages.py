@@ -1,4 +1,4 @@
-"""Requests to `/v1/messages` as the chats they stand for, and the keys that follow from them."""
+"""Requests to `/v1/messages` as equivalent chats, and their prefix keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def canonical(request: Json) -> bytes:
 
 
 def marked(value: Any, draw: st.DataObject) -> Any:
-    """The same with marks on some of its blocks and tools, at every depth at which the API has them."""
+    """Return the same request with marks on some of its blocks and tools, at every depth that the API allows."""
     if isinstance(value, list):
         return [marked(one, draw) for one in value]
     if not isinstance(value, dict):
@@ -77,14 +77,14 @@ def test_a_conversation_that_grows_grows_its_bytes(request: Json, more: Json) ->
 @settings(max_examples=40)
 @given(request=REQUEST, other=REQUEST)
 def test_equal_bytes_are_equal_chats(request: Json, other: Json) -> None:
-    """Texts hold no separators here; then what differs in the chat that engines render differs in its bytes."""
+    """Here texts hold no separators, so chats that are rendered differently have different bytes."""
 
     def chat(one: Json) -> Any:
         messages = chat_messages(one.get("system"), one["messages"])
         return [{**m, "content": joined(m["content"])} for m in messages], chat_tools(one.get("tools") or ())
 
     def joined(content: Any) -> Any:
-        """Text parts side by side are one text."""
+        """Join neighbouring text parts."""
         if isinstance(content, str) or all(part["type"] == "text" for part in content):
             return content if isinstance(content, str) else "".join(part["text"] for part in content)
         return content

@@ -15,12 +15,12 @@ sizes = st.integers(0, 10**9)
 
 
 @given(st.integers(-(10**9), SMALL_FLEET))
-def test_a_small_fleet_loses_no_freshness(pods: int):
+def test_a_small_fleet_loses_no_freshness(pods: int) -> None:
     assert periods(pods) == Periods()
 
 
 @given(sizes, sizes)
-def test_a_larger_fleet_publishes_less_often_each_and_no_less_in_all(one: int, other: int):
+def test_a_larger_fleet_publishes_less_often_each_and_no_less_in_all(one: int, other: int) -> None:
     small, large = sorted((one, other))
     a, b = periods(small), periods(large)
     assert a.batch_s <= b.batch_s
@@ -32,7 +32,7 @@ def test_a_larger_fleet_publishes_less_often_each_and_no_less_in_all(one: int, o
 
 
 @given(sizes)
-def test_what_gateways_rest_on_holds_at_any_size(pods: int):
+def test_what_gateways_rest_on_holds_at_any_size(pods: int) -> None:
     pace = periods(pods)
     probes_s = GatewaySettings.model_fields["probe_interval_s"].default * (1 - JITTER)
     assert pace.heartbeat_s < probes_s, "else pods are probed that have just been heard"
@@ -42,11 +42,11 @@ def test_what_gateways_rest_on_holds_at_any_size(pods: int):
 
 
 @given(st.integers(1, 25_000))
-def test_the_stream_holds_what_is_replayed(pods: int):
+def test_the_stream_holds_what_is_replayed(pods: int) -> None:
     pace = periods(pods)
     assert pace.stream_entries >= pods / pace.batch_s * REPLAY_S
 
 
-def test_a_thousand_pods_and_ten_thousand():
+def test_a_thousand_pods_and_ten_thousand() -> None:
     assert round(1000 / periods(1000).batch_s, -2) == 5100
     assert round(10_000 / periods(10_000).batch_s, -2) == 16_000

@@ -1,4 +1,4 @@
-"""What an answer to a reset says: anything may come back, and only one thing means that nothing was emptied."""
+"""Answers to a reset: any body may come back, and only one kind means that nothing was emptied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to `/v1/responses` as the chats they stand for, and the keys that follow from them."""
+"""Requests to `/v1/responses` as equivalent chats, and their prefix keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def canonical(request: Json) -> bytes:
 
 
 def chat(request: Json) -> Any:
-    """What engines render, with text parts side by side as one text."""
+    """Return the chat that engines render, with neighbouring text parts joined."""
 
     def joined(content: Any) -> Any:
         if isinstance(content, str) or all(part["type"] == "text" for part in content):
@@ -60,7 +60,7 @@ def chat(request: Json) -> Any:
 
 @settings(max_examples=60)
 @given(request=REQUEST, other=REQUEST)
-def test_bytes_are_equal_where_the_chats_are(request: Json, other: Json) -> None:
+def test_chats_that_are_equal_have_equal_bytes(request: Json, other: Json) -> None:
     for left, right in ((request, other), (request, parse_body(orjson.dumps(request)))):
         assert (canonical(left) == canonical(right)) == (chat(left) == chat(right))
 
@@ -75,7 +75,7 @@ def test_a_conversation_that_grows_grows_its_bytes(request: Json, more: list[Jso
 @given(request=REQUEST, words=TEXT)
 def test_what_items_say_of_themselves_changes_no_key(request: Json, words: str) -> None:
     def told(item: Json) -> Json:
-        named = {} if item.get("type") == "item_reference" else {"id": words, "status": "completed"}
+        named: Json = {} if item.get("type") == "item_reference" else {"id": words, "status": "completed"}
         if isinstance(item.get("content"), list):
             texts = ("input_text", "output_text")
             named["content"] = [
@@ -99,18 +99,19 @@ def test_a_chat_has_the_bytes_of_the_same_conversation_at_the_other_endpoint() -
         ],
         "tools": [{"type": "function", **function}],
     }
+    messages: list[Json] = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a cat", "tool_call_id": "c1"},
+    ]
     there = {
-        "messages": [
-            {"role": "system", "content": "Be kind."},
-            {"role": "user", "content": "Hi."},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "a cat", "tool_call_id": "c1"},
-        ],
+        "messages": messages,
         "tools": [{"type": "function", "function": function}],
     }
     assert canonical(here) == request_head(Endpoint.CHAT, there).canonical
     text = {"instructions": "Be kind.", "input": "Hi."}
-    assert canonical(text) == request_head(Endpoint.CHAT, {"messages": there["messages"][:2]}).canonical
+    assert canonical(text) == request_head(Endpoint.CHAT, {"messages": messages[:2]}).canonical
 
 
 def test_media_are_counted_and_what_the_engine_keeps_has_no_keys() -> None:

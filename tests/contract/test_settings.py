@@ -27,11 +27,11 @@ def load(*argv: str, **environ: str) -> Example:
     return Example.load(argv, prog="example", environ=environ)
 
 
-def test_defaults():
+def test_defaults() -> None:
     assert load() == Example()
 
 
-def test_flags_come_before_environment_before_file(tmp_path: Path):
+def test_flags_come_before_environment_before_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("port: 1\npolicy: least_loaded\ndeadline-s: 3\nengines: [http://file]\nadmin: true\n")
     got = load("--config", str(file), "--port", "3", WARMROUTE_PORT="2", WARMROUTE_DEADLINE_S="4")
@@ -42,12 +42,12 @@ def test_flags_come_before_environment_before_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("given", [["--engines", "http://a,http://b"], ["--engines=http://a,http://b"]])
-def test_lists_are_comma_separated(given: list[str]):
+def test_lists_are_comma_separated(given: list[str]) -> None:
     assert load(*given).engines == ["http://a", "http://b"]
     assert load(WARMROUTE_ENGINES="http://a, http://b").engines == ["http://a", "http://b"]
 
 
-def test_switches():
+def test_switches() -> None:
     assert load("--admin").admin
     assert not load("--no-admin", WARMROUTE_ADMIN="true").admin
     assert load(WARMROUTE_ADMIN="1").admin
@@ -69,7 +69,9 @@ def test_switches():
         (["--config", "/does/not/exist.yaml"], {}, ["/does/not/exist.yaml"]),
     ],
 )
-def test_refusals_name_field_value_and_what_is_allowed(argv: list[str], environ: dict[str, str], words: list[str]):
+def test_refusals_name_field_value_and_what_is_allowed(
+    argv: list[str], environ: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load(*argv, **environ)
     assert all(word in str(refused.value) for word in words), str(refused.value)
@@ -84,7 +86,7 @@ def test_refusals_name_field_value_and_what_is_allowed(argv: list[str], environ:
         ("port: [", ["cannot be read"]),
     ],
 )
-def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]):
+def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -100,7 +102,7 @@ def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]):
         "rediss+sentinel://user:pass@a/main/1?ssl_ca_certs=/ca.crt&sentinel_password=x",
     ],
 )  # fmt: skip
-def test_a_redis_url_that_a_client_can_be_made_of(url: str):
+def test_a_redis_url_that_a_client_can_be_made_of(url: str) -> None:
     assert load("--redis-url", url).redis_url == url
 
 
@@ -116,13 +118,13 @@ def test_a_redis_url_that_a_client_can_be_made_of(url: str):
         ("rediss://redis?ssl_cert_reqs=perhaps", "perhaps"),
         ("unix:///run/redis.sock?db=first", "db"),
         ("redis+sentinel://a,b", "must name the master after the Sentinels, as in redis+sentinel://HOST:26379/NAME"),
-        ("redis+sentinel://a,,b/main", "'' is no address of a Sentinel"),
+        ("redis+sentinel://a,,b/main", "'' is not the address of a Sentinel"),
         ("redis+sentinel://a:99999/main", "range"),
         ("redis+sentinel://a/main?sockettimeout=1", "sockettimeout"),
     ],
 )
-def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: str):
-    """Found out later, it would end the task that connects, and the program would go on without a registry."""
+def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: str) -> None:
+    """If found later, the fault would end the connecting task, and the program would run without a registry."""
     with pytest.raises(ConfigError) as refused:
         load("--redis-url", url)
     assert why in str(refused.value)
@@ -137,26 +139,26 @@ def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: st
         "redis+sentinel://:s3/cr@redis/m",
     ],
 )
-def test_a_refusal_does_not_show_a_password(url: str):
+def test_a_refusal_does_not_show_a_password(url: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load("--redis-url", url)
     assert "***@redis" in str(refused.value)
     assert "s3" not in str(refused.value)
 
 
-def test_every_bad_value_is_listed_at_once():
+def test_every_bad_value_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         load("--port", "x", "--policy", "y")
     assert "--port" in str(refused.value)
     assert "--policy" in str(refused.value)
 
 
-def test_kubernetes_service_links_are_no_settings():
+def test_kubernetes_service_links_are_no_settings() -> None:
     names = ["GATEWAY_SERVICE_HOST", "GATEWAY_SERVICE_PORT_HTTP", "GATEWAY_PORT", "GATEWAY_PORT_8000_TCP_ADDR"]
     assert load(**{f"WARMROUTE_{name}": "tcp://10.0.0.1:8000" for name in names}) == Example()
 
 
-def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]):
+def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         load("--help")
     assert stopped.value.code == 0

@@ -15,15 +15,19 @@ from tests.redis_server import RedisServer, running_redis
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of 64: a real Llama checkpoint that answers in milliseconds."""
+    """Make a real Llama checkpoint with two layers of 64, which answers in milliseconds."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_checkpoint(folder, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_position=4096)
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Program]]]:
-    """Three engines with emulated devices and small pools, so that blocks are evicted."""
+    """Run three engines with emulated devices and small pools, so that blocks are evicted.
+
+    All tests share the engines, because each costs two seconds of a core to start. A test leaves them as it found them,
+    except for their caches.
+    """
     flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
     with running_redis() as server:
         engines = [
@@ -35,6 +39,6 @@ def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Progr
 
 @pytest.fixture
 async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
-    # A gateway begins with what the one before had learnt of the model: that of another test's texts.
+    # A gateway starts with what the previous gateway learnt about the model, here from another test's texts.
     async with gateway_before(*sim_engines, share_beliefs=False) as stack:
         yield stack

@@ -19,9 +19,9 @@ ADMIN = re.compile(r"administration on (http://\S+)")
 
 
 class Program:
-    """One running program: its URL, its pid and what it printed.
+    """One running program: its URL, its pid and its output.
 
-    `folder`: the tree that it is of, where not this one.
+    `folder`: the source tree of the program, if it is not this one.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Program:
 
     @property
     def admin(self) -> str:
-        """URL of the port for operators, of a program that is ready and has one."""
+        """Return the URL of the port for operators; the program must be ready and have one."""
         found = ADMIN.search(self.output())
         assert found is not None, self.output()
         return found[1]
 
-    def wait_ready(self, deadline_s: float = 60.0) -> str:
+    def wait_ready(self, deadline_s: float = 100.0) -> str:
         give_up_at = time.monotonic() + deadline_s
         while True:
             if match := READY.search(self.output()):
@@ -67,14 +67,14 @@ class Program:
             time.sleep(0.02)
 
     def _answers(self) -> bool:
-        """A gateway listens before its engines have been probed: wait until all of them take requests."""
+        """Return whether all engines take requests; a gateway listens before it has probed its engines."""
         path = f"/ready?engines={self._engines}" if self.name == "router" else "/health"
         with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=5.0) as answer:
             return bool(answer.status == 200)
         return False
 
     def stop(self, sig: int = signal.SIGTERM, deadline_s: float = 15.0) -> int:
-        """Signal it and wait; its exit code."""
+        """Signal the program and wait; return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
             try:
@@ -89,10 +89,10 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(programs: Sequence[Program]) -> Iterator[list[str]]:
-    """URLs of the programs once all are ready; all are stopped at the end."""
+def running(programs: Sequence[Program], ready_within_s: float = 100.0) -> Iterator[list[str]]:
+    """Yield the URLs of the programs when all are ready; stop all at the end."""
     try:
-        yield [program.wait_ready() for program in programs]
+        yield [program.wait_ready(ready_within_s) for program in programs]
     finally:
         for program in programs:
             program.stop()

@@ -1,4 +1,4 @@
-"""A fleet in a test: real engine processes, a real Redis, and the gateway application in this process."""
+"""A fleet for a test: real engine processes, a real Redis, and the gateway application in this process."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Stack:
     http: aiohttp.ClientSession
 
     async def ask(self, prompt: str, *, max_tokens: int = 8, model: str = "tiny") -> tuple[int, str]:
-        """Status and pod of one streamed completion, read to its end; an error event counts as 599."""
+        """Return status and pod of one streamed completion, read to its end; an error event counts as 599."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         async with self.http.post(f"{self.gateway}/v1/completions", json=body) as answer:
-            decoder, events = SseDecoder(), []
-            with contextlib.suppress(aiohttp.ClientPayloadError):  # how a broken stream ends, after its error event
+            decoder, events = SseDecoder(), list[bytes]()
+            with contextlib.suppress(aiohttp.ClientPayloadError):  # a broken stream ends so, after its error event
                 async for chunk in answer.content.iter_any():
                     events += decoder.feed(chunk)
             pod = answer.headers.get(headers.POD, "")
@@ -95,7 +95,7 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
 
 
 async def wait_index_equal(stack: Stack, deadline_s: float = 5.0) -> dict[PodId, set[int]]:
-    """Until the index equals what the engines say they hold; it must come within a quiet second or few."""
+    """Wait until the index equals what the engines report to hold, which takes one or a few seconds without traffic."""
     async with asyncio.timeout(deadline_s):
         while True:
             truth = await stack.held_by_engines()

@@ -1,5 +1,5 @@
-"""Gateway and engine agree on prefix keys, for every kind of request: the engine holds the very keys that the gateway
-computes from the bytes, and the gateway's prediction for the same request again is what the engine then reuses."""
+"""Gateway and engine agree on prefix keys for every kind of request. The engine holds exactly the keys that the gateway
+computes from the bytes, and it reuses what the gateway predicts when the same request comes again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_both_sides_compute_the_same_keys(stack: Stack, name: str):
+async def test_both_sides_compute_the_same_keys(stack: Stack, name: str) -> None:
     endpoint, fields = CASES[name]
     limit = "max_output_tokens" if endpoint is Endpoint.RESPONSES else "max_tokens"
     fields = {"model": "tiny", limit: 2, **fields}
@@ -74,17 +74,17 @@ async def test_both_sides_compute_the_same_keys(stack: Stack, name: str):
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     held = set().union(*(await wait_index_equal(stack)).values())
     mine = [key in held for key in computed]
-    # The last key may reach into a block that is not full; with tools, early keys hold once a later one does.
+    # The last key may reach into a block that is not full. With tools, early keys hold as soon as a later one does.
     assert mine.count(True) >= len(computed) - 1, f"held of {len(computed)} keys: {mine}"
-    assert mine == sorted(mine, reverse=True), "what is held is a prefix"
+    assert mine == sorted(mine, reverse=True), "the held keys are a prefix"
 
     again, predicted = await ask(stack, endpoint, fields)
     cached = again["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 0.8 * again["prompt_tokens"] - 32
-    assert 0.5 * cached <= predicted <= 2 * cached, "tokens are estimated from bytes, by the model's mean so far"
+    assert 0.5 * cached <= predicted <= 2 * cached, "tokens are estimated from bytes with the model's mean so far"
 
 
-async def test_another_salt_shares_nothing(stack: Stack):
+async def test_another_salt_shares_nothing(stack: Stack) -> None:
     endpoint, fields = chat("For one tenant only. " + LONG, "What?")
     for salt in ("a", "b"):
         usage, predicted = await ask(stack, endpoint, {"model": "tiny", "max_tokens": 2, "cache_salt": salt, **fields})
@@ -93,7 +93,7 @@ async def test_another_salt_shares_nothing(stack: Stack):
 
 
 async def ask(stack: Stack, endpoint: Endpoint, fields: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Usage of the answer, and the cached tokens that the gateway predicted."""
+    """Return the usage of the answer, and the cached tokens that the gateway predicted."""
     async with asyncio.timeout(20), stack.http.post(stack.gateway + endpoint, json=fields) as answer:
         body = await answer.json()
         assert answer.status == 200, body

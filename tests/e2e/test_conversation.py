@@ -1,9 +1,10 @@
-"""The main job by the official client: a growing conversation through the gateway, answered from a warm pod."""
+"""The main use with the official client: a growing conversation through the gateway, answered by a warm pod."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -16,7 +17,7 @@ HANDBOOK = "You answer questions about the service handbook. Be brief, be kind, 
 
 @pytest.fixture(scope="module")
 def gateway(tiny_checkpoint: Path) -> Iterator[str]:
-    """URL of a gateway before two engines on CPU with a real checkpoint, joined by a real Redis."""
+    """Yield the URL of a gateway with two CPU engines and a real checkpoint, connected by a real Redis."""
     with running_redis() as redis:
         shared = ["--port", "0", "--redis-url", redis.url]
         flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "cpu", "--threads", "1"]
@@ -31,8 +32,8 @@ def client(gateway: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_cached_tokens_grow_over_the_turns_of_a_conversation(client: openai.OpenAI):
-    messages = [{"role": "system", "content": HANDBOOK}]
+def test_cached_tokens_grow_over_the_turns_of_a_conversation(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "system", "content": HANDBOOK}]
     cached, pods = [], set()
     for turn in range(4):
         messages.append({"role": "user", "content": f"Question {turn}: what does page {turn} say about restarts?"})
@@ -41,9 +42,11 @@ def test_cached_tokens_grow_over_the_turns_of_a_conversation(client: openai.Open
         )
         answer = raw.parse()
         usage = answer.usage
+        assert usage is not None
         assert usage.completion_tokens == 12
         assert answer.choices[0].finish_reason == "length"
-        cached.append(usage.prompt_tokens_details.cached_tokens)
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens or 0)
         pods.add(raw.headers["x-warmroute-pod"])
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     assert cached[0] == 0
@@ -52,8 +55,8 @@ def test_cached_tokens_grow_over_the_turns_of_a_conversation(client: openai.Open
     assert len(pods) == 1, "a conversation stays with its warm pod"
 
 
-def test_the_same_streaming(client: openai.OpenAI):
-    messages = [{"role": "system", "content": "Streamed. " + HANDBOOK}]
+def test_the_same_streaming(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Streamed. " + HANDBOOK}]
     cached = []
     for turn in range(3):
         messages.append({"role": "user", "content": f"Streamed question {turn}, please."})
@@ -71,13 +74,16 @@ def test_the_same_streaming(client: openai.OpenAI):
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
         assert not chunks[-1].choices
-        cached.append(chunks[-1].usage.prompt_tokens_details.cached_tokens)
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens or 0)
         messages.append({"role": "assistant", "content": text})
     assert cached[0] < cached[1] < cached[2], cached
 
 
-def test_streamed_and_whole_answers_are_the_same_text(client: openai.OpenAI):
-    ask = {
+def test_streamed_and_whole_answers_are_the_same_text(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
         "model": "tiny",
         "prompt": HANDBOOK,
         "max_tokens": 16,
@@ -89,7 +95,7 @@ def test_streamed_and_whole_answers_are_the_same_text(client: openai.OpenAI):
     assert streamed == whole
 
 
-def test_errors_are_the_clients_own_exception_classes(client: openai.OpenAI):
+def test_errors_are_the_clients_own_exception_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="nothing", messages=[{"role": "user", "content": "hi"}])
     assert "tiny" in str(unknown.value)
@@ -101,5 +107,5 @@ def test_errors_are_the_clients_own_exception_classes(client: openai.OpenAI):
     assert long.value.param == "prompt"
 
 
-def test_models_lists_the_union(client: openai.OpenAI):
+def test_models_lists_the_union(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]

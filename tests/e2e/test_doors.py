@@ -1,4 +1,4 @@
-"""A gateway empties the caches of engines that ask for a key and have a port for operators."""
+"""A gateway empties the caches of engines that require a key and have a port for operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.e2e.stack import gateway_before
 from tests.redis_server import running_redis
 
 
-async def test_a_reset_passes_a_gateway_and_shows_its_key(tiny_checkpoint: Path, tmp_path: Path):
+async def test_a_reset_passes_a_gateway_and_shows_its_key(tiny_checkpoint: Path, tmp_path: Path) -> None:
     keys, shown = tmp_path / "keys", tmp_path / "shown"
     keys.write_text("of-another\nof-gateways\n")
     shown.write_text("of-gateways\n")

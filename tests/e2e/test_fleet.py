@@ -1,4 +1,4 @@
-"""The path under trouble: real engine processes (emulated device), a real Redis, the real gateway application."""
+"""Faults on the whole path: real engine processes (emulated device), a real Redis, the real gateway application."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompts(rng: random.Random, count: int) -> list[str]:
     ]
 
 
-async def test_after_a_quiet_second_the_index_equals_what_the_engines_hold(stack: Stack):
+async def test_after_a_quiet_second_the_index_equals_what_the_engines_hold(stack: Stack) -> None:
     rng = random.Random(1)
     asked = [f"{prompt} {rng.random()} {'and then some more ' * 30}" for prompt in prompts(rng, 240)]
     for start in range(0, len(asked), 40):
@@ -42,7 +42,7 @@ async def test_after_a_quiet_second_the_index_equals_what_the_engines_hold(stack
     assert held < known, "pools this small must have evicted some of the prefixes"
 
 
-async def test_a_second_gateway_routes_to_the_warm_pod_at_once(stack: Stack):
+async def test_a_second_gateway_routes_to_the_warm_pod_at_once(stack: Stack) -> None:
     prompt = "A prefix that only one pod has seen so far. " * 20
     _, pod = await stack.ask(prompt + "first")
     await wait_index_equal(stack)
@@ -50,7 +50,7 @@ async def test_a_second_gateway_routes_to_the_warm_pod_at_once(stack: Stack):
         assert await second.ask(prompt + "second") == (200, pod)
 
 
-async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(stack: Stack):
+async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(stack: Stack) -> None:
     rng = random.Random(2)
     statuses: list[int] = []
     stop = asyncio.Event()
@@ -69,9 +69,9 @@ async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(sta
         await asyncio.sleep(0.5)
         stack.redis.stop()
         async with asyncio.timeout(10):
-            while True:  # past the lease: the index has expired and the ring takes over
+            while True:  # until the lease and the index have expired and the ring takes over
                 async with stack.http.get(f"{stack.gateway}/ready") as ready:
-                    assert ready.status == 200, "losing Redis is no reason to be unready"
+                    assert ready.status == 200, "a lost Redis does not make the gateway unready"
                     if (await ready.json())["registry"]["expired"]:
                         break
                 await asyncio.sleep(0.05)
@@ -86,20 +86,20 @@ async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(sta
     await wait_index_equal(stack)
 
 
-async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack):
+async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack) -> None:
     body = {"model": "tiny", "prompt": "Leaving soon. " * 40, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     async with stack.http.post(f"{stack.gateway}/v1/completions", json=body) as answer:
         await answer.content.readany()
         running_now = [await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]
         assert sum(running_now) == 1
-    # At the latest when the step in progress ends, some milliseconds on this device.
+    # When the current step ends at the latest: some milliseconds on this device.
     async with asyncio.timeout(1.0):
         for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
             while sum([await stack.metric(e, name) for e in stack.engines]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
-async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack):
+async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack) -> None:
     rng = random.Random(3)
     tenants = [f"Tenant {i} has a handbook of its own. " * 60 for i in range(9)]
     pods: dict[int, set[str]] = {}
@@ -107,12 +107,12 @@ async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack
         for i, tenant in enumerate(tenants):
             _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
             pods.setdefault(i, set()).add(pod)
-    # By chance a tenant in 27 would stay. A busy machine may hold a pod up, which then loses a tenant, and rightly so.
-    assert sum(len(seen) == 1 for seen in pods.values()) >= 6, f"an idle fleet moves nobody: {pods}"
-    assert len(set().union(*pods.values())) == PODS, f"an idle fleet is used in all its width: {pods}"
+    # By chance, one tenant in 27 would stay. A busy machine may delay a pod, which then rightly loses a tenant.
+    assert sum(len(seen) == 1 for seen in pods.values()) >= 6, f"an idle fleet moves no tenant: {pods}"
+    assert len(set().union(*pods.values())) == PODS, f"an idle fleet uses all its pods: {pods}"
 
 
-async def test_gateways_agree_on_traffic_shares(stack: Stack):
+async def test_gateways_agree_on_traffic_shares(stack: Stack) -> None:
     async with gateway_before(stack.redis, stack.engines, policy="affinity_groups") as second:
         prompt = "What everybody asks about. " * 40
         key = prefix_keys(prompt.encode(), key_seed("tiny"))[0]
@@ -125,7 +125,7 @@ async def test_gateways_agree_on_traffic_shares(stack: Stack):
             await wait_until(lambda: all(each.parting(now_s()) is not None for each in parted))
 
 
-async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_checkpoint: Path):
+async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_checkpoint: Path) -> None:
     flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim", "--port", "0"]
     with running_redis() as server:
         engines = [Program("engine", *flags, "--redis-url", server.url) for _ in range(3)]
@@ -150,17 +150,18 @@ async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_ch
                 assert statuses.count(200) >= 140
                 status, _pod = await stack.ask("after the funeral")
                 assert status == 200
-                async with asyncio.timeout(30):  # by the next probes, where the last requests did not meet the dead one
+                async with asyncio.timeout(30):  # at the next probes, if no last request went to the dead pod
                     while sum(pod["admitted"] for pod in await pods_of(stack)) != 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
 
 
 async def pods_of(stack: Stack) -> list[dict[str, Any]]:
     async with stack.http.get(f"{stack.admin}/v1/pods") as answer:
-        return (await answer.json())["pods"]
+        pods: list[dict[str, Any]] = (await answer.json())["pods"]
+        return pods
 
 
-async def test_several_models_have_pods_of_their_own(tiny_checkpoint: Path):
+async def test_several_models_have_pods_of_their_own(tiny_checkpoint: Path) -> None:
     def engine(server: RedisServer, model: str) -> Program:
         flags = ["--model", str(tiny_checkpoint), "--device", "sim", "--port", "0", "--redis-url", server.url]
         return Program("engine", *flags, "--served-model-name", model)
@@ -180,7 +181,7 @@ async def test_several_models_have_pods_of_their_own(tiny_checkpoint: Path):
                 await wait_index_equal(stack)
 
 
-async def test_a_restarted_engine_is_cold_and_known_to_be(tiny_checkpoint: Path):
+async def test_a_restarted_engine_is_cold_and_known_to_be(tiny_checkpoint: Path) -> None:
     with running_redis() as server:
         flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "sim"]
         first = Program("engine", *flags, "--port", "0", "--pod-id", "pod-a", "--redis-url", server.url)
@@ -198,4 +199,4 @@ async def test_a_restarted_engine_is_cold_and_known_to_be(tiny_checkpoint: Path)
                         while (await stack.ask("hello there"))[0] != 200:  # noqa: ASYNC110
                             await asyncio.sleep(0.1)
                     truth = await wait_index_equal(stack)
-                    assert truth == {"pod-a": set()}, "the new life holds nothing longer than a stride"
+                    assert truth == {"pod-a": set()}, "the restarted engine holds nothing longer than a stride"

@@ -1,4 +1,4 @@
-"""TCP_NODELAY on the sockets of engine, load generator and Redis clients. `tests/router/gateway` has the gateway's."""
+"""TCP_NODELAY on the sockets of engine, load generator and Redis clients. `tests/router/gateway` checks the gateway."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 @LOOPS
 def test_redis_clients(loop: Loop, redis_server: RedisServer) -> None:
-    """The tests' Redis has no port: a relay gives it one."""
+    """The tests' Redis has no port, so a relay gives it one."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_redis, to_redis = await asyncio.open_unix_connection(redis_server.url.removeprefix("unix://"))
@@ -90,6 +90,7 @@ def test_redis_clients(loop: Loop, redis_server: RedisServer) -> None:
             async with connect(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}") as redis:
                 await redis.ping()
                 (connection,) = redis.connection_pool._available_connections
+                assert connection._writer is not None
                 assert is_set(connection._writer.transport)
             await asyncio.sleep(0.05)
 

@@ -1,22 +1,23 @@
-"""A real engine publishes as seldom as the fleet is large, of which a gateway's probe tells it."""
+"""A real engine publishes less often in a large fleet; a gateway's probe tells it the size of the fleet."""
 
 from __future__ import annotations
 
 import time
 import urllib.request
+from pathlib import Path
 
 import redis
 
 from engine.contract import headers
 from engine.contract.periods import periods
-from tests.e2e.programs import Program
+from tests.e2e.programs import Program, running
 from tests.redis_server import RedisServer
 
 DEADLINE_S = 30.0
 
 
 def bounds_of_streams(server: RedisServer, count: int) -> set[str]:
-    """With how many entries to keep the next `count` deltas are published."""
+    """Return the stream limits (numbers of entries to keep) of the next `count` deltas."""
     found: list[str] = []
     with redis.Redis.from_url(server.url, socket_timeout=DEADLINE_S) as client, client.monitor() as monitor:
         give_up_at = time.monotonic() + DEADLINE_S
@@ -28,12 +29,12 @@ def bounds_of_streams(server: RedisServer, count: int) -> set[str]:
     return set(found)
 
 
-def test_an_engine_hears_of_a_large_fleet_from_a_probe(sim_engines: tuple[RedisServer, list[Program]]):
-    server, engines = sim_engines
-    assert bounds_of_streams(server, 5) == {str(periods(1).stream_entries)}
-    for engine in engines:
-        request = urllib.request.Request(f"{engine.url}/v1/models", headers={headers.PODS: "200"})
+def test_an_engine_hears_of_a_large_fleet_from_a_probe(tiny_checkpoint: Path, redis_server: RedisServer) -> None:
+    flags = ["--model", str(tiny_checkpoint), "--device", "sim", "--port", "0", "--redis-url", redis_server.url]
+    with running([Program("engine", *flags)]) as [url]:
+        assert bounds_of_streams(redis_server, 3) == {str(periods(1).stream_entries)}
+        request = urllib.request.Request(f"{url}/v1/models", headers={headers.PODS: "200"})
         with urllib.request.urlopen(request, timeout=DEADLINE_S):
             pass
-    bounds_of_streams(server, 2 * len(engines))  # on their way meanwhile
-    assert bounds_of_streams(server, 2 * len(engines)) == {str(periods(200).stream_entries)}
+        bounds_of_streams(redis_server, 2)  # deltas that were sent meanwhile
+        assert bounds_of_streams(redis_server, 2) == {str(periods(200).stream_entries)}

@@ -1,4 +1,4 @@
-"""Gateway and engine, as their programs run them, keep the garbage collector quiet while they serve."""
+"""Gateway and engine keep the garbage collector quiet while they serve, in the way their programs run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import wait_until
 
 
 async def check(serving: Coroutine[None, None, None]) -> None:
-    """What has been imported is frozen while it serves; SIGTERM ends it, and everything is as before."""
+    """Check that imported objects are frozen while it serves, that SIGTERM ends it, and that the old state returns."""
     before = gc.get_threshold()
     task = asyncio.create_task(serving)
     try:
@@ -27,7 +27,7 @@ async def check(serving: Coroutine[None, None, None]) -> None:
         assert gc.get_threshold() == (collector.YOUNG, collector.MIDDLE, collector.OLDEST)
         assert gc.get_freeze_count() > 50_000
         assert len(gc.get_objects()) < 20_000
-        os.kill(os.getpid(), signal.SIGTERM)  # the program handles it since before it froze
+        os.kill(os.getpid(), signal.SIGTERM)  # the program set its handler before it froze
         async with asyncio.timeout(20):
             await task
     finally:

@@ -1,4 +1,4 @@
-"""Engines are killed under streams of real engines with a real checkpoint: the text is that of an undisturbed run."""
+"""Engines with a real checkpoint are killed during streams; the text equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.redis_server import running_redis
 from tests.router.gateway.helpers import eventually
 
 STREAMS = 16
-TOKENS = 200
+TOKENS = 100
 BIAS = 8.0
 
 
 def words(checkpoint: Path) -> dict[str, float]:
-    """A bias to tokens that are whole words: like a trained model, this one then writes the tokens that its tokenizer
-    makes of its text. Random weights alone would write any."""
+    """Return a bias to tokens that are whole words. With it the model writes the tokens that its tokenizer makes of its
+    text, like a trained model; random weights alone would write any tokens."""
     tokenizer = Tokenizer.from_path(checkpoint)
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
     chosen = [i for i, text in texts.items() if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]
@@ -35,14 +35,19 @@ def words(checkpoint: Path) -> dict[str, float]:
 
 
 def asked(number: int, bias: dict[str, float]) -> tuple[Endpoint, dict[str, Any]]:
-    """Chats and completions, greedy ones and ones drawn by a seed."""
+    """Return a stream for each endpoint in turn, some greedy and some drawn with a seed."""
     text = f"Question {number}: what does page {number} of the handbook say about restarts?"
     how = {"temperature": 0.0} if number % 2 else {"seed": number}
-    shared = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "logit_bias": bias, "stream": True}
-    shared |= {**how, "stream_options": {"include_usage": True}}
-    if number % 4 < 2:
-        return Endpoint.CHAT, {"messages": [{"role": "user", "content": text}], **shared}
-    return Endpoint.COMPLETIONS, {"prompt": text, **shared}
+    shared = {"model": "tiny", "ignore_eos": True, "logit_bias": bias, "stream": True, **how}
+    limited, counted = {**shared, "max_tokens": TOKENS}, {"stream_options": {"include_usage": True}}
+    messages = [{"role": "user", "content": text}]
+    bodies: list[tuple[Endpoint, dict[str, Any]]] = [
+        (Endpoint.CHAT, {"messages": messages, **limited, **counted}),
+        (Endpoint.COMPLETIONS, {"prompt": text, **limited, **counted}),
+        (Endpoint.MESSAGES, {"messages": messages, **limited}),
+        (Endpoint.RESPONSES, {"input": text, **shared, "max_output_tokens": TOKENS}),
+    ]
+    return bodies[number // 2 % 4]
 
 
 @dataclass(slots=True)
@@ -60,7 +65,7 @@ class Reading:
         return "".join(self.pieces)
 
     async def read(self, stack: Stack, bias: dict[str, float]) -> None:
-        """To its end. Fails for a stream that does not end as it should."""
+        """Read the stream to its end. Fails if the stream does not end as it should."""
         endpoint, body = asked(self.number, bias)
         decoder = SseDecoder()
         async with stack.http.post(stack.gateway + endpoint, json=body) as answer:
@@ -76,14 +81,28 @@ class Reading:
             self.is_done = True
             return
         event = orjson.loads(data)
-        assert "error" not in event, event
+        assert event.get("error") is None, event
+        if "type" in event:
+            self._take_named(event)
+            return
         self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
             self.pieces += [choice["text"] if "text" in choice else choice["delta"].get("content") or ""]
 
+    def _take_named(self, event: dict[str, Any]) -> None:
+        """Take an event of `/v1/messages` or `/v1/responses`."""
+        assert event["type"] != "error", event
+        self.is_done |= event["type"] in ("message_stop", "response.completed", "response.incomplete")
+        if event["type"] in ("content_block_delta", "response.output_text.delta"):
+            self.pieces.append(event["delta"] if isinstance(event["delta"], str) else event["delta"]["text"])
+        usage = event.get("usage") or event.get("response", {}).get("usage")
+        if usage:
+            read = usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
+            self.usage = {"completion_tokens": usage["output_tokens"], "prompt_tokens": usage["input_tokens"] + read}
+
 
 async def read_all(stack: Stack, bias: dict[str, float], victim: Program | None = None) -> list[Reading]:
-    """Every stream, read to its end. The victim is killed when one of its streams has begun and has not ended."""
+    """Read every stream to its end; kill the victim when one of its streams has begun and has not ended."""
     readings = [Reading(number) for number in range(STREAMS)]
     calls = [asyncio.create_task(reading.read(stack, bias)) for reading in readings]
     if victim is not None:
@@ -95,7 +114,7 @@ async def read_all(stack: Stack, bias: dict[str, float], victim: Program | None 
     return readings
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_killed_engine_changes_no_text(tiny_checkpoint: Path) -> None:
     flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "cpu", "--threads", "1"]
     bias = words(tiny_checkpoint)
@@ -115,6 +134,6 @@ async def test_a_killed_engine_changes_no_text(tiny_checkpoint: Path) -> None:
 
 
 async def metric(stack: Stack, name: str) -> float:
-    """A counter of the gateway."""
+    """Return a counter of the gateway."""
     async with stack.http.get(f"{stack.admin}/metrics") as answer:
         return next(float(line.split()[-1]) for line in (await answer.text()).splitlines() if line.startswith(name))

@@ -1,4 +1,4 @@
-"""Engines and gateways of an earlier release and of this one, in one fleet over one Redis, as during a rollout."""
+"""Engines and gateways of an earlier release and of this one, in one fleet with one Redis, as during a rollout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.e2e.programs import Program, running
 from tests.redis_server import running_redis
 
 BEFORE = "846b5094b8f7366458552ba9a9ba82d9f0a2e7a1"
-"""The release before: none of what keeps a large fleet cheap."""
+"""The earlier release, which has nothing of what keeps a large fleet cheap."""
 HERE = Path(__file__).parents[2]
 TRIES = 20
 
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of that release. Skips where the history does not reach so far, as in a shallow clone."""
+    """Yield the source tree of that release. Skips if the history does not reach back to it, as in a shallow clone."""
     if shutil.which("git") is None:
         pytest.skip("there is no git")
     packed = subprocess.run(["git", "archive", BEFORE, "engine", "router"], cwd=HERE, capture_output=True, timeout=60)
@@ -39,7 +39,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Fleet:
-    """Two engines and two gateways; of each the first is of the release before."""
+    """Two engines and two gateways; the first of each belongs to the earlier release."""
 
     engines: list[Program]
     gateways: list[Program]
@@ -47,7 +47,7 @@ class Fleet:
     http: aiohttp.ClientSession
 
     async def ask(self, url: str, prompt: str) -> tuple[int, str, int]:
-        """Status of a completion, its pod, and the tokens that the gateway believed cached there."""
+        """Return a completion's status, its pod, and the tokens that the gateway believed cached there."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
         async with self.http.post(f"{url}/v1/completions", json=body) as answer:
             await answer.read()
@@ -55,7 +55,7 @@ class Fleet:
             return answer.status, answer.headers.get(headers.POD, ""), predicted
 
     async def is_warm(self, gateway: Program, engine: Program, name: str) -> bool:
-        """Whether the gateway comes to send a prefix there that the engine alone has seen, from others than it."""
+        """Return whether the gateway learns from others to send a prefix to the only engine that has seen it."""
         for i in range(TRIES):
             prompt = f"Handbook {name} {i}, that one engine has seen so far. " * 30
             assert (await self.ask(engine.url, prompt))[0] == 200
@@ -75,7 +75,7 @@ def programs(before: Path, tiny_checkpoint: Path) -> Iterator[tuple[list[Program
         engines = [Program("engine", *flags, "--port", "0", folder=tree) for tree in (before, HERE)]
         urls = ",".join(stack.enter_context(running(engines)))
         shared = ["--engines", urls, "--redis-url", server.url, "--port", "0", "--probe-interval-s", "0.3"]
-        doors = (before, []), (HERE, ["--admin-port", "0"])
+        doors: list[tuple[Path, list[str]]] = [(before, []), (HERE, ["--admin-port", "0"])]
         gateways = [Program("router", *shared, *door, folder=tree) for tree, door in doors]
         stack.enter_context(running(gateways))
         yield engines, gateways, flags
@@ -87,13 +87,15 @@ async def fleet(programs: tuple[list[Program], list[Program], list[str]]) -> Asy
         yield Fleet(*programs, http)
 
 
-async def test_each_gateway_learns_from_each_engine_what_it_holds(fleet: Fleet):
+async def test_each_gateway_learns_from_each_engine_what_it_holds(fleet: Fleet) -> None:
     for g, gateway in enumerate(fleet.gateways):
         for e, engine in enumerate(fleet.engines):
-            assert await fleet.is_warm(gateway, engine, f"{g}{e}"), f"gateway {g}, engine {e} (0: before, 1: this)"
+            assert await fleet.is_warm(gateway, engine, f"{g}{e}"), (
+                f"gateway {g}, engine {e} (0: earlier release, 1: this release)"
+            )
 
 
-async def test_nothing_of_the_release_before_is_refused(fleet: Fleet):
+async def test_nothing_of_the_release_before_is_refused(fleet: Fleet) -> None:
     async with fleet.http.get(f"{fleet.gateways[1].admin}/metrics") as answer:
         lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
     told = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if "_registry_" in name}
@@ -102,7 +104,7 @@ async def test_nothing_of_the_release_before_is_refused(fleet: Fleet):
     assert told["warmroute_gateway_registry_unknown_total"] == 0
 
 
-async def test_an_engine_is_replaced_under_traffic_and_nothing_but_warmth_is_lost(fleet: Fleet):
+async def test_an_engine_is_replaced_under_traffic_and_nothing_but_warmth_is_lost(fleet: Fleet) -> None:
     statuses: list[int] = []
     is_over = asyncio.Event()
 

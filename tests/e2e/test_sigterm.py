@@ -1,7 +1,7 @@
-"""One SIGTERM ends each program, whenever it comes: as process 1 of a container it gets no second one.
+"""One SIGTERM ends each program at any time, because process 1 of a container gets no second one.
 
-Process 1 has no default action for signals. A process that begins with SIGTERM ignored is in the same case: what comes
-before a handler is set is lost, and what comes after must not be.
+Process 1 has no default action for signals. A process that starts with SIGTERM ignored is in the same situation: a
+signal before the handler is set is lost, and a later one must not be lost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FLAGS = {
     "engine": ["--port", "0", "--device", "sim"],
     "loadgen": ["compare", "--url", "http://127.0.0.1:1"],
 }
-"""Of programs that would run on, but for the load generator, which finds no server."""
+"""Flags with which programs would run on, except the load generator, which finds no server."""
 
 
 @contextlib.contextmanager
 def started(module: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The program, with SIGTERM ignored until it says otherwise."""
+    """Start the program with SIGTERM ignored until it sets a handler."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *flags],
         stdout=subprocess.DEVNULL,
@@ -46,14 +46,14 @@ def started(module: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_handler(process: subprocess.Popen[bytes]) -> None:
-    """Until the process catches SIGTERM."""
+    """Wait until the process catches SIGTERM."""
     give_up_at = time.monotonic() + DEADLINE_S
     while True:
         status = Path(f"/proc/{process.pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
         if int(caught, 16) >> (signal.SIGTERM - 1) & 1:
             return
-        assert process.poll() is None, "it ended before it could be asked to"
+        assert process.poll() is None, "it ended before the signal"
         assert time.monotonic() < give_up_at, "no handler was set"
         time.sleep(0.001)
 
@@ -85,7 +85,7 @@ sys.exit(app.run(EngineSettings(model=sys.argv[1], port=0)))
 
 
 def test_an_engine_ends_in_the_middle_of_loading(tiny_checkpoint: Path) -> None:
-    """Its thread is inside torch then, where the interpreter's end would abort the process."""
+    """At that time its thread is inside torch, so the interpreter's end would abort the process."""
     command = [sys.executable, "-c", LOADING, str(tiny_checkpoint)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -102,7 +102,7 @@ def test_the_load_generator_fails_when_it_is_stopped_before_it_began() -> None:
     with started("loadgen", *FLAGS["loadgen"]) as process:
         wait_handler(process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 130, "a Job that was stopped has not succeeded"
+        assert process.wait(DEADLINE_S) == 130, "a stopped Job has not succeeded"
 
 
 @pytest.mark.parametrize("module", ["router", "engine", "loadgen"])

@@ -1,4 +1,4 @@
-"""Two tenants before real engines: equal prompts, and no token of one's cache is reused for the other."""
+"""Two tenants with real engines: equal prompts, but no token of one tenant's cache is reused for the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = "All tenants begin their requests with these very words, as a shared te
 
 
 async def ask(stack: Stack, tenant: str, **more: Any) -> tuple[int, int]:
-    """Prompt tokens that the gateway believed cached, and those that the engine reused."""
+    """Return the prompt tokens that the gateway believed cached, and those that the engine reused."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, **more}
     sent = {"Authorization": f"Bearer key-{tenant}"}
     async with stack.http.post(f"{stack.gateway}/v1/completions", json=body, headers=sent) as answer:
@@ -37,10 +37,10 @@ async def test_tenants_reuse_their_own_cache_and_no_others(
     server, engines = sim_engines
     async with gateway_before(server, engines[:1], **files) as stack:
         for tenant in ("a", "b", "c"):
-            assert await ask(stack, tenant) == (0, 0), f"{tenant} is the first with these words, for itself"
+            assert await ask(stack, tenant) == (0, 0), f"{tenant} is the first to send these words, in its own cache"
             await wait_index_equal(stack)
             believed, reused = await ask(stack, tenant)
             assert believed > 200
             assert reused > 200
         assert await ask(stack, "a", cache_salt="x") == (0, 0)
-        assert (await ask(stack, "a"))[1] > 200, "what others ask has thrown nothing out"
+        assert (await ask(stack, "a"))[1] > 200, "the other tenant's requests evicted nothing"

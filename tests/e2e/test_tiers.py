@@ -1,4 +1,4 @@
-"""A real engine with tiers behind a gateway: tenants share nothing in any of them, and the gateway sees the tiers."""
+"""A real engine with tiers and a gateway: tenants share nothing in any tier, and the gateway sees the tiers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.stack import Stack, gateway_before
 from tests.engine.tiers.test_host_tier import Engine, engine
@@ -21,14 +22,19 @@ TENANTS = ("a", "b", "c", "d")
 async def started(
     server: RedisServer, checkpoint: Path, folder: Path, **settings: object
 ) -> AsyncIterator[tuple[Engine, Stack]]:
-    """An engine whose pool holds a prompt and a half, with what is on disk in `folder`; and a gateway before it."""
-    fields = {"host_cache_bytes": 2**23, "disk_cache_bytes": 2**23, "disk_cache_path": folder, "redis_url": server.url}
+    """Run an engine whose pool holds a prompt and a half, with its disk tier in `folder`; and a gateway for it."""
+    fields: dict[str, Any] = {
+        "host_cache_bytes": 2**23,
+        "disk_cache_bytes": 2**23,
+        "disk_cache_path": folder,
+        "redis_url": server.url,
+    }
     async with engine(checkpoint, **fields) as pod, gateway_before(server, [pod], **settings) as stack:  # type: ignore[list-item]
         yield pod, stack
 
 
 async def reused(pod: Engine, stack: Stack, prompt: str, tenant: str = "") -> int:
-    """Prompt tokens that the engine had. What it keeps of the request has been copied when this returns."""
+    """Return the reused prompt tokens, after the request's blocks to keep have been copied."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
     sent = {"Authorization": f"Bearer key-{tenant}"} if tenant else {}
     async with stack.http.post(f"{stack.gateway}/v1/completions", json=body, headers=sent) as answer:
@@ -39,7 +45,8 @@ async def reused(pod: Engine, stack: Stack, prompt: str, tenant: str = "") -> in
 
 
 async def eventually_sees(stack: Stack, condition: Callable[[int, int, int], bool]) -> None:
-    """Until it holds for what the gateway believes of the prompt: tokens in any tier, in host memory, and on disk."""
+    """Wait until `condition` holds for the prompt tokens that the gateway believes in any tier, in host memory, on
+    disk."""
     seen = (0, 0, 0)
     body = {"model": "tiny", "prompt": PROMPT}
     for _ in range(400):
@@ -65,20 +72,22 @@ async def test_tenants_share_nothing_in_any_tier_nor_after_a_restart(tiny_checkp
     with running_redis() as server:
         async with started(server, tiny_checkpoint, tmp_path / "kv", **files) as (pod, stack):
             assert await reused(pod, stack, PROMPT, "a") == 0
-            assert await reused(pod, stack, PROMPT, "b") == 0, "a's are in the pool"
+            assert await reused(pod, stack, PROMPT, "b") == 0, "a's tokens are in the pool"
             assert pod.metric(hits, tier="host") == 0
             assert await reused(pod, stack, PROMPT, "a") > 200
-            assert pod.metric(hits, tier="host") > 0, "b's had pushed them out of the pool"
-            assert await reused(pod, stack, PROMPT, "c") == 0, "others' are in the pool, in host memory and on disk"
+            assert pod.metric(hits, tier="host") > 0, "b's tokens had pushed them out of the pool"
+            assert await reused(pod, stack, PROMPT, "c") == 0, (
+                "others' tokens are in the pool, in host memory and on disk"
+            )
         async with started(server, tiny_checkpoint, tmp_path / "kv", **files) as (pod, stack):
-            assert await reused(pod, stack, PROMPT, "d") == 0, "others' are on disk, after a restart"
+            assert await reused(pod, stack, PROMPT, "d") == 0, "others' tokens are on disk after a restart"
             for tenant in ("a", "b", "c"):
                 assert await reused(pod, stack, PROMPT, tenant) > 200, "its own"
             assert pod.metric(hits, tier="disk") > 3 * 200
 
 
 async def test_a_gateway_sees_in_which_tier_a_prefix_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """In host memory once the pool has lost it, on disk after a restart: in the registry, and so in explain."""
+    """After eviction from the pool it is in host memory, after a restart on disk; registry and explain show it."""
     with running_redis() as server:
         async with started(server, tiny_checkpoint, tmp_path / "kv") as (pod, stack):
             await reused(pod, stack, PROMPT)

@@ -49,7 +49,7 @@ class Card:
 
     @property
     def current(self) -> Stream:
-        """Where this thread launches."""
+        """The stream on which this thread launches."""
         return getattr(self._own, "stream", self._default)
 
     @current.setter
@@ -113,7 +113,7 @@ class Card:
                 stream.run(stream.end)
 
     def capture(self, stream: Stream, into: Recording) -> None:
-        """From now on, what is launched on this stream is recorded and not done."""
+        """From now on, record the work launched on this stream and do not run it."""
         with self.lock:
             self.take_back()
             self._captured[stream] = into
@@ -130,7 +130,7 @@ class Card:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
     def take_back(self) -> None:
-        """Poison what no tensor refers to any more when its stream comes there: so early may the next one write it."""
+        """Poison memory without a tensor once its stream comes there: from then on others may write it."""
         with self.lock:
             while self.memory.given_back:
                 region = self.memory.given_back.popleft()
@@ -152,14 +152,14 @@ class Card:
     # Making tensors.
 
     def allocate(self, size: int) -> Allocation:
-        """So many bytes, for the current stream. Raises torch.OutOfMemoryError."""
+        """Return memory of so many bytes for the current stream. Raises torch.OutOfMemoryError."""
         with self.lock:
             self.take_back()
             recording = self._captured.get(self.current)
-            return self.memory.allocate(size, self.current, recording and recording.pool)
+            return self.memory.allocate(size, self.current, recording.pool if recording else None)
 
     def empty(self, size: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> CardTensor:
-        """A tensor of no values. Raises torch.OutOfMemoryError."""
+        """Return an uninitialized tensor. Raises torch.OutOfMemoryError."""
         shape = torch.empty(tuple(size), dtype=dtype, device="meta")
         if stride is not None:
             shape = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
@@ -170,13 +170,13 @@ class Card:
         return CardTensor(data, allocation, self)
 
     def upload(self, source: Tensor, *, non_blocking: bool = False) -> CardTensor:
-        """A copy of a host tensor."""
+        """Return a copy of a host tensor on the card."""
         target = self.empty(source.shape, source.dtype, torch.empty_like(_shape(source)).stride())
         self.copy(target, source, non_blocking)
         return target
 
     def computed(self, values: Tensor) -> CardTensor:
-        """What the card computes without the host: `values`."""
+        """Return `values` as a tensor that the card computes without the host."""
         target = self.empty(values.shape, values.dtype)
         here = target.data_here
         self.put(lambda: here.copy_(values))
@@ -185,7 +185,7 @@ class Card:
     # Operations.
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation of torch's, at least one of whose arguments is a tensor of this card."""
+        """Run an operation of torch with at least one argument on this card."""
         with self.lock:
             name = func.overloadpacket.__name__
             if name == "copy_":
@@ -217,14 +217,14 @@ class Card:
         with self.lock:
             self.put(lambda: to.copy_(given))
             for host in (one for one in (target, source) if not isinstance(one, CardTensor)):
-                # What is not page-locked, or not in one piece, goes by another buffer: a thread may wait that does not
-                # ask to.
+                # Host memory that is not page-locked, or not in one piece, is copied by way of another buffer. Then the
+                # thread may wait although it did not ask to.
                 if not (non_blocking and host.is_contiguous() and self.memory.is_locked(host)):
                     self.wait(f"a copy of {tuple(source.shape)}")
             return target
 
     def _download(self, source: Tensor, *, dtype: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
-        """Without blocking, torch takes page-locked memory, and who reads it must wait first."""
+        """Copy to the host. Without blocking, torch uses page-locked memory, and the reader must wait first."""
         host = torch.empty_like(_shape(source), dtype=dtype, device="cpu")
         if non_blocking:
             self.memory.keep_locked(host)
@@ -234,7 +234,7 @@ class Card:
         return index if isinstance(index, CardTensor) else self.upload(index)
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation in place, or one that is given where to write."""
+        """Run an operation in place, or one that writes into a given tensor."""
         here, named = on_host(args), on_host(kwargs)
         self.put(lambda: func(*here, **named))
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -243,7 +243,7 @@ class Card:
         return written[0] if len(func._schema.returns) == 1 else written[: len(func._schema.returns)] or None
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation with results of its own, whose shapes follow from those of its arguments."""
+        """Run an operation that makes new tensors, whose shapes follow from those of its arguments."""
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         on_meta = {"device": "meta"} if any(one.name == "device" for one in func._schema.arguments) else {}
         shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, kwargs), **on_meta)
@@ -259,7 +259,7 @@ class Card:
 
 
 def on_host(tree: Any) -> Any:
-    """Host tensors in the places of the card's."""
+    """Return the arguments with the card's tensors replaced by host tensors."""
     return tree_map(lambda one: one.data_here if isinstance(one, CardTensor) else one, tree)
 
 

@@ -94,11 +94,11 @@ def _work(card: Card) -> dict[str, Any]:
             self._mark: Mark | None = None
 
         def record(self, stream: Stream | None = None) -> None:
-            self._mark = card.mark(stream and stream.queue)
+            self._mark = card.mark(stream.queue if stream else None)
 
         def wait(self, stream: Stream | None = None) -> None:
             if self._mark is not None:
-                card.put_behind(self._mark, stream and stream.queue)
+                card.put_behind(self._mark, stream.queue if stream else None)
 
         def query(self) -> bool:
             return self._mark is None or card.has_passed(self._mark)

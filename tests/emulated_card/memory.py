@@ -51,12 +51,12 @@ class Allocation:
         self.region = region
 
     def __del__(self) -> None:
-        # Whoever collects garbage may be anywhere in this module: the card looks at the list later.
+        # Garbage may be collected anywhere in this module, so this only fills a list, which the card reads later.
         self._memory.given_back.append(self.region)
 
 
 class Memory:
-    """All figures in bytes, as `torch.cuda` has them. Whoever uses it holds the card's lock."""
+    """The card's memory. All figures are in bytes, as `torch.cuda` gives them. Callers hold the card's lock."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -104,7 +104,7 @@ class Memory:
             pool.unused.clear()
 
     def reset_peaks(self) -> None:
-        """The peaks are what is taken now."""
+        """Set the peaks to what is taken now."""
         self.max_allocated, self.max_reserved = self.allocated, self.reserved
 
     def keep_locked(self, made: Tensor) -> None:

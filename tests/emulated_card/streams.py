@@ -40,7 +40,7 @@ class Stream:
         return self.done + len(self.pieces)
 
     def step(self) -> None:
-        """Do the first piece; without one, nothing."""
+        """Do the first piece, if there is one."""
         if self.pieces:
             with torch.inference_mode():  # which may write to any tensor, also to those made outside of it
                 self.pieces[0]()
@@ -48,7 +48,7 @@ class Stream:
             self.done += 1
 
     def run(self, place: int) -> None:
-        """Do everything before a place."""
+        """Do all pieces before a place."""
         while self.done < place:
             self.step()
 
@@ -68,7 +68,7 @@ class Mark:
         return self.at_s is not None
 
     def reach(self) -> None:
-        """Do all before it; as a piece of another stream, that stream's waiting for it."""
+        """Do all pieces up to the mark. As a piece of another stream, this is that stream's wait for the mark."""
         self.stream.run(self.place + 1)
 
 
@@ -82,7 +82,7 @@ class Streams:
         self._all: list[Stream] = []
 
     def add(self) -> Stream:
-        """A new one."""
+        """Return a new stream."""
         self._all.append(Stream())
         return self._all[-1]
 
@@ -106,12 +106,12 @@ class Streams:
         return mark
 
     def tick(self) -> None:
-        """Do one piece of some stream. Whoever polls calls it, or would poll for ever."""
+        """Do one piece of some stream. Code that polls calls this; otherwise it would poll for ever."""
         busy = [stream for stream in self._all if stream.pieces]
         if busy:
             self._chance.choice(busy).step()
 
     def finish(self) -> None:
-        """Do everything."""
+        """Do all pieces of all streams."""
         for stream in self._all:
             stream.run(stream.end)

@@ -31,15 +31,15 @@ class CardTensor(Tensor):
             strides=data.stride(),
             storage_offset=data.storage_offset(),
             dtype=data.dtype,
-            device="meta",
+            device=torch.device("meta"),
         )
         made.data_here, made.allocation, made.card = data, allocation, card
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch says to
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         card = next(leaf.card for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, CardTensor))
         return card.dispatch(func, args, kwargs)
@@ -50,15 +50,15 @@ class CardTensor(Tensor):
             return CardTensor(data, self.allocation, self.card)
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self.card.device
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
     @property
-    def is_meta(self) -> bool:
+    def is_meta(self) -> bool:  # type: ignore[override]
         return False
 
     def data_ptr(self) -> int:
@@ -76,8 +76,8 @@ class CardTensor(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         part, places = self._viewed(index)
-        if len(places) == 1 and places[0].dtype == torch.bool and not isinstance(value, Tensor):
-            mask = places[0]
+        mask = places[0] if len(places) == 1 else None
+        if mask is not None and mask.dtype == torch.bool and not isinstance(value, Tensor):
             part.masked_fill_(mask.reshape(*mask.shape, *[1] * (part.dim() - mask.dim())), value)
         elif places:
             value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=self.dtype, device=self.device)
@@ -87,14 +87,15 @@ class CardTensor(Tensor):
         else:
             part.fill_(value)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CardTensor({tuple(self.shape)}, {self.dtype})"
 
     def _viewed(self, index: Any) -> tuple[CardTensor, list[Tensor | None]]:
         """The view that all indices but tensors make of it, and those tensors in their dimensions' places."""
         indices = list(index) if isinstance(index, tuple) else [index]
         named = sum(one is not None and one is not Ellipsis for one in indices)
-        data, places, dim = self.data_here, [], 0
+        data, dim = self.data_here, 0
+        places: list[Tensor | None] = []
         for one in indices:
             if isinstance(one, int | np.integer) or (
                 isinstance(one, Tensor) and not one.dim() and one.dtype != torch.bool

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from engine.backend.cuda.packing import Downloads, Uploads
 from tests.emulated_card.card import Card
 from tests.emulated_card.face import stand_in
 from tests.emulated_card.streams import Schedule, Streams
+from tests.emulated_card.tensor import CardTensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 TOTAL = 1 << 20
@@ -89,7 +92,7 @@ def test_what_is_fetched_without_blocking_comes_later(card: Card) -> None:
     assert fetched.tolist() == [1, 1]
 
 
-def test_tensors_are_made_where_the_context_says(card: Card) -> None:
+def test_tensors_are_made_on_the_device_of_the_context(card: Card) -> None:
     makers = (torch.empty, torch.zeros, torch.ones, torch.randn, torch.arange, lambda n: torch.tensor([n]))
     for name in ("cuda:0", "cpu"):
         with torch.device(name):
@@ -134,12 +137,12 @@ def side_stream(work: Callable[[], torch.Tensor], *, waits: bool) -> list[float]
     return found.cpu().tolist()
 
 
-def test_who_waits_for_another_stream_reads_what_that_wrote(card: Card) -> None:
+def test_a_stream_that_waits_for_another_reads_what_that_wrote(card: Card) -> None:
     assert side_stream(lambda: torch.ones(2, device="cuda"), waits=True) == [1, 1]
 
 
 @lazy
-def test_who_does_not_wait_reads_what_was_there_before(card: Card) -> None:
+def test_a_stream_that_does_not_wait_reads_what_was_there_before(card: Card) -> None:
     assert str(side_stream(lambda: torch.ones(2, device="cuda"), waits=False)) == "[nan, nan]"
 
 
@@ -189,7 +192,7 @@ def test_an_event_recorded_again_is_waited_for_as_it_was(card: Card) -> None:
     x.add_(1)
     event.record()
     event.synchronize()
-    assert x.data_here.tolist() == [2, 2]
+    assert data_of(x).tolist() == [2, 2]
 
 
 def test_an_event_is_passed_when_what_is_before_it_is_done(card: Card) -> None:
@@ -235,7 +238,7 @@ def test_a_graph_that_runs_reads_what_another_stream_writes_to_its_inputs(card: 
     assert (first.item(), second.item()) == (1, 7)
 
 
-def test_who_waits_while_a_stream_is_captured_is_refused(card: Card) -> None:
+def test_a_wait_is_refused_while_a_stream_is_captured(card: Card) -> None:
     x, event, stream = torch.ones(3, device="cuda"), torch.cuda.Event(), torch.cuda.Stream()
     event.record()
     waits = (x.cpu, event.query, event.synchronize, event.wait, event.record, stream.synchronize)
@@ -260,7 +263,8 @@ def test_graphs_of_one_pool_overwrite_each_others_memory(card: Card, shares: boo
     stream, outs = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
         given_back.append(torch.empty(3, device="cuda"))
-    for graph, pool, work in zip(graphs, pools, (lambda: (x + 1) * 2, lambda: x * 4), strict=True):
+    works: list[Callable[[], torch.Tensor]] = [lambda: (x + 1) * 2, lambda: x * 4]
+    for graph, pool, work in zip(graphs, pools, works, strict=True):
         with torch.cuda.graph(graph, pool, stream):
             given_back.clear()
             outs.append(work())  # the second one gets the memory of x + 1
@@ -281,8 +285,14 @@ def test_an_error_stays(card: Card) -> None:
         torch.cuda.synchronize()
 
 
-@triton.jit
-def _double(x, out, n, N: tl.constexpr):
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Without waiting for what is still to be done with it."""
+    assert isinstance(tensor, CardTensor)
+    return tensor.data_here
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _double(x: Any, out: Any, n: Any, N: tl.constexpr) -> None:
     at = tl.arange(0, N)
     tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
@@ -291,7 +301,7 @@ def _double(x, out, n, N: tl.constexpr):
 def test_kernels_wait_for_their_turn(card: Card) -> None:
     x, out = torch.zeros(5, device="cuda"), torch.zeros(5, device="cuda")
     _double[(1,)](x, out, 5, N=8, launch_pdl=True)
-    assert out.data_here.isnan().all()
+    assert data_of(out).isnan().all()
     x.fill_(3)
     assert out.tolist() == [0, 0, 0, 0, 0]
     for others in ((x, torch.zeros(5)), (torch.zeros(5), torch.zeros(5))):
@@ -337,7 +347,7 @@ def test_any_schedule_gives_what_the_order_says(data: st.DataObject) -> None:
             streams.put(made[i], streams.mark(made[other]).reach)
             behind[i] |= behind[other]
         before.append(set(behind[i]))
-        streams.put(made[i], lambda piece=piece: done.append(piece))
+        streams.put(made[i], partial(done.append, piece))
         behind[i] |= {piece}
         if data.draw(st.booleans()):
             streams.tick()

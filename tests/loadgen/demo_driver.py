@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo` and `demo-fleet` with engine and gateway replaced by fake_program.py. Runs as a script."""
+"""`warmroute-loadgen demo` and `demo-fleet`; fake_program.py replaces engine and gateway. Runs as a script."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def fake_module(name: str, *flags: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    run.CompareSettings = fleet.CompareSettings = QuickSettings  # type: ignore[misc]
+    run.CompareSettings = fleet.CompareSettings = QuickSettings  # type: ignore[attr-defined]
     stack.module_command = fake_module
     main(sys.argv[1:])

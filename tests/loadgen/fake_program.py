@@ -1,4 +1,4 @@
-"""Stands for `python -m MODULE` in tests of the demo: same flags, same ready line, no torch. Runs as a script."""
+"""Replaces `python -m MODULE` in tests of the demo: same flags, same ready line, no torch. Runs as a script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeProgram(ScriptedGateway):
 
 
 class ReadyGateway(FakeProgram):
-    """Ready a moment after it listens, as a gateway that loads its registry first; administered at the same port."""
+    """Ready a moment after it listens, like a gateway that loads its registry; its only port has administration too."""
 
     def further_lines(self) -> list[str]:
         return [f"administration on {self.url}"]

@@ -1,4 +1,4 @@
-"""An OpenAI-like gateway over pods that exist only here: a serial prefill, an LRU prefix cache, faults on demand."""
+"""An OpenAI-like gateway over simulated pods: a serial prefill, an LRU prefix cache, faults on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
@@ -30,7 +30,7 @@ class ScriptedPod:
     prefill: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def serve(self, words: list[str]) -> int:
-        """Cached tokens of the prompt, after the time its prefill takes."""
+        """Wait for the prefill of the prompt; return its cached tokens."""
         async with self.prefill:
             keys = [hash(tuple(words[: i + BLOCK_WORDS])) for i in range(0, len(words) - BLOCK_WORDS + 1, BLOCK_WORDS)]
             hits = len(list(itertools.takewhile(self.blocks.__contains__, keys)))
@@ -45,7 +45,7 @@ class ScriptedPod:
 
 @dataclass
 class ScriptedGateway:
-    """`fault` looks at a request's body and names what goes wrong with it, or None."""
+    """`fault` takes a request's body and returns the name of a fault, or None."""
 
     pods: int = 4
     pool_blocks: int = 200
@@ -65,7 +65,7 @@ class ScriptedGateway:
         self._turn = itertools.count()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[ScriptedGateway]:
+    async def running(self) -> AsyncIterator[Self]:
         """Serve on a real socket."""
         app = web.Application()
         self.add_routes(app)
@@ -80,7 +80,7 @@ class ScriptedGateway:
             await runner.cleanup()
 
     def add_routes(self, app: web.Application) -> None:
-        """What it serves."""
+        """Add the served paths."""
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/reset_prefix_cache", self._reset)
         app.router.add_post("/v1/chat/completions", self._chat)

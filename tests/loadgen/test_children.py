@@ -43,7 +43,7 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-async def test_all_are_stopped_on_leaving_even_those_that_ignore_term(tmp_path: Path):
+async def test_all_are_stopped_on_leaving_even_those_that_ignore_term(tmp_path: Path) -> None:
     with Children(tmp_path / "logs", grace_s=0.3) as children:
         for i, argv in enumerate([SERVES, IGNORES_TERM, SERVES]):
             await children.start(f"child-{i}", argv).wait_line(re.compile("listening"), 5)
@@ -53,14 +53,14 @@ async def test_all_are_stopped_on_leaving_even_those_that_ignore_term(tmp_path: 
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_what_a_child_started_is_stopped_with_it(tmp_path: Path):
+async def test_what_a_child_started_is_stopped_with_it(tmp_path: Path) -> None:
     with Children(tmp_path, grace_s=1.0) as children:
         child = children.start("parent", ["sh", "-c", "sleep 60 & echo listening on $!; wait"])
         grandchild = int((await child.wait_line(READY, 5))[1])
     assert wait_gone([grandchild])
 
 
-async def test_an_exception_stops_them_too(tmp_path: Path):
+async def test_an_exception_stops_them_too(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def breaks() -> None:
@@ -75,7 +75,7 @@ async def test_an_exception_stops_them_too(tmp_path: Path):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_the_ready_line(tmp_path: Path):
+async def test_the_ready_line(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         child = children.start("child", SERVES)
         assert (await child.wait_line(READY, 5))[1] == "somewhere"
@@ -83,7 +83,7 @@ async def test_the_ready_line(tmp_path: Path):
             await child.wait_line(re.compile("never said"), 0.1)
 
 
-async def test_an_early_death_is_reported_with_the_end_of_the_log(tmp_path: Path):
+async def test_an_early_death_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         child = children.start("engine-1", ["sh", "-c", "seq 100; echo no model here >&2; exit 3"])
         with pytest.raises(ChildDied, match=r"engine-1 ended unexpectedly \(status 3\)") as error:
@@ -94,12 +94,12 @@ async def test_an_early_death_is_reported_with_the_end_of_the_log(tmp_path: Path
     assert str(tmp_path / "engine-1.log") in str(error.value)
 
 
-async def test_a_program_that_does_not_exist_is_named(tmp_path: Path):
+async def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with Children(tmp_path) as children, pytest.raises(ChildDied, match=r"engine could not be started: .*no-such"):
         children.start("engine", ["/no-such-program"])
 
 
-async def test_run_to_the_end(tmp_path: Path):
+async def test_run_to_the_end(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         await children.run("ok", ["true"], None, 5)
         with pytest.raises(ChildDied, match="bad ended unexpectedly"):
@@ -112,7 +112,7 @@ async def test_run_to_the_end(tmp_path: Path):
     assert not psutil.pid_exists(pids[0])
 
 
-async def test_guard_gives_the_result_or_says_who_died(tmp_path: Path):
+async def test_guard_gives_the_result_or_says_which_child_died(tmp_path: Path) -> None:
     cancelled = asyncio.Event()
 
     async def work(for_s: float) -> str:
@@ -134,7 +134,7 @@ async def test_guard_gives_the_result_or_says_who_died(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
-def test_killing_the_parent_kills_the_children(tmp_path: Path):
+def test_killing_the_parent_kills_the_children(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import time
@@ -158,7 +158,7 @@ def test_killing_the_parent_kills_the_children(tmp_path: Path):
 
 
 def session_niceness(pid: int) -> int | None:
-    """The niceness of the session of a process; None where the kernel does not schedule by session."""
+    """Return the niceness of the session of a process; None if the kernel does not schedule by session."""
     told = Path(f"/proc/{pid}/autogroup")
     if not told.exists():
         return None
@@ -166,8 +166,8 @@ def session_niceness(pid: int) -> int | None:
     return int(found[1]) if found else None
 
 
-async def test_a_lower_priority_counts_against_other_sessions(tmp_path: Path):
-    """Each child has a session of its own, and Linux shares the cores between sessions before it looks at processes."""
+async def test_a_lower_priority_counts_against_other_sessions(tmp_path: Path) -> None:
+    """Each child has its own session, and Linux shares the cores between sessions before it considers processes."""
     with Children(tmp_path, grace_s=0.3) as children:
         started = [children.start(f"child-{i}", SERVES, niceness=niceness) for i, niceness in enumerate([0, 4, 4, 4])]
         for child, niceness in zip(started, [0, 4, 4, 4], strict=True):

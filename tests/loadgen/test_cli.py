@@ -1,4 +1,4 @@
-"""The command line as users meet it."""
+"""The command line as users see it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     return int(exit_.value.code or 0), captured.out, captured.err
 
 
-def test_help_names_commands_flags_units_and_defaults(capsys: pytest.CaptureFixture[str]):
+def test_help_names_commands_flags_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(["--help"], capsys)[:2] == (0, outcome([], capsys)[1])
     _, out, _ = outcome(["--help"], capsys)
     assert all(command in out for command in COMMANDS)
@@ -43,7 +43,9 @@ def test_help_names_commands_flags_units_and_defaults(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_refuses_what_it_does_not_know(command: str, capsys: pytest.CaptureFixture[str]):
+def test_every_command_has_help_and_refuses_what_it_does_not_know(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = outcome([command, "--help"], capsys)
     assert (status, bool(out)) == (0, True)
     status, _, err = outcome([command, "--no-such-flag", "1"], capsys)
@@ -51,7 +53,7 @@ def test_every_command_has_help_and_refuses_what_it_does_not_know(command: str, 
     assert "no-such-flag" in err
 
 
-def test_the_generator_starts_without_torch():
+def test_the_generator_starts_without_torch() -> None:
     code = "import sys, importlib, loadgen.__main__ as m"
     code += "; [importlib.import_module(m.module_of(c)) for c in m.COMMANDS]"
     code += "; assert not {'torch', 'matplotlib'} & sys.modules.keys()"
@@ -72,7 +74,7 @@ def test_the_generator_starts_without_torch():
         (["demo", "--pods", "0"], "--pods: got '0'"),
     ],
 )
-def test_bad_flags_are_refused_by_name(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_flags_are_refused_by_name(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = outcome(argv, capsys)
     assert status == 2
     assert says in err

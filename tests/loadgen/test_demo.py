@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--block-s", "0.3", "--total-s", "30", "--pods", "2"]
-# Two demos at once must not write over each other's output.
+# Two demos at once must not overwrite each other's output.
 _NUMBERS = itertools.count(1)
 
 
 class Demo:
-    """A running demo with everything it starts and makes findable."""
+    """A running demo; it notes its processes so that a test can find them."""
 
     def __init__(
         self, tmp_path: Path, *flags: str, redis_url: str | None = None, command: str = "demo", scratch: str = "scratch"
@@ -62,20 +63,20 @@ class Demo:
         self.look()
 
     def look(self) -> None:
-        """Remember every process it has."""
+        """Remember every process of the demo."""
         self.seen |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
 
     def wait(self, timeout_s: float = 60.0) -> int:
         return self.process.wait(timeout_s)
 
     def leaves_nothing(self) -> bool:
-        """No process of its own and nothing in the temporary folder."""
+        """Return whether no process of the demo is left, and nothing in the temporary folder."""
         return not any(psutil.pid_exists(pid) for pid in self.seen) and not list(self.scratch.iterdir())
 
 
 @contextmanager
-def running(tmp_path: Path, *flags: str, **more: Any):
-    """A demo that is killed at the end if it still runs."""
+def running(tmp_path: Path, *flags: str, **more: Any) -> Iterator[Any]:
+    """Yield a demo and kill it at the end if it still runs."""
     demo = Demo(tmp_path, *flags, **more)
     try:
         yield demo
@@ -84,7 +85,7 @@ def running(tmp_path: Path, *flags: str, **more: Any):
         demo.process.wait(10)
 
 
-def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
+def test_two_demos_at_once_each_with_its_report(tmp_path: Path) -> None:
     with running(tmp_path, "--policies", "round_robin,predicted_ttft") as one:
         one.wait_said("starting 2 engines")
         with running(tmp_path, "--policies", "round_robin,predicted_ttft") as other:
@@ -109,8 +110,8 @@ def test_two_demos_at_once_each_with_its_report(tmp_path: Path):
         assert one.leaves_nothing()
 
 
-def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path):
-    """A socket's path has at most some hundred bytes."""
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path) -> None:
+    """The path of a socket has at most about a hundred bytes."""
     with running(tmp_path, scratch="a temporary folder with a long name " * 4) as demo:
         demo.wait_said("gateway is ready")
         (elsewhere,) = {
@@ -138,7 +139,7 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path):
         ("stopping the children", signal.SIGINT),
     ],
 )
-def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path: Path, moment: str, number: signal.Signals):
+def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path: Path, moment: str, number: signal.Signals) -> None:
     with running(tmp_path, "--policies", "round_robin,predicted_ttft") as demo:
         demo.wait_said(moment)
         demo.process.send_signal(number)
@@ -148,7 +149,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path: Path, moment: str, 
         assert "Traceback" not in demo.said.read_text()
 
 
-def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path):
+def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path) -> None:
     with running(tmp_path) as demo:
         demo.wait_said("gateway is ready")
         redis = next(p for p in psutil.Process(demo.process.pid).children() if "redis" in p.name())
@@ -158,7 +159,7 @@ def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path):
         assert demo.leaves_nothing()
 
 
-def test_a_given_redis_is_used_and_left_running(tmp_path: Path, redis_server: RedisServer):
+def test_a_given_redis_is_used_and_left_running(tmp_path: Path, redis_server: RedisServer) -> None:
     with running(tmp_path, redis_url=redis_server.url) as demo:
         demo.wait_said("gateway is ready")
         assert "redis-server is ready" not in demo.said.read_text()
@@ -169,7 +170,7 @@ def test_a_given_redis_is_used_and_left_running(tmp_path: Path, redis_server: Re
         assert client.ping()
 
 
-def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path):
+def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path) -> None:
     wanted = tmp_path / "out" / "demo"
     with claim_folder(wanted) as first, claim_folder(wanted) as second:
         assert first == wanted
@@ -178,7 +179,7 @@ def test_a_folder_in_use_is_left_to_its_user(tmp_path: Path):
         assert again == wanted
 
 
-def test_the_rate_loads_slow_and_fast_machines_alike():
+def test_the_rate_loads_slow_and_fast_machines_alike() -> None:
     slow, fast = Pace(2.0, 0.5, 3.0), Pace(0.2, 0.05, 0.3)
     assert slow.session_rate(3) == pytest.approx(fast.session_rate(3) / 10)
     assert 3 * slow.session_rate(3) * (0.6 * 2.0 + 0.5) == pytest.approx(UTILISATION)

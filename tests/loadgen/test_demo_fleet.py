@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo-fleet` with stand-ins for the programs, and that the programs take what it gives them."""
+"""`warmroute-loadgen demo-fleet` with fakes for the programs; the real programs accept the flags that it gives them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.loadgen.test_demo import running
 FAST = ["--prompt-tokens", "300", "--tenants", "4", "--output-tokens", "4", "--request-rate", "20"]
 
 
-def test_a_fleet_is_compared_and_reported(tmp_path: Path):
+def test_a_fleet_is_compared_and_reported(tmp_path: Path) -> None:
     with running(tmp_path, *FAST, "--policies", "round_robin,predicted_ttft", command="demo-fleet") as demo:
         demo.wait_said("starting 2 emulated h100-8b engines")
         assert demo.wait(60) == 0, demo.said.read_text()
@@ -33,7 +33,7 @@ def test_a_fleet_is_compared_and_reported(tmp_path: Path):
 
 
 @pytest.mark.parametrize("profile", list(PROFILES))
-def test_the_engine_starts_with_the_flags_it_is_given(tmp_path: Path, profile: str):
+def test_the_engine_starts_with_the_flags_it_is_given(tmp_path: Path, profile: str) -> None:
     engines = emulated_engines(profile)
     assert make_checkpoint(["--out", str(tmp_path / "model"), *engines.checkpoint]) == 0
     flags = ["--model", str(tmp_path / "model"), *engines.flags]
@@ -44,7 +44,7 @@ def test_the_engine_starts_with_the_flags_it_is_given(tmp_path: Path, profile: s
     assert loaded.text.max_model_len == min(131_072, loaded.blocks * settings.block_size)
 
 
-def test_the_traffic_is_what_the_flags_say():
+def test_the_traffic_is_what_the_flags_say() -> None:
     settings = FleetSettings(tenants=3, prompt_tokens=500, output_tokens=7, seed=5)
     _, workload = make_plan(
         CompareSettings.model_validate(settings.traffic(GatewayUrls("http://gateway", "http://admin")))
@@ -56,7 +56,7 @@ def test_the_traffic_is_what_the_flags_say():
     assert {len(session.turns) for session in sessions} == {1, 2}
 
 
-def test_blocks_and_report_fit_the_time_left():
+def test_blocks_and_report_fit_the_time_left() -> None:
     amount = amount_within(160.0, 4, block_s=20.0, rate=12.0)
     assert amount["session_rate"] == 12.0
     assert amount["sessions"] / 12.0 <= 20.0
@@ -75,6 +75,6 @@ def test_blocks_and_report_fit_the_time_left():
         (["--pool-tokens", "8000"], "flag --pool-tokens is unknown"),
     ],
 )
-def test_settings_are_refused_by_name(flags: list[str], message: str):
+def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FleetSettings.load(flags, prog="warmroute-loadgen demo-fleet", environ={})

@@ -28,12 +28,12 @@ except KeyboardInterrupt:
 
 
 def ignore_hangups() -> None:
-    """As nohup does."""
+    """Ignore SIGHUP, as nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def hear_hangups() -> None:
-    """As in a terminal, also if the tests themselves run under nohup."""
+    """Handle SIGHUP as in a terminal, even if the tests themselves run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -47,7 +47,7 @@ def hear_hangups() -> None:
     ],
 )
 def test_work_cleans_up(number: signal.Signals, prepare: Callable[[], None] | None, said: str) -> None:
-    """Work that hears nothing of the signal ends with its input."""
+    """Work that ignores the signal ends with its input."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,

@@ -62,16 +62,16 @@ class Collector:
             return dict(json.load(answer))
 
     def spans(self, trace_id: str) -> list[Got]:
-        """Those of one trace."""
+        """Return the spans of one trace."""
         return [Got(**span) for span in self.everything()["spans"] if span["trace_id"] == trace_id]
 
     def metrics(self, service: str) -> list[dict[str, Any]]:
-        """The last metrics that a service has sent."""
+        """Return the last metrics that a service has sent."""
         sent = [one["metrics"] for one in self.everything()["metrics"] if one["resource"]["service.name"] == service]
         return list(sent[-1]) if sent else []
 
     def tries(self) -> int:
-        """How often anything was sent, taken or not."""
+        """Return how often something was sent, accepted or not."""
         return int(self.everything()["tries"])
 
     def wait(self, is_there: Callable[[], bool], deadline_s: float = 30.0) -> None:
@@ -213,7 +213,7 @@ def _serve() -> None:
                 self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     class Traces(trace_grpc.TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:

@@ -10,7 +10,7 @@ from tests.otel.collector import Collector, running_collector
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of whoever runs the tests are no part of them."""
+    """Remove the OTEL_* variables of the environment in which the tests run."""
     for name in os.environ:
         if name.startswith("OTEL_"):
             monkeypatch.delenv(name)

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from engine.contract.otel import w3c
 from engine.contract.otel.environment import GRPC, HTTP, OtelSettings, from_environment
 from engine.contract.otel.sampling import NAMES, Sampling, sampling_of
-from engine.contract.otel.tracer import Kind, Span, Tracer
+from engine.contract.otel.tracer import Span, SpanKind, Tracer
 from engine.contract.settings import ConfigError
 
 IDS = st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1)
@@ -45,7 +45,7 @@ def test_what_is_sent_is_read_again(trace_id: int, span_id: int, flags: int, sta
 @example("00-" + "0" * 32 + "-b7ad6b7169203331-01")
 @example("00-0af7651916cd43dd8448eb211c80319c-" + "0" * 16 + "-01")
 @example(PARENT.upper())
-def test_a_header_is_believed_where_the_sdk_believes_it(text: str) -> None:
+def test_a_header_is_accepted_if_the_sdk_accepts_it(text: str) -> None:
     mine = w3c.read(headers(("Traceparent", text)))
     context = TraceContextTextMapPropagator().extract({"traceparent": text})
     spans = [span.get_span_context() for span in context.values() if hasattr(span, "get_span_context")]
@@ -138,7 +138,7 @@ def test_an_error_names_the_variable_and_the_remedy(name: str, value: str, remed
         from_environment(environ)
 
 
-def test_who_sends_may_be_named() -> None:
+def test_the_environment_may_name_the_sender() -> None:
     assert from_environment({"OTEL_SERVICE_NAME": "front"}).service_name == "front"
     assert from_environment({"OTEL_RESOURCE_ATTRIBUTES": "a=b,service.name=my%20front"}).service_name == "my front"
     assert from_environment({}) == OtelSettings()
@@ -151,7 +151,7 @@ def test_a_sink_that_fails_costs_its_spans_and_is_logged_once(caplog: pytest.Log
     tracer = Tracer(Sampling(), fails)
     trace = tracer.begin(headers())
     for _ in range(3):
-        tracer.end([Span("a", Kind.SERVER, trace, trace.span_id, 0, 0, 1)])
+        tracer.end([Span("a", SpanKind.SERVER, trace, trace.span_id, 0, 0, 1)])
     assert len([record for record in caplog.records if "could not be made" in record.message]) == 1
 
 

@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 
 from engine.contract.otel import running
 from engine.contract.otel.running import tracing
-from engine.contract.otel.tracer import Kind, Span, Trace, Tracer
+from engine.contract.otel.tracer import Span, SpanKind, Trace, Tracer
 from engine.contract.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from tests.e2e.programs import Program
@@ -37,7 +37,7 @@ def use(monkeypatch: pytest.MonkeyPatch, collector: Collector, protocol: str, **
 
 
 def wait_for_threads() -> None:
-    """Until those that send have ended, so that none is left to another test."""
+    """Wait until the sending threads have ended, so that none runs on into another test."""
     for thread in threading.enumerate():
         if thread.name.startswith(("telemetry-", "Otel")):
             thread.join(30.0)
@@ -49,9 +49,9 @@ def told(tracer: Tracer | None, count: int) -> Trace:
     assert tracer is not None
     trace = tracer.begin(CIMultiDict(tracestate="ignored"))
     parts = [
-        Span(f"part {i}", Kind.CLIENT, trace, trace.child_id(), trace.span_id, 1, 2, {"i": i}) for i in range(count)
+        Span(f"part {i}", SpanKind.CLIENT, trace, trace.child_id(), trace.span_id, 1, 2, {"i": i}) for i in range(count)
     ]
-    tracer.end([Span("whole", Kind.SERVER, trace, trace.span_id, 0, 1, 3, {"said": "x"}, error="late"), *parts])
+    tracer.end([Span("whole", SpanKind.SERVER, trace, trace.span_id, 0, 1, 3, {"said": "x"}, error="late"), *parts])
     return trace
 
 
@@ -124,7 +124,7 @@ async def test_a_queue_smaller_than_a_batch_is_a_clear_error(
             pass
 
 
-def test_a_program_ends_with_status_2_where_a_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_ends_with_status_2_if_a_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
     command = [sys.executable, "-m", "router", "--engines", "http://127.0.0.1:9", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from engine.contract.otel.sampling import Sampling
-from engine.contract.otel.tracer import Kind, Span, Tracer
+from engine.contract.otel.tracer import Span, SpanKind, Tracer
 from router.parts import ROOM
 from router.telemetry.log import REQUESTS
 from tests.router.gateway.helpers import (
@@ -45,13 +45,13 @@ class Seen(list[Span]):
     sampling = Sampling()
 
     def request(self) -> Span:
-        (own,) = [span for span in self if span.kind is Kind.SERVER]
+        (own,) = [span for span in self if span.kind is SpanKind.SERVER]
         return own
 
     def attempts(self) -> list[Span]:
-        """In the order in which they began; each under the request's span, and within its time."""
+        """Return the attempts' spans in order of time. Each must be under the request's span, and within its time."""
         own = self.request()
-        found = sorted((span for span in self if span.kind is Kind.CLIENT), key=lambda span: span.start_ns)
+        found = sorted((span for span in self if span.kind is SpanKind.CLIENT), key=lambda span: span.start_ns)
         for span in found:
             assert (span.parent_id, span.trace.trace_id) == (own.span_id, own.trace.trace_id)
             assert own.start_ns <= span.start_ns <= span.end_ns <= own.end_ns
@@ -123,7 +123,7 @@ async def test_a_request_of_nobodys_trace_begins_one(seen: Seen, sent: dict[str,
     async with running(engine) as gateway:
         await gateway.post(STREAM, **sent)
         await gateway.post(STREAM, **sent)
-    first, second = [span for span in seen if span.kind is Kind.SERVER]
+    first, second = [span for span in seen if span.kind is SpanKind.SERVER]
     assert first.parent_id == second.parent_id == 0
     assert first.trace.trace_id != second.trace.trace_id
     assert "tracestate" not in engine.received[0].headers
@@ -271,5 +271,5 @@ async def test_a_request_that_waits_says_how_long(seen: Seen) -> None:
         await asyncio.sleep(0.02)
         release.set()
         assert [reply.status for reply in await asyncio.gather(*calls)] == [200, 200]
-    waited = sorted(float(str(span.attributes["warmroute.queue_s"])) for span in seen if span.kind is Kind.SERVER)
+    waited = sorted(float(str(span.attributes["warmroute.queue_s"])) for span in seen if span.kind is SpanKind.SERVER)
     assert waited[0] == 0 < waited[1]

@@ -96,7 +96,7 @@ async def test_metrics_come_again_and_again_and_a_collector_that_hangs_stops_not
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "1000")
     monkeypatch.setattr(otel, "LAST_S", 0.2)
-    registry, asked = CollectorRegistry(), []
+    registry, asked = CollectorRegistry(), list[None]()
     tally, times = Tally("many", "how many", ("of",)), Distribution("seconds", "how long", (), (0.1, 1.0))
     registry.register(tally)
     registry.register(times)

@@ -26,36 +26,36 @@ TTL_S = 600.0
 
 
 class ScriptedServer:
-    """What gateways need of Redis, in this process, with the faults that Redis has."""
+    """The parts of Redis that gateways need, in this process, with Redis's faults."""
 
     def __init__(self, ahead_s: float = 1e9) -> None:
-        """`ahead_s`: of its clock before the loop's."""
+        """`ahead_s`: how far its clock is ahead of the loop's, in seconds."""
         self.ahead_s = ahead_s
         self.entries: list[tuple[int, bytes]] = []
-        """With the number of each: its id."""
+        """Each entry with its number, which is its id."""
         self.beliefs: dict[str, bytes] = {}
         self.is_away = False
         self.loses = 0
-        """Messages that it confirms next, and loses."""
+        """How many of the next messages it confirms but loses."""
         self.delay_s = 0.0
-        """Until the next message reaches it."""
+        """Seconds until the next message reaches it."""
         self._last = 0
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time() + self.ahead_s
 
     def trim(self) -> None:
-        """The stream is gone."""
+        """Empty the stream."""
         self.entries.clear()
 
     def flush(self) -> None:
-        """Everything is."""
+        """Remove everything."""
         self.entries.clear()
         self.beliefs.clear()
 
 
 class ScriptedWire:
-    """A BeliefWire."""
+    """A BeliefWire to a scripted server."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self._server = server
@@ -126,13 +126,13 @@ def _number(entry_id: bytes) -> int:
 
 
 class Beliefs:
-    """A BeliefSink: an index, and who is in flight."""
+    """A BeliefSink with an index and the requests in flight."""
 
     def __init__(self, pods: Sequence[PodId]) -> None:
         self.index = PrefixIndex()
         self.pods = set(pods)
         self.in_flight: dict[str, tuple[PodId, bool]] = {}
-        """Of others: request -> its pod, and whether it has begun."""
+        """Other gateways' requests: request -> its pod, and whether it has begun."""
         self.heard: list[tuple[PodId, str, Keys, int, float]] = []
 
     def knows(self, pod: PodId) -> bool:
@@ -201,7 +201,7 @@ class End:
         self._tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.reader.run())]
 
     async def kill(self) -> None:
-        """It is gone without a word."""
+        """End it without a last message."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -210,7 +210,7 @@ class End:
             await wire.close()
 
     async def stop(self) -> None:
-        """It ends as it should."""
+        """Stop it regularly."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -218,7 +218,7 @@ class End:
         await self._wires[1].close()
 
     def route(self, pod: PodId, keys: Keys, *, tokens: int = 100) -> int:
-        """A request goes there; its number."""
+        """Send a request to the pod, and return its number."""
         now_s = asyncio.get_running_loop().time()
         self.sink.index.speculate(pod, keys, now_s, TTL_S)
         return self.notebook.routed(
@@ -226,17 +226,17 @@ class End:
         )
 
     def undo(self, pod: PodId, keys: Keys, number: int, sent_at_s: float) -> None:
-        """It never ran."""
+        """Report that the request never ran."""
         self.notebook.ended(number, asyncio.get_running_loop().time())
         self.notebook.undone(pod, tuple(self.sink.index.retract(pod, keys)), sent_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held: int) -> None:
-        """An answer said that the pod held less."""
+        """Report that an answer showed that the pod held less."""
         now_s = asyncio.get_running_loop().time()
         self.sink.refuted(pod, keys, held, now_s)
         self.notebook.refuted(pod, keys, held, 0, now_s)
 
     def forget(self, pod: PodId) -> None:
-        """The pod was emptied."""
+        """Report that the pod was emptied."""
         self.sink.index.drop(pod)
         self.notebook.forgotten(pod, asyncio.get_running_loop().time(), is_sure=True)

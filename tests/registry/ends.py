@@ -1,4 +1,5 @@
-"""Both ends of the registry for tests: an engine that only holds and publishes keys, a gateway that only follows."""
+"""Both ends of the registry for tests: an engine that only holds and publishes keys, and a gateway that only
+follows."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class FakeEngine:
 
 
 class Gateway:
-    """A reader, its index and the loads it was told."""
+    """A reader, its index and the loads that it received."""
 
     def __init__(self, server: RedisServer, *, stride: int = 256) -> None:
         self.index = PrefixIndex()
@@ -83,7 +84,7 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def _at_work(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """`work` goes on within it."""
+    """Run `work` while the block lasts."""
     task = asyncio.create_task(work)
     try:
         yield

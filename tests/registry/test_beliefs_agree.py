@@ -1,6 +1,6 @@
-"""Whatever happens to Redis or to gateways: after a quiet while, all of them believe the same.
+"""Whatever happens to Redis or to gateways: after a quiet time, all of them believe the same.
 
-In virtual time, before a scripted server. What gateways do is compared with one index to which all of it happened.
+In virtual time, with a scripted server. The gateways are compared with one index that gets all events.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.registry.belief_ends import TTL_S, End, ScriptedServer, ScriptedWire
 PODS = [PodId("a"), PodId("b")]
 QUIET_S = 8.0
 WRITTEN_S = 45.0
-"""By then all that has changed has been written: what was in a trimmed stream is known to new gateways again."""
+"""By then all changes are written, so new gateways know again what was in a trimmed stream."""
 PHASES = (Phase.explicit, Phase.generate)
-"""A failing example takes seconds, and thousands of shorter ones minutes."""
+"""Without shrinking: a failing example takes seconds, and thousands of shorter ones take minutes."""
 
 
 def chain(text: str) -> Keys:
@@ -46,7 +46,7 @@ DEEDS: Any = st.one_of(
 
 
 class Play:
-    """Three gateways, any of which may be replaced, and the index to which all happens that they do."""
+    """Three gateways, any of which may be replaced, and the index that gets all their events."""
 
     def __init__(self, backlog_bytes: int = 2**20) -> None:
         self.server = ScriptedServer()
@@ -119,7 +119,7 @@ def believed(index: PrefixIndex) -> dict[PodId, set[int]]:
 
 
 def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -> list[dict[PodId, set[int]]]:
-    """What each gateway believes in the end, a new one too."""
+    """Return what each gateway, and a new one, believes in the end."""
 
     async def run() -> list[dict[PodId, set[int]]]:
         await play.begin()
@@ -150,7 +150,7 @@ def test_gateways_know_what_one_would_know_that_did_it_all(deeds: list[tuple[Any
 
 
 def deeds_of(seed: int) -> tuple[list[tuple[Any, ...]], int]:
-    """Random deeds and faults, and bytes of the gateways' backlogs: the same for a seed on every machine."""
+    """Return random deeds and faults, and the size of the gateways' backlogs in bytes; a seed always gives the same."""
     rng = random.Random(seed)
     names = ("route", "route", "undo", "refute", "forget", "wait", "lose", "trim", "flush", "away", "kill", "stop")
 
@@ -189,7 +189,7 @@ def check_they_agree(deeds: list[tuple[Any, ...]], backlog_bytes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1000, 1015))
 def test_gateways_agree_again_after_any_fault(seed: int) -> None:
-    """A backlog that is too small for what comes while Redis is away is one of the faults."""
+    """One of the faults is a backlog that is too small for the time while Redis is down."""
     check_they_agree(*deeds_of(seed))
 
 
@@ -199,7 +199,7 @@ def test_an_emptied_pod_is_told_again_when_the_message_was_lost(backlog_bytes: i
 
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.2, 2.0])
-def test_what_never_ran_is_not_believed_where_the_message_of_it_was_slow(delay_s: float) -> None:
-    """The time of a message is that of its coming to Redis, so a slow one seems to tell of a later request."""
+def test_a_request_that_never_ran_counts_for_nothing_even_if_its_message_was_slow(delay_s: float) -> None:
+    """A message has the time at which Redis got it, so a slow one seems to be about a later request."""
     for found in played(Play(), [("undo", 0, "a", chain("ab"), delay_s)]):
         assert not any(found.values())

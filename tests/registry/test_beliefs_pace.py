@@ -1,8 +1,9 @@
-"""When gateways tell each other: where requests went at once, within a bound; the rest in batches."""
+"""When gateways tell each other: requests' pods at once, within a bound; the rest soon, or in batches."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 
 import looptime
@@ -14,7 +15,17 @@ from engine.contract.keys import prefix_keys
 from router.registry.beliefs import Ended, Life, Routed
 from router.registry.beliefs_codec import decode
 from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_pace import BURST, REST_S, ROUTED_S, Pace, rest_s, routed_s
+from router.registry.beliefs_pace import (
+    BURST,
+    LINGER_S,
+    REST_S,
+    ROUTED_S,
+    Pace,
+    ReadPace,
+    read_s,
+    rest_s,
+    routed_s,
+)
 from router.routing.types import PodId
 from tests.registry.belief_ends import End, ScriptedServer, ScriptedWire
 
@@ -24,7 +35,7 @@ GATEWAYS = st.integers(2, 1000)
 
 
 def played(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]]:
-    """Requests that come after these gaps: how late each is told, and when messages are sent."""
+    """Play requests with these gaps; return how late each is told, and when messages are sent."""
     pace, late_s, sent_s = Pace(), list[float](), list[float]()
     waiting: list[float] = []
     now_s = 0.0
@@ -63,10 +74,32 @@ def test_a_burst_is_told_at_once() -> None:
 
 
 @given(GATEWAYS)
-def test_all_gateways_together_send_no_more_than_before_where_they_are_many(gateways: int) -> None:
+def test_many_gateways_together_send_no_more_than_before(gateways: int) -> None:
     assert routed_s(gateways) <= rest_s(gateways)
     assert routed_s(gateways) == min(ROUTED_S * gateways, rest_s(gateways))
     assert rest_s(gateways) >= REST_S
+
+
+@given(GATEWAYS, st.lists(st.floats(1e-5, 0.01), min_size=1, max_size=200))
+def test_ends_are_told_early_only_while_ways_can_still_be_told_at_once(gateways: int, gaps_s: list[float]) -> None:
+    pace, now_s, early, last_s = Pace(), 0.0, 0, -math.inf
+    for gap_s in gaps_s:
+        oldest_s, now_s = now_s, now_s + gap_s
+        due_s = pace.due_s(oldest_s, None, gateways)
+        assert due_s <= max(oldest_s + LINGER_S, last_s + rest_s(gateways)) + 1e-9, "no later than in batches"
+        if due_s <= now_s:
+            early += now_s < last_s + rest_s(gateways)
+            last_s = now_s
+            pace.sent(now_s, gateways, tells_ways=False)
+        assert pace.due_s(None, now_s, gateways) <= now_s + 1e-9
+    assert early <= BURST / 2 + 1 + now_s / routed_s(gateways)
+
+
+def test_ends_wait_where_ways_take_all_messages() -> None:
+    pace, now_s = Pace(), 1.0
+    for _ in range(BURST):
+        pace.sent(now_s, 4, tells_ways=True)
+    assert pace.due_s(now_s, None, 4) == pytest.approx(now_s + BURST / 2 * routed_s(4))
 
 
 def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
@@ -88,8 +121,8 @@ def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
 
 
 @pytest.mark.parametrize("quiet_s", [0.0, 0.02, 1.0])
-def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_in_a_batch(quiet_s: float) -> None:
-    """Whatever it told before."""
+def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_soon(quiet_s: float) -> None:
+    """This holds whatever the gateway told before."""
 
     async def run() -> None:
         server = ScriptedServer()
@@ -112,7 +145,7 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_in_a_batch(qui
                 if isinstance(event, Routed | Ended) and event.number == number
             }
             assert told[Routed] - routed_at_s < 0.004
-            assert 0.04 < told[Ended] - routed_at_s <= REST_S + 0.005
+            assert told[Ended] - ended_at_s < LINGER_S + 0.004, "there is room for more messages"
         finally:
             await end.kill()
 
@@ -121,3 +154,43 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_in_a_batch(qui
         loop.run_until_complete(run())
     finally:
         loop.close()
+
+
+def read(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]]:
+    """Play messages with these gaps, for a reader whose reads take no time; return how late each is read, and when
+    reads were answered."""
+    pace, late_s, answered_s, reads_from_s = ReadPace(), list[float](), list[float](), -math.inf
+    waiting = list(itertools.accumulate(gaps_s))
+    while waiting:
+        now_s = max(waiting[0], reads_from_s)
+        late_s += [now_s - at_s for at_s in waiting if at_s <= now_s]
+        waiting = [at_s for at_s in waiting if at_s > now_s]
+        answered_s.append(now_s)
+        reads_from_s = now_s + pace.pause_s(now_s, gateways)
+    return late_s, answered_s
+
+
+@given(st.lists(st.floats(0.0, 0.05), max_size=100), GATEWAYS)
+def test_what_comes_is_read_soon_and_reads_are_bounded(gaps_s: list[float], gateways: int) -> None:
+    late_s, answered_s = read(gaps_s, gateways)
+    assert all(late <= read_s(gateways) + 1e-9 for late in late_s)
+    for i, first_s in enumerate(answered_s):
+        for j in range(i, len(answered_s)):
+            assert (j - i - BURST) * read_s(gateways) <= answered_s[j] - first_s + 1e-6
+
+
+@given(st.lists(st.floats(0.0, 0.5), max_size=60), GATEWAYS)
+def test_what_comes_no_more_often_than_reads_are_paid_for_is_read_at_once(gaps_s: list[float], gateways: int) -> None:
+    assert max(read([gap_s + read_s(gateways) for gap_s in gaps_s], gateways)[0], default=0.0) <= 1e-9
+
+
+def test_after_a_flood_it_is_soon_as_before() -> None:
+    every_s = read_s(4)
+    late_s, _ = read([*[every_s / 20] * 1000, 2 * BURST * every_s, *[every_s] * 50], 4)
+    assert max(late_s[:1000]) > 0.5 * every_s
+    assert max(late_s[1000:]) <= 1e-9
+
+
+@given(GATEWAYS)
+def test_all_gateways_together_read_no_more_than_redis_bears(gateways: int) -> None:
+    assert gateways / read_s(gateways) <= 1600.0 + 1e-6

@@ -1,15 +1,15 @@
-"""Which delta follows: whatever comes twice, late or never."""
+"""Which delta follows, whatever comes twice, late or never."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.contract.events import Kind, RegistryMessage
+from engine.contract.events import MessageKind, RegistryMessage
 from engine.contract.load import LoadReport
 from router.registry.feed import PodFeed, Verdict
 
 
-def message(kind: Kind, epoch: int, seq: int) -> RegistryMessage:
+def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
     return RegistryMessage(kind, 256, epoch, seq, LoadReport())
 
 
@@ -17,7 +17,7 @@ def message(kind: Kind, epoch: int, seq: int) -> RegistryMessage:
     ("epoch", "seq", "verdict"),
     [
         (1, 5, Verdict.APPLY),
-        (1, 4, Verdict.SKIP),  # the last one once more
+        (1, 4, Verdict.SKIP),  # the last one again
         (1, 1, Verdict.SKIP),
         (1, 6, Verdict.RESYNC),
         (2, 5, Verdict.RESYNC),
@@ -26,10 +26,10 @@ def message(kind: Kind, epoch: int, seq: int) -> RegistryMessage:
 )
 def test_what_becomes_of_a_delta(epoch: int, seq: int, verdict: Verdict) -> None:
     feed = PodFeed("llama")
-    delta = message(Kind.DELTA, epoch, seq)
+    delta = message(MessageKind.DELTA, epoch, seq)
     assert feed.judge(delta) is Verdict.RESYNC, "nothing is loaded yet"
-    feed.applied(message(Kind.SNAPSHOT, 1, 3), now_s=0.0)
-    feed.applied(message(Kind.DELTA, 1, 4), now_s=0.0)
+    feed.applied(message(MessageKind.SNAPSHOT, 1, 3), now_s=0.0)
+    feed.applied(message(MessageKind.DELTA, 1, 4), now_s=0.0)
     assert feed.judge(delta) is verdict
     feed.lost()
     assert feed.judge(delta) is Verdict.RESYNC

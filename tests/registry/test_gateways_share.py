@@ -1,4 +1,4 @@
-"""Gateways before engines that publish nothing share what they know of them, over a real Redis."""
+"""Gateways share what they know of engines that publish nothing, over a real Redis."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -33,7 +35,7 @@ class SmallCache(ScriptedEngine):
         self._turn = asyncio.Lock()
         self.prompt_tokens = self.cached_tokens = 0
         self.stays = False
-        """When the gateway that it was started for ends."""
+        """Whether it outlives the gateway that it was started for."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -66,11 +68,24 @@ async def gateways(
     redis_server: RedisServer, count: int, *engines: ScriptedEngine, **settings: object
 ) -> AsyncIterator[list[Gateway]]:
     async with contextlib.AsyncExitStack() as stack:
-        values = {"policy": "predicted_ttft", "redis_url": redis_server.url, "queue_timeout_s": 0, **settings}
+        values: dict[str, Any] = {
+            "policy": "predicted_ttft",
+            "redis_url": redis_server.url,
+            "queue_timeout_s": 0,
+            **settings,
+        }
         started = [await stack.enter_async_context(running(*engines, **values)) for _ in range(count)]
         for gateway in started:
-            await eventually(lambda gateway=gateway: len(sharing(gateway).status().gateways) >= count - 1)
+            await eventually(partial(hears_of, gateway, count - 1))
         yield started
+
+
+def hears_of(gateway: Gateway, others: int) -> bool:
+    return len(sharing(gateway).status().gateways) >= others
+
+
+def believe_alike(one: Gateway, other: Gateway) -> bool:
+    return believed(one) == believed(other)
 
 
 def sharing(gateway: Gateway) -> Sharing:
@@ -99,14 +114,15 @@ async def ask(gateway: Gateway, prompt: str, **fields: object) -> None:
 
 
 async def hit_rate(redis_server: RedisServer, count: int) -> float:
-    """Of the same requests over so many gateways in turn, each of which the others have heard of before the next."""
+    """Return the hit rate of the same requests over `count` gateways in turn. Each request waits until all gateways
+    know of the one before."""
     engines = [SmallCache(180) for _ in range(2)]
     async with gateways(redis_server, count, *engines, policy="cache_aware") as started:
         for i, prompt in enumerate(prompts(1, 40, prefixes=6, blocks=12)):
             asked = started[i % count]
             await ask(asked, prompt)
             for gateway in started:
-                await eventually(lambda gateway=gateway, asked=asked: believed(gateway) == believed(asked), 60.0)
+                await eventually(partial(believe_alike, gateway, asked), 60.0)
     return sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines)
 
 

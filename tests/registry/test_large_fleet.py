@@ -1,4 +1,4 @@
-"""The registry where the fleet is large: engines publish less often, gateways read more at a time, nothing is lost."""
+"""The registry with a large fleet: engines publish less often, gateways read more at a time, nothing is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 import redis
 
-from engine.contract.events import Kind, RegistryMessage, Tier, encode
+from engine.contract.events import MessageKind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET, Periods, periods
@@ -23,7 +23,7 @@ from tests.registry.ends import LEASE_S, MODEL, FakeEngine, Gateway
 LARGE = 1000
 
 
-async def test_engines_of_a_large_fleet_come_to_the_same_index(redis_server: RedisServer):
+async def test_engines_of_a_large_fleet_come_to_the_same_index(redis_server: RedisServer) -> None:
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(3)]
     silent = {PodId(f"silent-{i}"): MODEL for i in range(2 * SMALL_FLEET)}
     gateway = Gateway(redis_server)
@@ -41,7 +41,7 @@ async def test_engines_of_a_large_fleet_come_to_the_same_index(redis_server: Red
         assert await gateway.reader.wait_warm(5.0)
 
 
-async def test_an_engine_of_a_large_fleet_keeps_its_lease_and_hears_wishes(redis_server: RedisServer):
+async def test_an_engine_of_a_large_fleet_keeps_its_lease_and_hears_wishes(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher.follow_pace(LARGE)
     assert engine.publisher._periods.heartbeat_s <= LEASE_S / 2, "gateways drop whom they do not hear for a lease"
@@ -59,7 +59,7 @@ async def test_an_engine_of_a_large_fleet_keeps_its_lease_and_hears_wishes(redis
 
 
 @pytest.mark.looptime
-async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServer):
+async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServer) -> None:
     publisher = FakeEngine(redis_server, "a", epoch=1).publisher
     publisher._lease_s = 15.0
     publisher.follow_pace(1000)
@@ -75,36 +75,40 @@ async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServe
     assert publisher._periods == Periods()
 
 
-async def test_a_gateway_replays_a_long_stream_in_pages(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+async def test_a_gateway_replays_a_long_stream_in_pages(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stream, "PAGE_ENTRIES", 3)
     monkeypatch.setattr(reader, "LOADS_AT_A_TIME", 2)
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(5)]
     with redis.Redis.from_url(redis_server.url) as client:
-        for engine in engines:  # a snapshot of nothing, and everything in the stream behind it
-            snapshot = RegistryMessage(Kind.SNAPSHOT, 256, 1, 0, LoadReport())
+        for engine in engines:  # an empty snapshot, and everything in the stream after it
+            snapshot = RegistryMessage(MessageKind.SNAPSHOT, 256, 1, 0, LoadReport())
             client.set(snapshot_key(MODEL, engine.pod), encode(snapshot), ex=60)
         for seq in range(1, 12):
             for number, engine in enumerate(engines):
                 key = PrefixKey(1000 * number + seq)
                 engine.keys[key] = Tier.GPU
-                delta = RegistryMessage(Kind.DELTA, 256, 1, seq, LoadReport(), (), ((key,), (), ()))
+                delta = RegistryMessage(MessageKind.DELTA, 256, 1, seq, LoadReport(), (), ((key,), (), ()))
                 client.xadd(stream_key(MODEL), {"p": engine.pod, "d": encode(delta)})
         async with Gateway(redis_server).following(*engines) as gateway:
             await gateway.wait_equal(*engines)
             assert gateway.reader.status().resyncs == 0
 
 
-async def test_life_is_told_of_what_is_new_and_not_of_what_is_replayed(redis_server: RedisServer):
+async def test_life_is_told_of_what_is_new_and_not_of_what_is_replayed(redis_server: RedisServer) -> None:
     lives: list[tuple[PodId, int]] = []
     gateway = Gateway(redis_server)
     gateway.reader._on_life = lambda pod, epoch: lives.append((pod, epoch))
     with redis.Redis.from_url(redis_server.url) as client:
 
         def delta(seq: int) -> bytes:
-            return encode(RegistryMessage(Kind.DELTA, 256, 7, seq, LoadReport(running=seq)))
+            return encode(RegistryMessage(MessageKind.DELTA, 256, 7, seq, LoadReport(running=seq)))
 
         ghost = FakeEngine(redis_server, "ghost", epoch=7)
-        client.set(snapshot_key(MODEL, "ghost"), encode(RegistryMessage(Kind.SNAPSHOT, 256, 7, 0, LoadReport())), ex=60)
+        client.set(
+            snapshot_key(MODEL, "ghost"), encode(RegistryMessage(MessageKind.SNAPSHOT, 256, 7, 0, LoadReport())), ex=60
+        )
         client.xadd(stream_key(MODEL), {"p": "ghost", "d": delta(1)})
         async with gateway.following(ghost):
             await wait_until(lambda: ghost.pod in gateway.loads and gateway.loads[ghost.pod].running == 1)
@@ -114,7 +118,7 @@ async def test_life_is_told_of_what_is_new_and_not_of_what_is_replayed(redis_ser
             assert lives == [(ghost.pod, 7)]
 
 
-async def test_odd_entries_are_no_end(redis_server: RedisServer):
+async def test_odd_entries_are_no_end(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})
@@ -128,7 +132,7 @@ async def test_odd_entries_are_no_end(redis_server: RedisServer):
         await gateway.wait_equal(engine)
 
 
-async def test_a_registry_whose_only_speaker_has_left_has_expired(redis_server: RedisServer):
+async def test_a_registry_whose_only_speaker_has_left_has_expired(redis_server: RedisServer) -> None:
     speaker, dead = FakeEngine(redis_server, "speaker", epoch=1), FakeEngine(redis_server, "dead", epoch=1)
     async with Gateway(redis_server).following(speaker, dead) as gateway, speaker.running():
         async with dead.running():

@@ -1,4 +1,4 @@
-"""What answers have taught outlives the gateway that they taught: a record in Redis that a new one begins with."""
+"""What answers have taught outlives the gateway that learnt it: a record in Redis from which a new gateway starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,7 +80,7 @@ def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
 
 
 class Source:
-    """What one gateway knows."""
+    """The knowledge of one gateway."""
 
     def __init__(self, **learnt: Learnt) -> None:
         self.known: dict[str, Learnt | None] = {**learnt}
@@ -96,7 +97,7 @@ class Source:
 
 
 async def loaded(redis: RedisServer) -> dict[str, Learnt]:
-    """What a gateway begins with."""
+    """Return what a gateway starts with."""
     source = Source()
     sync = LearntSync(redis.url, source)
     await sync.load()
@@ -134,7 +135,7 @@ async def test_what_is_learnt_is_written_while_the_gateway_runs(redis_server: Re
 async def test_old_and_broken_records_are_passed_over(redis_server: RedisServer) -> None:
     async with Redis.from_url(redis_server.url) as redis:
         now_s = (await redis.time())[0]
-        records = {
+        records: dict[Any, Any] = {
             "old": encode_learnt(RECORD, now_s - KEPT_S - 60),
             "ahead": encode_learnt(RECORD, now_s + KEPT_S + 60),
             "broken": b"{",

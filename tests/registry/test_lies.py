@@ -1,4 +1,4 @@
-"""Engines and gateways that publish what cannot be: it costs one pod its report, and nobody anything else."""
+"""Engines and gateways that publish impossible values: one pod loses its report, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.contract.events import DecodeError, Kind, RegistryMessage, Tier, decode, encode
+from engine.contract.events import DecodeError, MessageKind, RegistryMessage, Tier, decode, encode
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, StepCost
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, snapshot_key, stream_key
 from router.registry import reader, share_sync
@@ -33,15 +33,17 @@ def client_of(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 LIES = [
-    encode(RegistryMessage(Kind.DELTA, 256, 1, 2, LoadReport(cost=StepCost(token_s=float("inf"))))),
-    encode(RegistryMessage(Kind.DELTA, 256, 1, 2, LoadReport(cost=StepCost(base_s=float("nan"))))),
+    encode(RegistryMessage(MessageKind.DELTA, 256, 1, 2, LoadReport(cost=StepCost(token_s=float("inf"))))),
+    encode(RegistryMessage(MessageKind.DELTA, 256, 1, 2, LoadReport(cost=StepCost(base_s=float("nan"))))),
     b"",
     b"\xff" * 300,
 ]
 
 
 @pytest.mark.parametrize("lie", LIES, ids=["infinite", "not a number", "empty", "noise"])
-async def test_a_pod_that_lies_costs_itself_its_report_and_the_others_nothing(redis_server: RedisServer, lie: bytes):
+async def test_a_pod_that_lies_costs_itself_its_report_and_the_others_nothing(
+    redis_server: RedisServer, lie: bytes
+) -> None:
     liar, honest = FakeEngine(redis_server, "liar", epoch=1), FakeEngine(redis_server, "honest", epoch=1)
     async with liar.running(), honest.running(), Gateway(redis_server).following(liar, honest) as gateway:
         for engine in (liar, honest):
@@ -52,11 +54,11 @@ async def test_a_pod_that_lies_costs_itself_its_report_and_the_others_nothing(re
         await wait_until(lambda: gateway.reader.status().refused + gateway.reader.status().unknown > 0)
         honest.change({77: Tier.GPU})
         liar.change({78: Tier.GPU})
-        await gateway.wait_equal(liar, honest)  # the liar by its next snapshot
+        await gateway.wait_equal(liar, honest)  # the liar's keys come with its next snapshot
         assert gateway.loads[PodId("honest")].running == 11
 
 
-async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: RedisServer):
+async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: RedisServer) -> None:
     honest = FakeEngine(redis_server, "honest", epoch=1)
     ghost = FakeEngine(redis_server, "ghost", epoch=1)
     with client_of(redis_server) as client:
@@ -71,7 +73,7 @@ async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: Red
         assert PodId("ghost") not in gateway.loads
 
 
-async def test_snapshots_are_read_a_few_at_a_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch):
+async def test_snapshots_are_read_a_few_at_a_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "SNAPSHOTS_AT_A_TIME", 2)
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(7)]
     async with contextlib.AsyncExitStack() as stack:
@@ -85,9 +87,9 @@ async def test_snapshots_are_read_a_few_at_a_time(redis_server: RedisServer, mon
 @settings(max_examples=300)
 @given(st.binary(min_size=LOAD_REPORT_BYTES, max_size=LOAD_REPORT_BYTES), st.floats(0, 100), st.integers(0, 10**6))
 def test_whatever_is_believed_of_a_load_can_be_looked_at(noise: bytes, later_s: float, tokens: int) -> None:
-    """Also where the costs are plain: of noise, next to no float is small."""
+    """This also holds if the costs are constant: next to noise, no float is small."""
     for report in (noise, noise[:-40] + struct.pack("<5d", *(abs(byte) / 256 for byte in noise[-5:]))):
-        data = bytearray(encode(RegistryMessage(Kind.DELTA, 256, 1, 1, LoadReport())))
+        data = bytearray(encode(RegistryMessage(MessageKind.DELTA, 256, 1, 1, LoadReport())))
         data[24 : 24 + LOAD_REPORT_BYTES] = report
         try:
             load = decode(bytes(data)).load

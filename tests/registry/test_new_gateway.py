@@ -1,4 +1,4 @@
-"""A gateway that has just started knows what those before it know: what pods hold, and what answers have taught."""
+"""A gateway that has just started knows what earlier ones know: what pods hold, and what answers have taught."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from typing import Any
 
 import orjson
 import pytest
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from engine.contract.redis_client import connect
 from engine.contract.redis_keys import LEARNT_KEY
-from router.app import FLEET, INDEX, STATUS
+from router.parts import FLEET, INDEX, STATUS
 from router.registry.learnt import decode_learnt
 from tests.redis_server import RedisServer
 from tests.registry.test_gateways_share import believed, sharing
@@ -23,23 +24,23 @@ from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventua
 
 BLOCK = 32
 TOKENS_PER_BYTE = 0.42
-"""Not the 0.25 that a gateway takes for granted, by far."""
+"""Far from the 0.25 that a gateway assumes."""
 PREFIXES, PREFIX_BYTES, REQUESTS = 8, 1540, 96
-"""Six keys of 107 tokens, and each prompt a few more. A prefix is asked for twelve times on end, every second time at
-the same engine."""
+"""A prefix has six keys of 107 tokens, and each prompt adds a few more. Each prefix is requested twelve times in a row,
+every second time from the same engine."""
 BLOCKS = 280
-"""Of each engine, 8,960 tokens: room for all prefixes and the ends of a hundred prompts. Who takes 43 tokens of a key
-for the prompt's own finds it full four times over."""
+"""Blocks of each engine, 8,960 tokens: room for all prefixes and the ends of a hundred prompts. If 43 tokens of each
+key were counted as the prompt's own, the cache would seem full four times over."""
 
 
 class FullCache(ScriptedEngine):
-    """An engine as vLLM is: it publishes nothing, tells how many tokens it holds, and evicts block by block."""
+    """An engine like vLLM: it publishes nothing, tells how many tokens it holds, and evicts block by block."""
 
     def __init__(self) -> None:
         super().__init__(None, self._complete)
         self._cache: OrderedDict[object, None] = OrderedDict()
         self.stays = True
-        """When the gateway that it was started for ends."""
+        """Whether it outlives the gateway that it was started for."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -81,7 +82,7 @@ async def engines() -> AsyncIterator[list[FullCache]]:
 
 @contextlib.asynccontextmanager
 async def gateway(redis: RedisServer, both: list[FullCache]) -> AsyncIterator[Gateway]:
-    """One that is ready and knows what the engines can hold."""
+    """Yield a gateway that is ready and knows the engines' capacity."""
     async with running(*both, policy="round_robin", redis_url=redis.url, queue_timeout_s=0) as started:
         await eventually(lambda: started.app[STATUS].is_warm)
         await eventually(lambda: all(pod.facts.kv_capacity_tokens for pod in started.app[FLEET].pods("m")))
@@ -95,7 +96,7 @@ async def ask(gateway: Gateway, prompt: str) -> None:
 
 
 async def predicted(gateway: Gateway, prompt: str) -> tuple[int, dict[str, int]]:
-    """Tokens of the prompt, and how many of them each pod holds, as the gateway thinks."""
+    """Return the gateway's estimate of the prompt's tokens, and of how many of them each pod holds."""
     said = (await gateway.post({"model": "m", "prompt": prompt}, path="/v1/route/explain")).json
     return said["prompt_tokens_estimated"], {pod["pod"]: pod["view"]["matched_tokens"] for pod in said["pods"]}
 
@@ -105,8 +106,8 @@ PREFIX_TEXTS = [f"{i:03}" + random.Random(i).randbytes(PREFIX_BYTES // 2).hex() 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["after", "beside"])
 async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: RedisServer, stays: bool) -> None:
-    """It believes the same of each pod, though it has seen no answer and so cannot know what a key stands for; it has
-    the same constants of the pods' speed and caches, and predicts the same."""
+    """It believes the same of each pod, though it has seen no answer and so cannot know the tokens per key. It has the
+    same constants of the pods' speed and caches, and makes the same predictions."""
     rng = random.Random(5)
     async with engines() as both, contextlib.AsyncExitStack() as stack:
         old = await stack.enter_async_context(gateway(redis_server, both))
@@ -120,7 +121,7 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
         if stays:
             async with connect(redis_server.url) as redis:
                 for _ in range(600):
-                    data = await redis.hget(LEARNT_KEY, "m")
+                    data: Any = await redis.hget(LEARNT_KEY, "m")
                     if data is not None and decode_learnt(data)[0].speeds == {"unknown": pool}:
                         break
                     await asyncio.sleep(0.1)

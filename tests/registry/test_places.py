@@ -1,4 +1,4 @@
-"""Where conversations are: a bounded memory that forgets, and what Redis adds to it."""
+"""Where conversations are: a bounded memory that forgets, with Redis behind it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9)) | st.floats(0, PLACE_TTL_S), max_size=25))
 def test_the_latest_are_known_until_they_end(steps: list[tuple[str, int] | float]) -> None:
-    """Beside a dict of all that was told, with its time."""
+    """Compare with a dict of all that was stored, with its time."""
     clock = Clock()
     memory, model = Places(clock), dict[str, tuple[Place, float]]()
     for step in steps:
@@ -50,9 +50,9 @@ def test_the_latest_are_known_until_they_end(steps: list[tuple[str, int] | float
         kept = dict(list(model.items())[-3:])
         assert len(memory) <= 3
         for name in "abcdef":
-            place, until_s = kept.get(name, (None, 0.0))
-            assert memory.known(name) == (place if clock.now_s < until_s else None)
-        model = {name: told for name, told in kept.items() if clock.now_s < told[1]}
+            told = kept.get(name)
+            assert memory.known(name) == (told[0] if told and clock.now_s < told[1] else None)
+        model = {name: put for name, put in kept.items() if clock.now_s < put[1]}
 
 
 async def test_others_hear_of_it_through_redis_and_nonsense_is_nothing(redis_server: RedisServer) -> None:
@@ -69,6 +69,13 @@ async def test_others_hear_of_it_through_redis_and_nonsense_is_nothing(redis_ser
             await asyncio.sleep(0.01)
         assert await two.find("resp_0") == place
         assert 0 < await redis.ttl(place_key("resp_0")) <= PLACE_TTL_S
+        one.forget("resp_1")
+        one.forget("of_nobody")
+        assert one.known("resp_1") is None
+        while await Places(Clock(), redis).find("resp_1") is not None:
+            assert asyncio.get_running_loop().time() < deadline_s
+            await asyncio.sleep(0.01)
+        assert await Places(Clock(), redis).find("of_nobody") is None
         for i, nonsense in enumerate((b"", b"7", b"{", b'{"pod":1,"model":"m","tenant":"t"}', b'{"pod":"a","x":1}')):
             await redis.set(place_key(f"bad{i}"), nonsense)
             assert await two.find(f"bad{i}") is None

@@ -10,7 +10,7 @@ import random
 import pytest
 import redis
 
-from engine.contract.events import Kind, RegistryMessage, Tier, encode
+from engine.contract.events import MessageKind, RegistryMessage, Tier, encode
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.periods import Periods
@@ -21,7 +21,7 @@ from tests.redis_server import RedisServer
 from tests.registry.ends import LEASE_S, MODEL, FakeEngine, Gateway
 
 
-async def test_changes_reach_the_index(redis_server: RedisServer):
+async def test_changes_reach_the_index(redis_server: RedisServer) -> None:
     a, b = FakeEngine(redis_server, "a", epoch=1), FakeEngine(redis_server, "b", epoch=2)
     async with a.running(), b.running(), Gateway(redis_server).following(a, b) as gateway:
         a.change(dict.fromkeys(range(100), Tier.GPU))
@@ -34,39 +34,39 @@ async def test_changes_reach_the_index(redis_server: RedisServer):
         await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
 
 
-async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(redis_server: RedisServer):
+async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher._periods = Periods(heartbeat_s=1000.0)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         await wait_until(lambda: engine.pod in gateway.loads)
-        engine.keys[PrefixKey(1)] = Tier.GPU  # its load is the number of its keys, and no change of keys is offered
+        engine.keys[PrefixKey(1)] = Tier.GPU  # its load counts its keys, but no change is published
         await wait_until(lambda: gateway.loads[engine.pod].running == 1)
-        with redis.Redis.from_url(redis_server.url) as client:  # the publisher itself counts when Redis has answered
+        with redis.Redis.from_url(redis_server.url) as client:  # the publisher counts only after Redis's answer
             sent = client.xlen(stream_key(MODEL))
             await asyncio.sleep(0.5)
             assert client.xlen(stream_key(MODEL)) == sent
 
 
-async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer):
+async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as first:
         engine.change(dict.fromkeys(range(1000), Tier.GPU))
         await first.wait_equal(engine)
-        engine.change({5000: Tier.GPU}, removed={0, 1})  # after the snapshot: lies in the stream alone
+        engine.change({5000: Tier.GPU}, removed={0, 1})  # after the snapshot: only in the stream
         await first.wait_equal(engine)
         async with Gateway(redis_server).following(engine) as second:
             assert await second.reader.wait_warm(5.0)
             await second.wait_equal(engine)
 
 
-async def test_warm_at_once_where_nobody_publishes(redis_server: RedisServer):
+async def test_a_gateway_is_warm_at_once_if_no_engine_publishes(redis_server: RedisServer) -> None:
     async with Gateway(redis_server).following(FakeEngine(redis_server, "silent", epoch=1)) as gateway:
         assert await gateway.reader.wait_warm(5.0)
         assert not gateway.reader.reports(PodId("silent"))
         assert not gateway.reader.expired
 
 
-async def test_not_warm_while_redis_is_away(redis_server: RedisServer):
+async def test_not_warm_while_redis_is_away(redis_server: RedisServer) -> None:
     redis_server.stop()
     async with Gateway(redis_server).following(FakeEngine(redis_server, "a", epoch=1)) as gateway:
         assert not await gateway.reader.wait_warm(0.3)
@@ -74,7 +74,7 @@ async def test_not_warm_while_redis_is_away(redis_server: RedisServer):
         assert "Redis" in (gateway.reader.status().last_error or "")
 
 
-async def test_heartbeats_renew_a_lease(redis_server: RedisServer):
+async def test_heartbeats_renew_a_lease(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     key = snapshot_key(MODEL, engine.pod)
     with redis.Redis.from_url(redis_server.url) as client:
@@ -85,15 +85,15 @@ async def test_heartbeats_renew_a_lease(redis_server: RedisServer):
 
             def is_renewed() -> bool:
                 left_ms.append(client.pttl(key))
-                return left_ms[-1] > left_ms[-2]
+                return bool(left_ms[-1] > left_ms[-2])
 
             await wait_until(is_renewed)
             assert client.get(key) == b""
         assert not client.exists(key), "given up at the end"
 
 
-async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer):
-    """A model that nobody serves any more must not fill a Redis that evicts nothing."""
+async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer) -> None:
+    """A model that is no longer served must not fill a Redis that evicts nothing."""
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher._periods = Periods(snapshot_s=0.1)
     async with engine.running():
@@ -104,7 +104,7 @@ async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer):
     assert all(seconds > 0 for seconds in left.values()), left
 
 
-async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisServer):
+async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change(dict.fromkeys(range(10), Tier.GPU))
@@ -117,7 +117,7 @@ async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisSe
         assert feed.synced
 
 
-async def test_a_trimmed_stream_is_mended_by_a_snapshot_on_demand(redis_server: RedisServer):
+async def test_a_trimmed_stream_is_mended_by_a_snapshot_on_demand(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as first:
@@ -132,7 +132,7 @@ async def test_a_trimmed_stream_is_mended_by_a_snapshot_on_demand(redis_server: 
             assert engine.publisher.stats.snapshots > snapshots
 
 
-async def test_a_restarted_engine_begins_empty(redis_server: RedisServer):
+async def test_a_restarted_engine_begins_empty(redis_server: RedisServer) -> None:
     old = FakeEngine(redis_server, "a", epoch=1)
     gateway = Gateway(redis_server)
     async with gateway.following(old):
@@ -145,17 +145,17 @@ async def test_a_restarted_engine_begins_empty(redis_server: RedisServer):
             await gateway.wait_equal(new)
 
 
-async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_server: RedisServer):
+async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})
         await gateway.wait_equal(engine)
-        delta = encode(RegistryMessage(Kind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
+        delta = encode(RegistryMessage(MessageKind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
         gateway.reader._take((engine.pod.encode(), delta, b""))
         assert not gateway.held(engine.pod)
 
 
-async def test_a_lost_connection_costs_no_lease(redis_server: RedisServer):
+async def test_a_lost_connection_costs_no_lease(redis_server: RedisServer) -> None:
     engine, gateway = FakeEngine(redis_server, "a", epoch=1), Gateway(redis_server)
     gateway.reader._lease_s = 1000.0
     async with engine.running(), gateway.following(engine):
@@ -167,7 +167,7 @@ async def test_a_lost_connection_costs_no_lease(redis_server: RedisServer):
         await gateway.wait_equal(engine)
 
 
-async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: RedisServer):
+async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: RedisServer) -> None:
     dying, living = FakeEngine(redis_server, "a", epoch=1), FakeEngine(redis_server, "b", epoch=1)
     async with living.running(), Gateway(redis_server).following(dying, living) as gateway:
         async with dying.running():
@@ -181,7 +181,7 @@ async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: R
         assert not gateway.reader.expired
 
 
-async def test_flushall_is_survived(redis_server: RedisServer):
+async def test_flushall_is_survived(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change(dict.fromkeys(range(100), Tier.GPU))
@@ -194,7 +194,7 @@ async def test_flushall_is_survived(redis_server: RedisServer):
             await late.wait_equal(engine)
 
 
-async def test_redis_stopped_and_restarted(redis_server: RedisServer):
+async def test_redis_stopped_and_restarted(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change(dict.fromkeys(range(100), Tier.GPU))
@@ -211,7 +211,7 @@ async def test_redis_stopped_and_restarted(redis_server: RedisServer):
         assert gateway.reader.status().connected
 
 
-async def test_an_overflowing_publisher_drops_its_backlog_and_snapshots(redis_server: RedisServer):
+async def test_an_overflowing_publisher_drops_its_backlog_and_snapshots(redis_server: RedisServer) -> None:
     redis_server.stop()
     engine = FakeEngine(redis_server, "a", epoch=1, pending=1000)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
@@ -223,7 +223,7 @@ async def test_an_overflowing_publisher_drops_its_backlog_and_snapshots(redis_se
         await gateway.wait_equal(engine)
 
 
-async def test_overflow_while_connected_leaves_a_hole_every_reader_sees(redis_server: RedisServer):
+async def test_overflow_while_connected_leaves_a_hole_every_reader_sees(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1, pending=1000)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})
@@ -233,7 +233,7 @@ async def test_overflow_while_connected_leaves_a_hole_every_reader_sees(redis_se
         await gateway.wait_equal(engine)
 
 
-async def test_another_stride_is_refused_and_named(redis_server: RedisServer):
+async def test_another_stride_is_refused_and_named(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1, stride=128)
     async with engine.running(), Gateway(redis_server, stride=256).following(engine) as gateway:
         engine.change({1: Tier.GPU})
@@ -243,7 +243,7 @@ async def test_another_stride_is_refused_and_named(redis_server: RedisServer):
 
 async def test_a_defect_met_in_one_message_does_not_end_the_registry(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})
@@ -262,7 +262,7 @@ async def test_a_defect_met_in_one_message_does_not_end_the_registry(
         assert calls
 
 
-async def test_a_pod_that_leaves_the_fleet_leaves_the_index(redis_server: RedisServer):
+async def test_a_pod_that_leaves_the_fleet_leaves_the_index(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})
@@ -274,7 +274,7 @@ async def test_a_pod_that_leaves_the_fleet_leaves_the_index(redis_server: RedisS
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_any_mix_of_changes_and_faults_ends_in_agreement(redis_server: RedisServer, seed: int):
+async def test_any_mix_of_changes_and_faults_ends_in_agreement(redis_server: RedisServer, seed: int) -> None:
     rng = random.Random(seed)
     engines = [FakeEngine(redis_server, f"pod-{i}", epoch=i, pending=300) for i in range(4)]
     gateway = Gateway(redis_server)

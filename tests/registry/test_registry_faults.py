@@ -1,4 +1,4 @@
-"""Faults that do not pass by themselves: a demoted server that stays connected, defects, engines set up wrongly."""
+"""Faults that do not pass by themselves: a demoted server that stays connected, defects, misconfigured engines."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.redis_server import RedisServer
 from tests.registry.ends import LEASE_S, MODEL, FakeEngine, Gateway
 
 
-async def test_a_publisher_leaves_a_server_that_was_demoted(redis_server: RedisServer):
+async def test_a_publisher_leaves_a_server_that_was_demoted(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change(dict.fromkeys(range(10), Tier.GPU))
         await gateway.wait_equal(engine)
         with redis_server.replaced() as old:
-            old.replicaof("127.0.0.1", 1)  # it lives on, and refuses writes
+            old.replicaof("127.0.0.1", 1)  # it goes on running, and refuses writes
             engine.change({500: Tier.GPU}, removed={1})
             await gateway.wait_equal(engine)
 
 
-async def test_a_gateway_leaves_a_server_where_all_are_silent(redis_server: RedisServer):
+async def test_a_gateway_leaves_a_server_on_which_all_engines_are_silent(redis_server: RedisServer) -> None:
     before, after = FakeEngine(redis_server, "a", epoch=1), FakeEngine(redis_server, "a", epoch=2)
     async with Gateway(redis_server).following(before) as gateway:
         async with before.running():
@@ -46,21 +46,23 @@ async def test_a_gateway_leaves_a_server_where_all_are_silent(redis_server: Redi
                 await gateway.wait_equal(after)
 
 
-async def test_a_gateway_is_connected_though_all_are_silent(redis_server: RedisServer):
+async def test_a_gateway_is_connected_though_all_are_silent(redis_server: RedisServer) -> None:
     async with Gateway(redis_server).following(FakeEngine(redis_server, "silent", epoch=1)) as gateway:
         await wait_until(lambda: gateway.reader.status().connected)
         with redis.Redis.from_url(redis_server.url) as client:
             connections = client.info("stats")["total_connections_received"]
             began_s = asyncio.get_running_loop().time()
             while client.info("stats")["total_connections_received"] == connections:
-                assert asyncio.get_running_loop().time() - began_s < LEASE_S + 5, "it began afresh for want of news"
+                assert asyncio.get_running_loop().time() - began_s < LEASE_S + 5, (
+                    "the gateway connected anew because it heard nothing"
+                )
                 assert gateway.reader.status().connected
                 await asyncio.sleep(0.01)
 
 
-async def test_a_publisher_survives_a_defect(redis_server: RedisServer, caplog: pytest.LogCaptureFixture):
+async def test_a_publisher_survives_a_defect(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
-    load, calls = engine.publisher._load, []
+    load, calls = engine.publisher._load, list[None]()
 
     def fails_often() -> LoadReport:
         calls.append(None)
@@ -80,7 +82,7 @@ async def test_a_publisher_survives_a_defect(redis_server: RedisServer, caplog: 
 @pytest.mark.parametrize("side", ["engine", "gateway"])
 async def test_an_error_behind_another_is_logged(
     redis_server: RedisServer, side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     engine, gateway = FakeEngine(redis_server, "a", epoch=1), Gateway(redis_server)
     errors = [RedisAway("away"), RedisAway("away"), AuthenticationError("wrong password"), RedisAway("away")]
 
@@ -101,7 +103,7 @@ async def test_an_error_behind_another_is_logged(
     assert [["away" in text, "wrong password" in text] for text in told] == [[True, False], [False, True]]
 
 
-def test_an_outage_of_ever_new_errors_is_not_told_without_end():
+def test_an_outage_of_ever_new_errors_is_not_told_without_end() -> None:
     outage = Outage()
     told = [outage.is_news(RedisAway(f"error {i}")) for i in range(100)]
     assert told[0]
@@ -110,7 +112,7 @@ def test_an_outage_of_ever_new_errors_is_not_told_without_end():
     assert outage.is_news(RedisAway("error 0"))
 
 
-async def test_two_engines_of_one_id_are_named_and_cost_little(redis_server: RedisServer):
+async def test_two_engines_of_one_id_are_named_and_cost_little(redis_server: RedisServer) -> None:
     engine, twin = (FakeEngine(redis_server, "a", epoch=epoch) for epoch in (1, 2))
     gateway = Gateway(redis_server)
     clock = asyncio.get_running_loop().time
@@ -131,7 +133,7 @@ async def test_two_engines_of_one_id_are_named_and_cost_little(redis_server: Red
 
 async def test_engines_of_another_stride_are_named_once_each(
     redis_server: RedisServer, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     engines = [FakeEngine(redis_server, f"pod-{i}", epoch=1, stride=128) for i in range(3)]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -147,7 +149,7 @@ async def test_engines_of_another_stride_are_named_once_each(
     assert len(told) == len(set(told)) == len(engines)
 
 
-async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer):
+async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     ahead = b"99999999999999-0"  # by a clock that Redis no longer has
     with redis.Redis.from_url(redis_server.url) as client:
@@ -169,7 +171,7 @@ async def turning(ticks: list[int]) -> None:
 
 async def test_other_work_goes_on_between_the_snapshots_of_two_pods(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     ticks = [0]
     engines = [FakeEngine(redis_server, f"pod-{i}", epoch=1) for i in range(4)]
     loaded_at = []
@@ -190,12 +192,12 @@ async def test_other_work_goes_on_between_the_snapshots_of_two_pods(
         async with asyncio.timeout(10):
             while not all(feed.looked for feed in gateway.reader._feeds.values()):  # noqa: ASYNC110  # at once
                 await asyncio.sleep(0)
-        assert gateway.agrees(*engines), "what was found counts when it is in the index"
+        assert gateway.agrees(*engines), "a key that was found counts only once it is in the index"
         turns.cancel()
     assert len(set(loaded_at[:4])) == 4
 
 
-async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: RedisServer):
+async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change({1: Tier.GPU})

@@ -1,4 +1,4 @@
-"""Engines and gateways as users of Redis that may do what they need and no more."""
+"""Engines and gateways as users of Redis that may do only what they need."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES = {"engine": ENGINE_RULES, "gateway": GATEWAY_RULES}
 
 
 class As:
-    """The server as one of its users has it."""
+    """The server as seen by one of its users."""
 
     def __init__(self, server: RedisServer, user: str) -> None:
         self.url = server.url.replace("unix://", f"unix://{user}:secret@")
@@ -47,7 +47,7 @@ class As:
 
 @pytest.fixture
 def users(redis_server: RedisServer) -> Iterator[RedisServer]:
-    """The server with both users, and nobody else allowed to do anything."""
+    """Yield the server with both users; nobody else may do anything."""
     with redis.Redis.from_url(redis_server.url) as admin:
         for user, rules in RULES.items():
             admin.execute_command("ACL", "SETUSER", user, "reset", "on", ">secret", *rules.split())
@@ -56,7 +56,7 @@ def users(redis_server: RedisServer) -> Iterator[RedisServer]:
             admin.execute_command("ACL", "DELUSER", user)
 
 
-async def test_what_an_engine_publishes_as_its_user_a_gateway_reads_as_its_own(users: RedisServer):
+async def test_what_an_engine_publishes_as_its_user_a_gateway_reads_as_its_own(users: RedisServer) -> None:
     engine_side: Any = As(users, "engine")
     gateway_side: Any = As(users, "gateway")
     engine = FakeEngine(engine_side, "a", epoch=1)
@@ -70,7 +70,7 @@ async def test_what_an_engine_publishes_as_its_user_a_gateway_reads_as_its_own(u
         assert gateway.reader.status().last_error is None
 
 
-async def test_gateways_exchange_shares_as_their_user(users: RedisServer):
+async def test_gateways_exchange_shares_as_their_user(users: RedisServer) -> None:
     shares = TrafficShares(half_life_s=60.0, limit=100, depth_strides=8)
     shares.record((PrefixKey(1), PrefixKey(2)), 3.0, 0.0)
     async with connect(As(users, "gateway").url) as client:
@@ -79,7 +79,7 @@ async def test_gateways_exchange_shares_as_their_user(users: RedisServer):
         await client.hdel(shares_key(MODEL), "one")
 
 
-async def test_gateways_tell_each_other_as_their_user(users: RedisServer):
+async def test_gateways_tell_each_other_as_their_user(users: RedisServer) -> None:
     wire = RedisWire(As(users, "gateway").url)
     try:
         await wire.append(b"told", await wire.time())
@@ -92,7 +92,7 @@ async def test_gateways_tell_each_other_as_their_user(users: RedisServer):
         await wire.close()
 
 
-async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisServer):
+async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisServer) -> None:
     record, source = Learnt(rooms={PodId("a"): LearntRoom(9.0, None)}), Source()
     await LearntSync(As(users, "gateway").url, Source(m=record)).close()
     await (sync := LearntSync(As(users, "gateway").url, source)).load()
@@ -100,7 +100,7 @@ async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisSer
     assert source.expected == {"m": record}
 
 
-async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer):
+async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer) -> None:
     report = Report("t", TenantLimits(5), 3, 0, 9, 0, 0, 0)
     async with connect(As(users, "gateway").url) as client:
         (grant,) = await RedisLedger(client, "one").settle([report])
@@ -126,7 +126,7 @@ async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer)
         *((user, (command,)) for user in RULES for command in ("FLUSHALL", "SHUTDOWN", "ACL LIST", "CONFIG GET *")),
     ],
 )
-async def test_neither_may_do_what_it_need_not(user: str, command: tuple[str, ...], users: RedisServer):
+async def test_neither_may_do_what_it_need_not(user: str, command: tuple[str, ...], users: RedisServer) -> None:
     async with connect(As(users, user).url) as client:
         await client.ping()
         with pytest.raises(NoPermissionError):

@@ -1,4 +1,4 @@
-"""A master that Sentinels name: found at the start, and found again when another takes its place."""
+"""A master that Sentinels name is found at the start, and found again when another server takes its place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "registry"
 
 
 class Sentinels:
-    """One that answers, after one that does not, and a master with a password and a replica."""
+    """One Sentinel that answers, listed after one that does not, and a master with a password and a replica."""
 
     def __init__(self, folder: Path, ports: list[int]) -> None:
         self._folder = folder
@@ -52,12 +52,12 @@ class Sentinels:
             eventually(lambda: client.ping() is True)
 
     def fail_over(self) -> None:
-        """The replica becomes the master."""
+        """Make the replica the master."""
         with redis.Redis(port=self.sentinel) as sentinel, redis.Redis(port=self.replica, password="secret") as replica:
-            # Refused until the Sentinel has asked the replica how it is.
+            # The Sentinel refuses until it has asked the replica for its state.
             eventually(lambda: sentinel.execute_command("SENTINEL", "FAILOVER", NAME))
             eventually(lambda: replica.info("replication")["role"] == "master")
-            # Clients ask for the list of masters. It names the old one for a moment longer than the look-up by name.
+            # Clients ask for the list of masters. It names the old one for a moment longer than the query by name.
             eventually(lambda: sentinel.sentinel_masters()[NAME]["port"] == self.replica)
 
     def stop(self) -> None:
@@ -86,7 +86,7 @@ def sentinels(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]) -> Ite
         made.stop()
 
 
-async def test_engines_and_gateways_go_on_with_the_master_that_took_over(sentinels: Sentinels):
+async def test_engines_and_gateways_go_on_with_the_master_that_took_over(sentinels: Sentinels) -> None:
     at: Any = sentinels
     engine = FakeEngine(at, "a", epoch=1)
     async with engine.running(), Gateway(at).following(engine) as gateway:

@@ -38,7 +38,7 @@ async def syncing(server: RedisServer, name: str, shares: Shares) -> AsyncIterat
         assert task.cancelled()
 
 
-async def test_two_gateways_come_to_see_the_same_shares(redis_server: RedisServer):
+async def test_two_gateways_come_to_see_the_same_shares(redis_server: RedisServer) -> None:
     now_s = asyncio.get_running_loop().time()
     a, b = counters(), counters()
     for _ in range(9):
@@ -53,7 +53,7 @@ async def test_two_gateways_come_to_see_the_same_shares(redis_server: RedisServe
         assert b.popular(0.5, loop.time()).keys() == set(KEYS)
 
 
-async def test_two_gateways_part_the_pods_by_what_each_sends(redis_server: RedisServer):
+async def test_two_gateways_part_the_pods_by_what_each_sends(redis_server: RedisServer) -> None:
     a, b = ModelShares("a", None), ModelShares("b", counters())
     a.prefill.sent(3.0)
     b.prefill.sent(1.0)
@@ -73,7 +73,7 @@ def test_a_report_of_the_release_before_sends_no_prefill() -> None:
     assert decode_report(b"[2.0,[[7,null,1.0]],5.0]") == (ShareReport(report.keys, 2.0), 5.0)
 
 
-async def test_a_gateway_without_redis_follows_its_own_traffic(redis_server: RedisServer):
+async def test_a_gateway_without_redis_follows_its_own_traffic(redis_server: RedisServer) -> None:
     redis_server.stop()
     a = counters()
     now_s = asyncio.get_running_loop().time()
@@ -88,13 +88,13 @@ async def test_a_gateway_without_redis_follows_its_own_traffic(redis_server: Red
             await wait_until(lambda: a.share(PrefixKey(99), asyncio.get_running_loop().time()) > 0.4)
 
 
-async def test_a_gateway_leaves_a_server_that_was_demoted(redis_server: RedisServer):
+async def test_a_gateway_leaves_a_server_that_was_demoted(redis_server: RedisServer) -> None:
     a = counters()
     a.record(KEYS, 1.0, asyncio.get_running_loop().time())
     async with syncing(redis_server, "a", a):
         await wait_until(lambda: b"a" in stored(redis_server))
         with redis_server.replaced() as old:
-            old.replicaof("127.0.0.1", 1)  # it lives on, and refuses writes
+            old.replicaof("127.0.0.1", 1)  # it goes on running, and refuses writes
             await wait_until(lambda: b"a" in stored(redis_server))
 
 
@@ -113,7 +113,7 @@ def redis_time_s(server: RedisServer) -> float:
         return float(client.time()[0])
 
 
-async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_server: RedisServer):
+async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_server: RedisServer) -> None:
     loop = asyncio.get_running_loop()
     now_s = redis_time_s(redis_server)
     old = ShareReport((KeyWeight(PrefixKey(55), None, 500.0),), 500.0)
@@ -140,13 +140,13 @@ async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_se
 
 
 def without_time(report: ShareReport) -> bytes:
-    """As the release before wrote it."""
+    """Encode the report as the release before did."""
     return encode_report(report, 0.0).removesuffix(b",0.0,0.0]") + b"]"
 
 
 async def test_reports_without_a_time_count_once_they_change(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(share_sync, "FORGET_S", 2)
     monkeypatch.setattr(share_sync, "SYNC_S", 0.05)
     loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ reports = st.builds(
 
 
 @given(reports, weights)
-def test_reports_survive_the_trip(report: ShareReport, written_s: float):
+def test_reports_survive_the_trip(report: ShareReport, written_s: float) -> None:
     assert decode_report(encode_report(report, written_s)) == (report, written_s)
     assert decode_report(without_time(report)) == (report, None)
 
@@ -192,5 +192,5 @@ STRANGE = [
 
 
 @given(st.binary(max_size=60) | st.sampled_from(STRANGE))
-def test_a_strange_report_is_ignored(data: bytes):
+def test_a_strange_report_is_ignored(data: bytes) -> None:
     assert data not in STRANGE or decode_report(data) is None

@@ -1,11 +1,11 @@
-"""Messages of engines of other releases: the release before is understood, a later one passed over."""
+"""Messages of engines of other releases: those of the release before are understood, later ones are skipped."""
 
 from __future__ import annotations
 
 import pytest
 import redis
 
-from engine.contract.events import DecodeError, Keys, Kind, RegistryMessage, Tier, UnknownVersion, decode, encode
+from engine.contract.events import DecodeError, Keys, MessageKind, RegistryMessage, Tier, UnknownVersion, decode, encode
 from engine.contract.fetch_costs import FetchCost, FetchCosts
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
@@ -24,13 +24,13 @@ FIRST_SNAPSHOT = (
     "00000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000"
     "0000000001000000010000000000000005000000000000000600000000000000"
 )
-"""As the first release wrote them."""
+"""Messages as the first release wrote them."""
 
 
-def test_the_first_release_is_understood_and_written():
+def test_the_first_release_is_understood_and_written() -> None:
     load = LoadReport(1, 2, 3, 4, 5, 6, 7, 16, StepCost(0.006, 1e-4, 2.5e-11, 0.0, 1e-4))
-    delta = RegistryMessage(Kind.DELTA, 256, 0x1122334455667788, 9, load, keys(10), (keys(11, 12), (), keys(13)))
-    snapshot = RegistryMessage(Kind.SNAPSHOT, 64, 2, 3, LoadReport(), (), (keys(5), keys(6), ()))
+    delta = RegistryMessage(MessageKind.DELTA, 256, 0x1122334455667788, 9, load, keys(10), (keys(11, 12), (), keys(13)))
+    snapshot = RegistryMessage(MessageKind.SNAPSHOT, 64, 2, 3, LoadReport(), (), (keys(5), keys(6), ()))
     for message, written in ((delta, FIRST_DELTA), (snapshot, FIRST_SNAPSHOT)):
         assert decode(bytes.fromhex(written)) == message
         assert encode(message).hex() == written
@@ -41,23 +41,23 @@ def keys(*numbers: int) -> Keys:
 
 
 @pytest.mark.parametrize("data", [b"\x02", b"\x02\x01" + 200 * b"\0", b"\x00", b"\xff" * 20])
-def test_any_other_first_byte_is_another_version(data: bytes):
+def test_any_other_first_byte_is_another_version(data: bytes) -> None:
     with pytest.raises(UnknownVersion, match="upgrade"):
         decode(data)
 
 
-def test_nothing_at_all_is_no_version():
+def test_nothing_at_all_is_no_version() -> None:
     with pytest.raises(DecodeError) as caught:
         decode(b"")
     assert not isinstance(caught.value, UnknownVersion)
 
 
 def later(seq: int) -> bytes:
-    return b"\x02" + encode(RegistryMessage(Kind.DELTA, 256, 1, seq, LoadReport()))[1:]
+    return b"\x02" + encode(RegistryMessage(MessageKind.DELTA, 256, 1, seq, LoadReport()))[1:]
 
 
-async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisServer):
-    """Both in the stream and as a snapshot; the pod counts as one that publishes nothing, the others as ever."""
+async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisServer) -> None:
+    """In the stream and as a snapshot; the pod counts as one that publishes nothing, the others are not affected."""
     known, newer = FakeEngine(redis_server, "known", epoch=1), FakeEngine(redis_server, "newer", epoch=1)
     with redis.Redis.from_url(redis_server.url) as client:
         client.set(snapshot_key(MODEL, newer.pod), later(1), ex=60)
@@ -77,8 +77,10 @@ async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisSer
             assert (status.refused, status.resyncs, status.last_error) == (0, 0, None)
 
 
-async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_reads_it(redis_server: RedisServer):
-    """A reader takes the fields by name, whatever others there are: the message is byte for byte what it was."""
+async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_reads_it(
+    redis_server: RedisServer,
+) -> None:
+    """A reader takes the fields by name, so further fields change nothing: the message is the same to the byte."""
     tiered, plain = FakeEngine(redis_server, "tiered", epoch=1), FakeEngine(redis_server, "plain", epoch=1)
     tiered.fetch = FetchCosts(FetchCost(0.0, 3e-6), FetchCost(0.002, 4e-5))
     with redis.Redis.from_url(redis_server.url) as client:
@@ -99,7 +101,9 @@ async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_rea
             await gateway.wait_equal(tiered)
 
 
-async def test_an_engine_that_is_upgraded_first_is_no_reason_to_mistrust_the_registry(redis_server: RedisServer):
+async def test_an_engine_that_is_upgraded_first_is_no_reason_to_mistrust_the_registry(
+    redis_server: RedisServer,
+) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     with redis.Redis.from_url(redis_server.url) as client:
         async with Gateway(redis_server).following(engine) as gateway:
@@ -109,8 +113,8 @@ async def test_an_engine_that_is_upgraded_first_is_no_reason_to_mistrust_the_reg
             client.xadd(stream_key(MODEL), {"p": engine.pod, "d": later(1)})
             await wait_until(lambda: not gateway.held(engine.pod))
             assert not gateway.reader.reports(engine.pod)
-            assert not gateway.reader.expired, "nobody of whom anything is known has fallen silent"
+            assert not gateway.reader.expired, "no pod with entries has fallen silent"
             back = FakeEngine(redis_server, "a", epoch=2)
-            async with back.running():  # the upgrade is taken back
+            async with back.running():  # the upgrade is rolled back
                 back.change({2: Tier.GPU})
                 await gateway.wait_equal(back)

@@ -26,7 +26,7 @@ def start_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
     folder = tmp_path_factory.mktemp("vllm")
     checkpoint = make_checkpoint(folder)
 
-    # TERM ends pytest as Ctrl-C does, so that every fixture stops what it has started.
+    # TERM ends pytest as Ctrl-C does, so that every fixture stops the processes that it started.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def start(*specs: ServerSpec) -> contextlib.AbstractContextManager[list[VllmServer]]:
@@ -38,7 +38,7 @@ def start_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
 
 @pytest.fixture(scope="module")
 def two_servers(start_servers: StartServers) -> Iterator[list[VllmServer]]:
-    """Two servers with room for 20,480 tokens each, until the file's end: an idle one takes memory and turns."""
+    """Two servers with room for 20,480 tokens each, until the file's end: an idle server takes memory and CPU time."""
     with start_servers(*[ServerSpec()] * SERVERS) as servers:
         yield servers
 
@@ -53,6 +53,6 @@ def servers(two_servers: list[VllmServer]) -> list[VllmServer]:
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    """A registry of the test's own."""
+    """A registry for one test."""
     with running_redis() as server:
         yield server

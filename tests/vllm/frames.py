@@ -1,4 +1,4 @@
-"""The frames that a vLLM server publishes over ZMQ, as they come off the wire.
+"""The frames that a vLLM server publishes over ZMQ, unchanged.
 
     python -m tests.vllm.frames FILE        # starts a server and records the scenario below
 
@@ -30,7 +30,7 @@ REPLAY_S = 10.0
 END = b"\xff" * 8
 """The sequence number -1 closes a replay."""
 SMALL_POOL = ServerSpec(blocks=24, max_model_len=640, max_num_seqs=4)
-"""So few that a handful of prompts of 5 blocks evicts."""
+"""A pool so small that a few prompts of 5 blocks evict others."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,13 @@ class Batch:
 
     @property
     def events(self) -> list[Any]:
-        """Of a batch that is an array."""
+        """Return the events of a batch that is an array."""
         events: list[Any] = self.value[1]
         return events
 
 
 def decoded(frames: Frames) -> Batch:
-    """The parts of one message."""
+    """Decode the parts of one message."""
     topic, sequence, payload = frames
     return Batch(topic, int.from_bytes(sequence, "big"), msgpack.unpackb(payload, strict_map_key=False))
 
@@ -61,10 +61,10 @@ class Subscription:
         self._socket = socket
 
     def until_quiet(self, quiet_s: float = QUIET_S, deadline_s: float = 20.0) -> list[Frames]:
-        """The messages until none has come for `quiet_s`."""
+        """Return the messages until none has come for `quiet_s` seconds."""
         found: list[Frames] = []
         give_up_at = time.monotonic() + deadline_s
-        while self._socket.poll(quiet_s * 1000):
+        while self._socket.poll(int(quiet_s * 1000)):
             topic, sequence, payload = self._socket.recv_multipart()
             found.append((topic, sequence, payload))
             assert time.monotonic() < give_up_at, f"messages come without end: {len(found)} in {deadline_s:g} s"
@@ -73,7 +73,7 @@ class Subscription:
 
 @contextlib.contextmanager
 def subscribed(server: VllmServer) -> Iterator[Subscription]:
-    """A subscriber of the server's events, connected."""
+    """Yield a connected subscriber of the server's events."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -85,11 +85,11 @@ def subscribed(server: VllmServer) -> Iterator[Subscription]:
 
 @contextlib.contextmanager
 def _connected(socket: zmq.Socket[bytes], deadline_s: float = 10.0) -> Iterator[None]:
-    """Wait at the end until the connection that the block begins has been greeted: earlier messages are lost."""
+    """Wait at the block's end until the connection made in it is established, because earlier messages are lost."""
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
         yield
-        assert monitor.poll(deadline_s * 1000), f"no ZMQ greeting within {deadline_s:g} s"
+        assert monitor.poll(int(deadline_s * 1000)), f"no ZMQ greeting within {deadline_s:g} s"
         time.sleep(0.2)  # the subscription itself is a message that the publisher has to read
     finally:
         socket.disable_monitor()
@@ -97,20 +97,20 @@ def _connected(socket: zmq.Socket[bytes], deadline_s: float = 10.0) -> Iterator[
 
 
 def replayed(server: VllmServer, first: int) -> list[list[bytes]]:
-    """What the server answers to somebody who missed all from sequence number `first` on, with the end."""
+    """Return the server's replay from sequence number `first` on, with its end."""
     answers: list[list[bytes]] = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{server.replay_port}")
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         while not answers or END not in answers[-1]:
-            assert socket.poll(REPLAY_S * 1000), f"the replay has no end after {len(answers)} messages"
+            assert socket.poll(int(REPLAY_S * 1000)), f"the replay has no end after {len(answers)} messages"
             answers.append(socket.recv_multipart())
     return answers
 
 
 def complete(server: VllmServer, prompt: str, session: str, **more: Any) -> dict[str, Any]:
-    """One completion, sent to the server itself."""
+    """Send one completion to the server itself."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True, **more}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
@@ -123,7 +123,7 @@ def complete(server: VllmServer, prompt: str, session: str, **more: Any) -> dict
 
 
 def scenario(server: VllmServer) -> None:
-    """Requests that make every event: blocks stored, reused, salted, evicted, and the whole cache emptied."""
+    """Send requests that cause every event: blocks stored, reused, salted, evicted, and the whole cache emptied."""
     about = {
         name: f"{name} keeps the ledger of the harbour office, page by page. " * 9 for name in ("Ada", "Ben", "Cleo")
     }
@@ -138,7 +138,7 @@ def scenario(server: VllmServer) -> None:
 
 
 def write(path: Path, messages: Iterable[Frames]) -> None:
-    """Keep a recording."""
+    """Write a recording."""
     with path.open("wb") as file:
         for frames in messages:
             file.write(msgpack.packb(list(frames)))

@@ -1,9 +1,9 @@
-"""Starts a server and ends it, with all that it started, when told to, or when whoever started this ends, even by KILL.
+"""Starts a server, and ends it and its child processes on TERM or when the keeper's parent ends, even by KILL.
 
     python keeper.py PARENT_PID PID_FILE STOP_S COMMAND...
 
-A server that is starting may ignore TERM, and one whose parent was killed leaves its workers behind: so this stays
-beside it. The exit status is the server's.
+A server that is starting may ignore TERM, and a server whose parent was killed leaves its workers behind. So the keeper
+stays beside the server. Its exit status is the server's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why hits were lost: each request of a trace by what had been sent where before it."""
+"""Why hits were lost: classifies each request of a trace by what had been sent to which pod before it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from enum import StrEnum
 from tests.vllm.servers import BLOCK_TOKENS
 
 SLACK_BLOCKS = 2
-"""A reuse that is this much shorter than the prefix is a hit: prompts end within blocks."""
+"""A reuse that is up to this much shorter than the prefix is a hit, because prompts end within blocks."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the client saw of one request. Times are seconds since the cell began."""
+    """A client's record of one request. Times are seconds since the cell began."""
 
     number: int
     prefix: int
@@ -32,7 +32,7 @@ class Seen:
 
 
 class Cause(StrEnum):
-    """Why a request found less than it could have."""
+    """Why a request reused less than it could have."""
 
     HIT = "hit"
     COLD = "the first of its prefix"
@@ -44,8 +44,8 @@ class Cause(StrEnum):
 
 
 def causes(trace: Iterable[Seen], prefix_tokens: int) -> Iterator[tuple[Seen, Cause, int]]:
-    """Each request in the order of sending, its cause, and the tokens lost. `prefix_tokens`: those that a prefix's
-    requests share."""
+    """Yield each request in the order of sending, its cause, and the tokens lost. `prefix_tokens`: tokens that the
+    requests of a prefix share."""
     whole = prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     before: defaultdict[int, list[Seen]] = defaultdict(list)
     for seen in sorted(trace, key=lambda each: each.sent_s):
@@ -71,7 +71,7 @@ def _cause(seen: Seen, history: Sequence[Seen], lost: int) -> Cause:
 
 
 def summary(trace: Sequence[Seen], prefix_tokens: int, attainable: int, since: int = 0) -> Iterator[str]:
-    """One line for each cause that lost anything, the greatest first. Requests before number `since` are history."""
+    """Yield a line for each cause with losses, the greatest first. Requests before number `since` are only history."""
     requests: defaultdict[Cause, int] = defaultdict(int)
     tokens: defaultdict[Cause, int] = defaultdict(int)
     for seen, cause, lost in causes(trace, prefix_tokens):

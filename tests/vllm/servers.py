@@ -98,7 +98,7 @@ class VllmServer:
             )
 
     def wait_ready(self, deadline_s: float = START_S) -> None:
-        """Until it answers. Raises RuntimeError with the end of its log where it ends, or takes too long."""
+        """Wait until the server answers. Raises RuntimeError with the end of its log if it ends or takes too long."""
         give_up_at = time.monotonic() + deadline_s
         while not self.answers():
             code = self.process.poll()
@@ -114,11 +114,11 @@ class VllmServer:
         return False
 
     def tail(self, lines: int = 30) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels. Raises LookupError where there is none of the name."""
+        """Return the sum of a metric over its labels. Raises LookupError if there is no metric of that name."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10.0) as answer:
             page = answer.read().decode()
         found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", page, re.MULTILINE)
@@ -127,7 +127,7 @@ class VllmServer:
         return sum(map(float, found))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer's JSON; None for an empty one."""
+        """Return the answer's JSON; None for an empty answer."""
         data = json.dumps(body).encode() if body is not None else b""
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30.0) as answer:
@@ -135,12 +135,12 @@ class VllmServer:
         return json.loads(text) if text else None
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Token ids of a prompt of `/v1/completions`."""
+        """Return the token ids of a prompt of `/v1/completions`."""
         tokens: list[int] = self.post("/tokenize", {"model": MODEL, "prompt": prompt})["tokens"]
         return tokens
 
     def reset_cache(self, deadline_s: float = 20.0) -> None:
-        """Empty its prefix cache; it says no while blocks are in use, so it is asked until it says yes."""
+        """Empty the prefix cache. The server refuses while blocks are in use, so repeat until it agrees."""
         give_up_at = time.monotonic() + deadline_s
         while True:
             answer = self.post("/reset_prefix_cache")
@@ -157,13 +157,13 @@ class VllmServer:
 
     @property
     def core_pid(self) -> int:
-        """Process id of its engine core, which schedules and computes."""
+        """Process id of the server's engine core, which schedules and computes."""
         cores = [child.pid for child in psutil.Process(self.pid).children() if "EngineCore" in child.name()]
         assert len(cores) == 1, f"{len(cores)} processes of the server are named EngineCore"
         return cores[0]
 
     def stop(self) -> None:
-        """Have it ended, with all that it started."""
+        """End the server with its child processes."""
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(2 * STOP_S)
@@ -173,7 +173,7 @@ class VllmServer:
 def running_servers(
     binaries: Path, checkpoint: Path, folder: Path, specs: Sequence[ServerSpec]
 ) -> Iterator[list[VllmServer]]:
-    """The servers, started at the same time, once all answer."""
+    """Start the servers at the same time, and yield them once all answer."""
     servers: list[VllmServer] = []
     try:
         for spec in specs:
@@ -191,7 +191,7 @@ def running_servers(
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on at the moment."""
+    """Return TCP ports that are free at the moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,11 +1,11 @@
-"""What each policy reuses before two real vLLM servers with small pools: policies x gateways x requests.
+"""What each policy reuses in front of two real vLLM servers with small pools: policies x gateways x requests.
 
     python -m tests.vllm.table --out out/vllm-table
     python -m tests.vllm.table --policies predicted_ttft --cells 2x384 --sittings 3
 
-Hits are what vLLM's own counter `vllm:prefix_cache_hits_total` says, as part of what an omniscient placement would
-reuse: every prefix computed once (`workload.attainable`). A trace of each cell's requests is written beside the table,
-and stderr says why hits were lost (`losses`).
+Hits come from vLLM's own counter `vllm:prefix_cache_hits_total`. They are given as part of what an omniscient placement
+would reuse, which computes every prefix once (`workload.attainable`). A trace of each cell's requests is written beside
+the table, and stderr tells why hits were lost (`losses`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """Hits as part of the attainable."""
+        """Return the hits as a share of the attainable ones."""
         return self.hits / self.attainable
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Cell:
 
 
 def gateway(servers: Sequence[VllmServer], policy: str, redis_url: str, *flags: str) -> Program:
-    """A started gateway before the servers; `wait_ready` is the caller's, and so is `stop`."""
+    """Start a gateway in front of the servers; the caller calls `wait_ready` and `stop`."""
     engines = ",".join(server.url for server in servers)
     return Program(
         "router", "--engines", engines, "--port", "0", "--admin-port", "0", "--policy", policy,
@@ -85,14 +85,14 @@ def gateway(servers: Sequence[VllmServer], policy: str, redis_url: str, *flags: 
 def gateways(
     servers: Sequence[VllmServer], count: int, policy: str, redis_url: str, *flags: str
 ) -> Iterator[list[Program]]:
-    """So many gateways, ready."""
+    """Yield `count` ready gateways."""
     programs = [gateway(servers, policy, redis_url, *flags) for _ in range(count)]
     with running(programs):
         yield programs
 
 
 async def ask(http: aiohttp.ClientSession, url: str, ask: Ask, began_s: float) -> Seen:
-    """Send one request and read its stream to the end. Raises AssertionError for anything but a whole answer."""
+    """Send one request and read its stream to the end. Raise AssertionError unless the answer is whole."""
     body: dict[str, Any] = {
         "model": MODEL, "prompt": ask.prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -117,7 +117,7 @@ async def ask(http: aiohttp.ClientSession, url: str, ask: Ask, began_s: float) -
 
 
 async def play(programs: Sequence[Program], asks: Sequence[Ask]) -> list[Seen]:
-    """The requests in order, `IN_FLIGHT` at a time, each to its gateway of that moment."""
+    """Send the requests in order, `IN_FLIGHT` at a time, each to the gateway that has its place at that moment."""
     began_s, left = time.monotonic(), iter(asks)
     seen: list[Seen] = []
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
@@ -142,7 +142,7 @@ def hits(servers: Sequence[VllmServer]) -> float:
 def measure(
     servers: Sequence[VllmServer], policy: str, workload: Workload, sitting: int = 1, out: Path | None = None
 ) -> Cell:
-    """One cell, with cold caches and gateways that have just started. `out`: folder for the trace."""
+    """Measure one cell, with cold caches and gateways that have just started. `out`: folder for the trace."""
     asks = workload.asks()
     prompts = [servers[0].tokenize(each.prompt) for each in asks]
     best, shared = attainable(prompts, BLOCK_TOKENS), shared_tokens(asks, prompts)
@@ -212,7 +212,7 @@ def _words(text: str) -> list[str]:
 
 
 def _end(*_: object) -> NoReturn:
-    """So that every block ends its servers."""
+    """Exit by an exception, so that every block ends its servers."""
     sys.exit(143)
 
 

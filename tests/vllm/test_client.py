@@ -1,8 +1,9 @@
-"""The official client through a gateway before real vLLM servers: answers, streams and errors are as it expects."""
+"""The official client through a gateway to real vLLM servers: answers, streams and errors are as it expects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import openai
 import pytest
@@ -19,7 +20,7 @@ HANDBOOK = "You answer for the harbour office, briefly, and quote its handbook. 
 
 @pytest.fixture
 def client(servers: list[VllmServer], redis: RedisServer) -> Iterator[openai.OpenAI]:
-    """A client of a gateway before the two servers, which does not repeat what fails."""
+    """A client of a gateway in front of the two servers. The client does not retry."""
     with (
         gateways(servers, 1, "predicted_ttft", redis.url) as (program,),
         openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client,
@@ -27,9 +28,10 @@ def client(servers: list[VllmServer], redis: RedisServer) -> Iterator[openai.Ope
         yield client
 
 
-def ask_handbook(client: openai.OpenAI, question: str, **more: object) -> openai.types.chat.ChatCompletion:
-    """One answer about the handbook."""
-    return client.chat.completions.create(
+def ask_handbook(client: openai.OpenAI, question: str, **more: Any) -> Any:
+    """Return one answer about the handbook."""
+    create: Any = client.chat.completions.create
+    return create(
         model=MODEL,
         messages=[{"role": "system", "content": HANDBOOK}, {"role": "user", "content": question}],
         max_tokens=8,
@@ -62,7 +64,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
 
 
 def test_completions_whole_and_streamed(client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "prompt": HANDBOOK, "max_tokens": 8, "temperature": 0.0}
+    asked: Any = {"model": MODEL, "prompt": HANDBOOK, "max_tokens": 8, "temperature": 0.0}
     whole = client.completions.create(**asked)
     with client.completions.create(**asked, stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
@@ -87,7 +89,7 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="4096"):
         client.completions.create(model=MODEL, prompt=HANDBOOK * 20, max_tokens=8)
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": 7}])
+        client.chat.completions.create(model=MODEL, messages=cast(Any, [{"role": "user", "content": 7}]))
     assert ask_handbook(client, "Still there?").choices, "refused requests leave the gateway and the pods in order"
 
 

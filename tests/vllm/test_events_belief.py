@@ -1,4 +1,4 @@
-"""What a gateway believes of a real vLLM by its KV events, against the cache as the events themselves rebuild it."""
+"""A gateway's beliefs about a real vLLM by its KV events, compared with the cache that the events rebuild."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 STRIDE = 256
 LEAST_RIGHT = 0.97
-"""99 to 100 % were seen of several kinds of traffic; see router/events."""
+"""Several kinds of traffic had 99 to 100 %; see router/events."""
 REQUESTS, PREFIXES = 72, 24
 REQUEST_S = 60.0
 READY_S = 30.0
@@ -35,20 +35,20 @@ READY_S = 30.0
 
 @pytest.fixture(scope="module")
 def server(start_servers: StartServers) -> Iterator[VllmServer]:
-    """One with room for less than half of the prefixes, and for each prompt however its bytes are tokenized."""
+    """A server with room for less than half of the prefixes, but for every single prompt in any tokenization."""
     with start_servers(ServerSpec(max_model_len=8192)) as (only,):
         yield only
 
 
 class Cache:
-    """A server's prefix cache by what it published: blocks by parent and tokens, physical copies counted."""
+    """A server's prefix cache, rebuilt from its events: blocks by parent and tokens, with a count of copies."""
 
     def __init__(self) -> None:
         self._copies: Counter[int] = Counter()
         self._children: dict[tuple[int | None, tuple[int, ...]], int] = {}
 
     def enter(self, messages: Iterable[Frames]) -> None:
-        """What was published next."""
+        """Apply the messages published next."""
         for event in (event for frames in messages for event in decoded(frames).events):
             if event["type"] == "AllBlocksCleared":
                 self._copies.clear()
@@ -63,7 +63,7 @@ class Cache:
                     parent = block
 
     def held(self, tokens: Sequence[int]) -> int:
-        """Whole blocks at the beginning of `tokens` that are in the cache."""
+        """Return how many whole blocks at the beginning of `tokens` are in the cache."""
         block, count = None, 0
         for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             block = self._children.get((block, tuple(tokens[at : at + BLOCK_TOKENS])))
@@ -74,9 +74,9 @@ class Cache:
 
 
 def prompts() -> list[str]:
-    """Long shared prefixes with short ends: code and prose of this repository, in which tokens have uneven lengths."""
+    """Return long shared prefixes with short ends: code and prose of this repository, with tokens of uneven lengths."""
     root = Path(__file__).resolve().parents[2]
-    files = sorted((root / "router").glob("**/*.py"))[:60] + sorted(root.glob("router/**/README.md"))
+    files = sorted((root / "router").glob("**/*.py"))[:60] + sorted(root.glob("router/**/*.md"))
     text = "\n".join(file.read_text() for file in files).encode("ascii", "ignore").decode()
     rng = random.Random(1)
 
@@ -89,7 +89,7 @@ def prompts() -> list[str]:
 
 
 def tokenized(server: VllmServer, prompt: str) -> tuple[list[int], list[int]]:
-    """Token ids, and how many bytes of the prompt are over at the end of each."""
+    """Return the token ids, and the position in bytes at which each token ends in the prompt."""
     said = server.post("/tokenize", {"model": MODEL, "prompt": prompt, "return_token_strs": True})
     ends, end = [], 0
     for token in said["token_strs"]:  # a byte-level vocabulary has a letter for each byte
@@ -101,7 +101,7 @@ def tokenized(server: VllmServer, prompt: str) -> tuple[list[int], list[int]]:
 
 @contextlib.asynccontextmanager
 async def gateway(server: VllmServer) -> AsyncIterator[tuple[web.Application, str]]:
-    """A gateway in this process that follows the server's events, and its address."""
+    """Yield a gateway in this process that follows the server's events, and its address."""
     app = build_app(
         GatewaySettings(
             engines=[server.url],
@@ -123,7 +123,7 @@ async def gateway(server: VllmServer) -> AsyncIterator[tuple[web.Application, st
 
 
 async def complete(url: str, texts: Iterable[str]) -> None:
-    """All of them, three at a time."""
+    """Send all prompts, three at a time."""
     turns = asyncio.Semaphore(3)
     timeout = aiohttp.ClientTimeout(total=REQUEST_S)
     async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as tasks:
@@ -138,7 +138,7 @@ async def complete(url: str, texts: Iterable[str]) -> None:
 
 
 def compared(app: web.Application, server: VllmServer, cache: Cache, texts: Iterable[str]) -> Counter[str]:
-    """How many keys are held or not, and how many of either are believed to be."""
+    """Count the keys that are held and not held, and in each group those that are believed to be held."""
     (pod,) = app[FLEET].admitted()
     now_s = asyncio.get_running_loop().time()
     seen: set[int] = set()
@@ -162,7 +162,7 @@ def compared(app: web.Application, server: VllmServer, cache: Cache, texts: Iter
 
 
 async def played(server: VllmServer, subscription: Subscription) -> None:
-    """More than the cache has room for, through a gateway; then the cache is emptied."""
+    """Send more than the cache has room for through a gateway; then empty the cache."""
     cache, texts = Cache(), prompts()
     async with gateway(server) as (app, url):
         (pod,) = app[FLEET].admitted()

@@ -1,4 +1,4 @@
-"""The subscriber that reads a server's events, before a publisher and a replay that are scripted. Runs without vLLM."""
+"""The subscriber that reads a server's events, against a scripted publisher and replay. Runs without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However the tests end, no server outlives them. Runs without vLLM."""
+"""No server outlives the tests, however they end. Runs without vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]
 Path(sys.argv[1]).write_text(str(worker.pid))
 time.sleep(600)
 """
-"""A server that ignores TERM, as one that is starting may, and has a worker."""
+"""A server with a worker that ignores TERM, as a starting server may."""
 PARENT = """
 import os, subprocess, sys
 keeper, pid_file, *command = sys.argv[1:]
@@ -34,7 +34,7 @@ subprocess.run([sys.executable, keeper, str(os.getpid()), pid_file, "0.3", *comm
 
 
 def within_deadline(text: str) -> Iterator[None]:
-    """Turns of a loop that must come to its end."""
+    """Yield turns of a loop, and fail if the loop does not end in time."""
     give_up_at = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up_at:
         yield

@@ -36,19 +36,19 @@ def ranked(start_servers: StartServers) -> Iterator[VllmServer]:
 
 
 def shown(gateway: Program) -> list[dict[str, Any]]:
-    """What the gateway tells of its targets."""
+    """Return what the gateway tells about its targets."""
     with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
         pods: list[dict[str, Any]] = json.loads(answer.read())["pods"]
     return pods
 
 
 def pods(gateway: Program) -> set[str]:
-    """What the gateway calls the targets that it knows."""
+    """Return the names of the targets that the gateway knows."""
     return {str(pod["pod"]) for pod in shown(gateway)}
 
 
 def wait_for(gateway: Program, targets: set[str], deadline_s: float = 60.0) -> None:
-    """Ranks are found by what the engine's metrics say, a moment after the first probe."""
+    """Wait for the targets: the engine's metrics tell its ranks a moment after the first probe."""
     give_up_at = time.monotonic() + deadline_s
     while (known := pods(gateway)) != targets:
         assert time.monotonic() < give_up_at, f"the gateway knows {known}"
@@ -71,7 +71,7 @@ def test_ranks_are_found_and_each_prefix_keeps_to_one(ranked: VllmServer, redis:
 
 
 def served(server: VllmServer) -> Counter[str]:
-    """Requests that each rank has ended, by vLLM's own count."""
+    """Return how many requests each rank has ended, by vLLM's own count."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as answer:
         page = answer.read().decode()
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The purpose of sharing beliefs: gateways before real vLLM servers reuse what one that knows everything would."""
+"""Shared beliefs: gateways in front of real vLLM servers reuse as much as one omniscient gateway would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLICY = "predicted_ttft"
 
 
 def is_decided(cells: Sequence[Cell]) -> bool:
-    """Whether no further sitting can move the median across the bar."""
+    """Whether one more sitting cannot move the median across the bar."""
     passed = sum(cell.share >= BAR for cell in cells)
     return 2 * max(passed, len(cells) - passed) > SITTINGS
 
@@ -42,7 +42,7 @@ def test_gateways_reuse_nearly_all_that_can_be_reused(servers: list[VllmServer],
 def share_of(
     servers: Sequence[VllmServer], asks: Sequence[Ask], since: int, reused: float, seen: Sequence[Seen]
 ) -> str:
-    """Fails where the requests from number `since` on have `reused` less than the bar; else says how much."""
+    """Return the reused share of the requests from number `since` on; fail if it is below the bar."""
     prompts = [servers[0].tokenize(ask.prompt) for ask in asks]
     best = attainable(prompts, BLOCK_TOKENS) - attainable(prompts[:since], BLOCK_TOKENS)
     why = "\n    lost ".join(("", *summary(seen, shared_tokens(asks, prompts), best, since)))
@@ -69,7 +69,7 @@ def test_a_new_gateway_knows_what_the_one_before_it_did(servers: list[VllmServer
 
 
 def later_by(seen: Seen, seconds: float) -> Seen:
-    """The same on the clock of a cell that began so much earlier."""
+    """Return the record on the clock of a cell that began `seconds` earlier."""
     return dataclasses.replace(
         seen, sent_s=seen.sent_s + seconds, first_s=seen.first_s + seconds, ended_s=seen.ended_s + seconds
     )
@@ -83,7 +83,7 @@ def test_two_gateways_restarted_in_turn_lose_no_request_and_no_prefix(
     reused = hits(servers)
 
     async def roll(programs: list[Program]) -> None:
-        """As a rollout does: a new one is ready and gets the requests before the old one is told to end."""
+        """Replace gateways as a rollout does: a new gateway is ready and gets the requests before the old one ends."""
         for place in (0, 1, 0, 1):
             await asyncio.sleep(2.0)
             new = await asyncio.to_thread(gateway, servers, POLICY, redis.url)

@@ -1,4 +1,4 @@
-"""What a real vLLM publishes of its cache has the forms that the gateway reads, and says what the cache holds."""
+"""A real vLLM's cache events have the forms that the gateway reads, and tell what the cache holds."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ RECORDING = Path(__file__).with_name("frames_vllm_0_32.bin")
 
 
 def shapes(batches: list[Batch]) -> set[tuple[tuple[str, str], ...]]:
-    """The kinds of events: their fields, with the types of their values."""
+    """Return the kinds of events: their fields, with the types of the values."""
     return {
         tuple(sorted((name, type(value).__name__) for name, value in event.items()))
         for batch in batches

@@ -1,4 +1,4 @@
-"""The pure parts of the proof: what can be reused, and why it was not. Runs without vLLM."""
+"""The pure parts of the measurement: what can be reused, and why it was not. Runs without vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 def reused_by_one_endless_cache(prompts: list[list[int]]) -> int:
-    """A second reading: an engine that forgets nothing, block for block."""
+    """Compute the same independently: an engine that forgets nothing, block by block."""
     cache: list[list[int]] = []
     reused = 0
     for tokens in prompts:

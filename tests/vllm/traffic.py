@@ -1,4 +1,4 @@
-"""Streams without a pause, all of which must be whole: what clients see while servers fail."""
+"""Continuous streams that must all be whole: what clients see while servers fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ LATEST_S = 60.0
 
 
 class Traffic:
-    """So many streams at a time. `failures` has a line for each that was not whole."""
+    """A constant number of streams at a time. `failures` has a line for each stream that was not whole."""
 
     def __init__(self, url: str, streams: int) -> None:
         self._url = url
@@ -62,8 +63,16 @@ class Traffic:
             self.slowest_s = max(self.slowest_s, time.monotonic() - sent_s)
 
 
-async def stream(http: aiohttp.ClientSession, url: str, prompt: str, tokens: int, pod: str = "") -> dict[str, Any]:
-    """The account of a whole stream. Raises AssertionError for another. `pod`: it is left where another pod has it."""
+async def stream(
+    http: aiohttp.ClientSession,
+    url: str,
+    prompt: str,
+    tokens: int,
+    *,
+    on_pod: Callable[[str], object] = lambda pod: None,
+) -> dict[str, Any]:
+    """Return the usage of a whole stream. Raise AssertionError for any other. `on_pod` gets the name of the pod with
+    the first token."""
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -71,17 +80,21 @@ async def stream(http: aiohttp.ClientSession, url: str, prompt: str, tokens: int
     events: list[bytes] = []
     async with http.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, f"{answer.status}: {await answer.text()}"
-        if pod and answer.headers[headers.POD] != pod:
-            return {}
+        on_pod(answer.headers[headers.POD])
         decoder = SseDecoder()
         with contextlib.suppress(aiohttp.ClientPayloadError):
             async for chunk in answer.content.iter_any():
                 events += decoder.feed(chunk)
+    return account(events, tokens)
+
+
+def account(events: Sequence[bytes], tokens: int) -> dict[str, Any]:
+    """Return the usage of a whole stream with one reason and `tokens` tokens. Raise AssertionError for any other."""
     assert events[-1:] == [b"[DONE]"], f"a stream that ends in {events[-1:]}"
     parsed = [orjson.loads(event) for event in events[:-1]]
     reasons = [choice["finish_reason"] for event in parsed for choice in event["choices"] if choice["finish_reason"]]
-    assert reasons == ["length"], reasons
+    assert reasons == ["length"], f"the reasons {reasons}, in a stream that ends in {events[-3:]}"
     usage: dict[str, Any] = parsed[-1]["usage"]
-    # Where another server gave the rest, it made tokens of its own of the text so far, which random weights wrote.
+    # If another server gave the rest, it tokenized the text so far anew, and random weights wrote that text.
     assert tokens / 2 <= usage["completion_tokens"] <= 2 * tokens, usage
     return usage

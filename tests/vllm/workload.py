@@ -1,4 +1,4 @@
-"""The table's traffic: prompts of a few long prefixes with a short question each, and what of them can be reused."""
+"""The table's traffic: prompts of a few long prefixes with a short question each, and their reusable tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `prefix`: which of the prefixes its prompt begins with. `gateway`: which gateway gets it."""
+    """One request. `prefix`: number of the prefix of its prompt. `gateway`: number of the gateway that gets it."""
 
     number: int
     prefix: int
@@ -47,7 +47,7 @@ class Workload:
 
 
 def attainable(prompts: Iterable[Sequence[int]], block_tokens: int) -> int:
-    """Tokens that would be reused if nothing were ever computed twice: whole blocks that an earlier prompt had.
+    """Return the tokens that would be reused if nothing were computed twice: whole blocks that an earlier prompt had.
 
     An engine computes at least the last token of a prompt, so a block that holds it is not reused.
     """
@@ -63,7 +63,7 @@ def attainable(prompts: Iterable[Sequence[int]], block_tokens: int) -> int:
 
 
 def shared_tokens(asks: Sequence[Ask], prompts: Sequence[Sequence[int]]) -> int:
-    """The fewest leading tokens that two requests of one prefix have in common. `prompts`: the requests' tokens."""
+    """Return the fewest leading tokens that two requests of one prefix share. `prompts`: the requests' tokens."""
     first: dict[int, Sequence[int]] = {}
     shared = min(map(len, prompts))
     for ask, tokens in zip(asks, prompts, strict=True):

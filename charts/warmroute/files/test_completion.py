@@ -7,13 +7,14 @@ import asyncio
 import json
 import os
 import uuid
+from typing import Any
 
 import aiohttp
 
 ATTEMPTS = 5
-"""Beside other traffic the policy may have good reason to send a request elsewhere."""
+"""Tries for each model. While there is other traffic, the policy may have good reason to send a request elsewhere."""
 PAUSE_S = 0.5
-"""For the engine to say what it holds."""
+"""Seconds between two tries, in which the engine tells what it holds."""
 
 
 async def main() -> None:
@@ -69,7 +70,7 @@ async def check(session: aiohttp.ClientSession, model: str) -> None:
     raise SystemExit(f"{model}: {ATTEMPTS} requests with one prefix, and none found the cache of an earlier one")
 
 
-async def complete(session: aiohttp.ClientSession, model: str, prompt: str) -> tuple[str, int, dict]:
+async def complete(session: aiohttp.ClientSession, model: str, prompt: str) -> tuple[str, int, dict[str, Any]]:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],

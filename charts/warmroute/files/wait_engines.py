@@ -23,7 +23,7 @@ while time.monotonic() < deadline_s:
         state = f"{admitted} of {engines} engines take requests"
         if admitted >= engines:
             asked = admin_url
-            for address in sorted({info[4][0] for info in socket.getaddrinfo(admin.hostname, admin.port)}):
+            for address in sorted({str(info[4][0]) for info in socket.getaddrinfo(admin.hostname, admin.port)}):
                 asked = f"http://{f'[{address}]' if ':' in address else address}:{admin.port}/health"
                 urllib.request.urlopen(asked, timeout=5).close()
             print(state)

@@ -6,7 +6,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 {{- if ne .engine "warmroute" }}true{{ end }}
 {{- end }}
 
-{{/* JSON list: which engines other than the bundled one the models have, each once. */}}
+{{/* JSON list: the kinds of engines other than the bundled one that the models use, each once. */}}
 {{- define "warmroute.foreignKinds" -}}
 {{- $kinds := list }}
 {{- range include "warmroute.models" . | fromJson }}
@@ -108,7 +108,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 {{- end }}
 {{- end }}
 
-{{/* JSON list. All that these engines write goes under /tmp, as the root is read-only and the user is not in /etc/passwd. */}}
+{{/* JSON list. These engines write only below /tmp, because the root is read-only and the user is not in /etc/passwd. */}}
 {{- define "warmroute.foreignEnv" -}}
 {{- $model := .model }}
 {{- $env := list }}
@@ -158,8 +158,8 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 {{- toJson (mergeOverwrite $said (deepCopy $model.podAnnotations)) }}
 {{- end }}
 
-{{/* /health is 503, or not there, until the model is loaded. SGLang's is made cheap by a variable, as it otherwise takes a second and
-a token; its liveness is the one that generates, and that one takes its 20 seconds to say no. */}}
+{{/* /health answers 503, or nothing, until the model is loaded. SGLang's /health would generate a token and take a second, so a
+variable makes it cheap. The liveness probe of SGLang uses /health_generate, which needs 20 seconds to report a failure. */}}
 {{- define "warmroute.foreignProbes" -}}
 {{- $model := .model }}
 {{- $startup := dict "periodSeconds" 1 "timeoutSeconds" 2 "failureThreshold" $model.loadTimeoutSeconds }}

@@ -49,8 +49,8 @@ spec:
     - name: compare
       image: {{ $image | quote }}
       imagePullPolicy: {{ $loadgen.image.pullPolicy }}
-      # A run that is not to be relied on (status 3) has a result too, which says so: the Job has done its work.
-      # Any of the gateway's keys will do: the first.
+      # A run that cannot be relied on (status 3) also has a result, which says so. The Job then succeeds.
+      # The gateway accepts any of its keys. This takes the first.
       command:
         - sh
         - -c
@@ -103,11 +103,11 @@ spec:
         {{- . | nindent 8 }}
         {{- end }}
   containers:
-    # The Job's log: the result, and nothing else.
+    # This container's log is the Job's log, so it prints only the result.
     - name: result
       image: {{ $image | quote }}
       imagePullPolicy: {{ $loadgen.image.pullPolicy }}
-      # The pause: containerd 1.6 may cut the log of a container that ends as soon as it has written a lot.
+      # It sleeps because containerd 1.6 may cut the log of a container that ends as soon as it has written a lot.
       command: [sh, -c, 'test ! -f /results/result.json || cat /results/result.json; sleep 3; exit $(cat /results/status)']
       resources:
         {{- toYaml $loadgen.resources | nindent 8 }}

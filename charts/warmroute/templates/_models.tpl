@@ -85,14 +85,33 @@ Models: the entries of `models` on top of engines.defaults.
 {{/* JSON list for the gateways' --kube-targets: the chart's own engines, if there are any, then the existing ones. */}}
 {{- define "warmroute.targets" -}}
 {{- $targets := list }}
+{{- /* If one set is behind https, each set says whether it is. Otherwise the setting of the certificates' authority would mean https for all. */}}
+{{- $hasTls := false }}
+{{- range include "warmroute.existing" . | fromJsonArray }}
+{{- $hasTls = or $hasTls (eq true .tls) }}
+{{- end }}
 {{- if include "warmroute.models" . | fromJson }}
 {{- $own := dict "selector" (include "warmroute.selectorTerms" (include "warmroute.selectorLabels" (dict "root" . "component" "engine") | fromYaml)) "namespace" (include "warmroute.namespace" .) "port" "http" }}
+{{- if $hasTls }}
+{{- $_ := set $own "tls" false }}
+{{- end }}
 {{- if .Values.engines.apiKey.existingSecret }}
 {{- $_ := set $own "api_key_file" (printf "/etc/warmroute/engine-api-key/%s" .Values.engines.apiKey.secretKey) }}
 {{- end }}
 {{- $targets = append $targets $own }}
 {{- end }}
 {{- range include "warmroute.existing" . | fromJsonArray }}
+{{- $target := include "warmroute.target" . | fromJson }}
+{{- if $hasTls }}
+{{- $_ := set $target "tls" (eq true .tls) }}
+{{- end }}
+{{- $targets = append $targets $target }}
+{{- end }}
+{{- toJson $targets }}
+{{- end }}
+
+{{/* JSON: the entry for a complete set of engines.existing. */}}
+{{- define "warmroute.target" -}}
 {{- $target := dict "selector" (include "warmroute.selectorTerms" .selector) "namespace" .namespace "port" (toString .port) }}
 {{- if .onlyModel }}
 {{- $_ := set $target "model" .model }}
@@ -105,9 +124,10 @@ Models: the entries of `models` on top of engines.defaults.
 {{- $_ := set $target $key (int $value) }}
 {{- end }}
 {{- end }}
-{{- $targets = append $targets $target }}
+{{- if .tls }}
+{{- $_ := set $target "tls" true }}
 {{- end }}
-{{- toJson $targets }}
+{{- toJson $target }}
 {{- end }}
 
 {{- define "warmroute.selectorTerms" -}}
@@ -166,7 +186,7 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 {{- end }}
 {{- end }}
 
-{{/* The container that puts the checkpoint there, where it is not there already: (dict "root" $ "model" MODEL "source" SOURCE). */}}
+{{/* The container that fetches or makes the checkpoint, for sources that need it: (dict "root" $ "model" MODEL "source" SOURCE). */}}
 {{- define "warmroute.modelInit" -}}
 {{- $source := .source }}
 {{- $hub := .model.huggingFace }}
@@ -174,8 +194,8 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 - name: model
   image: {{ include "warmroute.engineImage" . | quote }}
   imagePullPolicy: {{ .model.image.pullPolicy }}
-  {{- /* dumb-init: as process 1, neither would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period. The
-  images of vLLM and SGLang do not have it; in their pods no container's process is number 1. */}}
+  {{- /* As process 1 neither program would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period: dumb-init
+  is process 1. The images of vLLM and SGLang do not have it, but in their pods no container's process is number 1. */}}
   {{- if eq $source.kind "hf" }}
   command: [{{ if not (include "warmroute.isForeign" .model) }}dumb-init, --single-child, --, {{ end }}hf, download]
   args:

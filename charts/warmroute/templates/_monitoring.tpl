@@ -6,7 +6,7 @@ PromQL matchers of this release's series: job is the Service's name for a Servic
 {{- end }}
 
 {{/* JSON list: a PodMonitor for each kind of engine that differs in labels, namespace or port: name (as a component), namespace,
-labels, port, isBundled (the chart's own bundled engines). Where there is one, it is called `engine`. */}}
+labels, port, isBundled (the chart's own bundled engines). If there is only one, it is called `engine`. */}}
 {{- define "warmroute.engineMonitors" -}}
 {{- $existing := include "warmroute.existing" . | fromJsonArray }}
 {{- $own := include "warmroute.selectorLabels" (dict "root" . "component" "engine") | fromYaml }}
@@ -67,7 +67,7 @@ labels, port, isBundled (the chart's own bundled engines). Where there is one, i
 {{- include "warmroute.monitoredSeries" (dict "root" . "monitors" (include "warmroute.engineMonitors" . | fromJsonArray)) }}
 {{- end }}
 
-{{/* The same of engines that are not the chart's own bundled ones; empty without any. */}}
+{{/* The matchers of all engines except the chart's own bundled ones; empty if there are none. */}}
 {{- define "warmroute.foreignSeries" -}}
 {{- $monitors := list }}
 {{- range include "warmroute.engineMonitors" . | fromJsonArray }}

@@ -17,7 +17,7 @@ Names, labels and images. Helpers that take a component want (dict "root" $ "com
 {{- end }}
 {{- end }}
 
-{{/* FULLNAME-COMPONENT, at most 63 characters, or `longest`; the front gives way, so that two components never meet. */}}
+{{/* FULLNAME-COMPONENT, at most 63 characters, or `longest`. FULLNAME is cut if it is too long, so two components never get one name. */}}
 {{- define "warmroute.componentName" -}}
 {{- $room := sub (.longest | default 63) (add 1 (len .component)) | int }}
 {{- printf "%s-%s" (include "warmroute.fullname" .root | trunc $room | trimSuffix "-") .component }}
@@ -27,8 +27,8 @@ Names, labels and images. Helpers that take a component want (dict "root" $ "com
 {{- default .Release.Namespace .Values.namespaceOverride }}
 {{- end }}
 
-{{/* JSON list: the namespaces in which gateways look for engines: of the chart's own, which is first and is there without any
-engine too, and of the existing ones. */}}
+{{/* JSON list: the namespaces in which gateways look for engines. First that of the chart's own engines, even if there are none,
+then those of the existing ones. */}}
 {{- define "warmroute.engineNamespaces" -}}
 {{- $existing := include "warmroute.existing" . | fromJsonArray }}
 {{- $namespaces := list }}
@@ -41,7 +41,8 @@ engine too, and of the existing ones. */}}
 {{- uniq $namespaces | toJson }}
 {{- end }}
 
-{{/* What a Deployment selects by, for ever: no version in here. Optional "model": the name of one in `models`. */}}
+{{/* The labels by which a Deployment selects its pods. They can never change, so they have no version. Optional "model": the name of
+one in `models`. */}}
 {{- define "warmroute.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "warmroute.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -51,7 +52,7 @@ warmroute.io/model: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* commonLabels cannot replace what is selected by. */}}
+{{/* commonLabels cannot replace the labels that select pods. */}}
 {{- define "warmroute.labels" -}}
 {{- $chart := dict
   "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-")
@@ -112,12 +113,12 @@ http{{ if .Values.gateway.tls.existingSecret }}s{{ end }}://{{ include "warmrout
 http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-admin") }}.{{ include "warmroute.namespace" . }}:8081
 {{- end }}
 
-{{/* What Ingress and HTTPRoute let pass to the gateway, as JSON: paths that are meant exactly. */}}
+{{/* The exact paths that Ingress and HTTPRoute let pass to the gateway, as JSON. */}}
 {{- define "warmroute.paths" -}}
-{{- list "/classify" "/detokenize" "/pooling" "/rerank" "/score" "/tokenize" "/v1/audio/speech" "/v1/chat/completions" "/v1/completions" "/v1/embeddings" "/v1/messages" "/v1/messages/count_tokens" "/v1/models" "/v1/rerank" "/v1/responses" "/v1/score" "/v2/rerank" | toJson }}
+{{- list "/classify" "/detokenize" "/pooling" "/rerank" "/score" "/tokenize" "/v1/audio/speech" "/v1/audio/transcriptions" "/v1/audio/translations" "/v1/chat/completions" "/v1/completions" "/v1/embeddings" "/v1/messages" "/v1/messages/count_tokens" "/v1/models" "/v1/rerank" "/v1/score" "/v2/rerank" | toJson }}
 {{- end }}
 
-{{/* The same for paths that others are below, as JSON. */}}
+{{/* The prefixes of paths that Ingress and HTTPRoute let pass to the gateway, as JSON. */}}
 {{- define "warmroute.pathPrefixes" -}}
-{{- ternary (list "/v1") (list "/v1/caches") (eq true .Values.gateway.settings.pass_through) | toJson }}
+{{- ternary (list "/v1") (list "/v1/caches" "/v1/responses") (eq true .Values.gateway.settings.pass_through) | toJson }}
 {{- end }}

@@ -1,10 +1,10 @@
 {{/*
-What every pod has.
+Parts of every pod.
 */}}
 
 {{/*
 A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats.
-YAML reads the `off` of prefix_cache as false, and the engine takes that for off.
+YAML reads `prefix_cache: off` as false, which the engine takes for off.
 */}}
 {{- define "warmroute.flags" -}}
 {{- range $key := keys . | sortAlpha }}
@@ -22,9 +22,9 @@ YAML reads the `off` of prefix_cache as false, and the engine takes that for off
 {{- end }}
 {{- end }}
 
-{{/* (dict "chart" LIST "extra" LIST): each name once, the extra one where both have it. Server-side apply refuses a name
-given twice. One that replaces the chart's stands where the chart's did, after the extra ones that are before it: a
-variable may refer to those above it alone. */}}
+{{/* (dict "chart" LIST "extra" LIST): each name once, from the extra list if both have it. Server-side apply refuses a name
+that is given twice. An extra variable that replaces one of the chart's takes its place, after the extra ones before it,
+because a variable may only refer to variables above it. */}}
 {{- define "warmroute.env" -}}
 {{- $byName := dict }}
 {{- $extras := list }}
@@ -126,7 +126,7 @@ httpGet:
 {{- .values.terminationGracePeriodSeconds | default $computed | int }}
 {{- end }}
 
-{{/* Environment by which gateways and engines find Redis: (dict "root" $ "role" "gateway"); a list, empty without one. */}}
+{{/* List of the variables by which gateways and engines find Redis: (dict "root" $ "role" "gateway"); empty without a Redis. */}}
 {{- define "warmroute.redisEnv" -}}
 {{- $env := list }}
 {{- $redis := .root.Values.redis }}
@@ -161,7 +161,7 @@ httpGet:
 {{- toYaml $env }}
 {{- end }}
 
-{{/* JSON: the Secret and its entry by which Redis' certificate is checked; empty: the system's authorities. */}}
+{{/* JSON: the Secret, and its entry, with the authority that signed Redis' certificate; empty: the system's authorities. */}}
 {{- define "warmroute.redisCa" -}}
 {{- $external := .Values.externalRedis }}
 {{- if .Values.redis.enabled }}
@@ -184,7 +184,7 @@ httpGet:
 {{- end }}
 {{- end }}
 
-{{/* JSON list: the Secrets with keys that gateways show engines: volume, folder, secret, key. */}}
+{{/* JSON list: the Secrets with keys that gateways send to engines: volume, folder, secret, key. */}}
 {{- define "warmroute.engineKeys" -}}
 {{- $keys := list }}
 {{- with .Values.engines.apiKey }}
@@ -205,7 +205,7 @@ httpGet:
 {{- if or .Values.networkPolicy.adminFrom .Values.loadgen.enabled }}true{{ end }}
 {{- end }}
 
-{{/* What a pod of the chart wants in order to speak https to the gateways: environment, mount and volume. */}}
+{{/* What a pod of the chart needs to speak https to the gateways: environment, mount and volume. */}}
 {{- define "warmroute.gatewayCa" -}}
 {{- if .Values.gateway.tls.existingSecret }}{{ .Values.gateway.tls.caKey }}{{ end }}
 {{- end }}
@@ -232,9 +232,9 @@ httpGet:
 {{- .Values.redis.auth.existingSecret | default (include "warmroute.componentName" (dict "root" . "component" "redis")) }}
 {{- end }}
 
-{{/* Changes when a pod must be replaced for what is not in its own template. From the values and not from the Secrets: a
-password made at install is another one each time a template is rendered without the cluster. Not the API keys: gateways read
-their file again by themselves. */}}
+{{/* A hash that changes if a pod must be replaced because of something outside its own template. It is computed from values and
+not from Secrets, because a password made at install differs each time that a template is rendered without the cluster. API keys are
+not part of it: gateways read their file again by themselves. */}}
 {{- define "warmroute.checksum" -}}
 {{- list .Values.redis.enabled .Values.redis.auth .Values.redis.tls .Values.externalRedis | toJson | sha256sum }}
 {{- end }}

@@ -2,7 +2,7 @@
 OpenTelemetry: the standard variables, for gateways and for our own engines.
 */}}
 
-{{/* Variables as a YAML list; none where nothing is sent. The pod's name comes first, as the attributes refer to it. */}}
+{{/* Variables as a YAML list; none if nothing is sent. The pod's name comes first, because the attributes refer to it. */}}
 {{- define "warmroute.otelEnv" -}}
 {{- $otel := .Values.openTelemetry }}
 {{- $env := list }}
@@ -25,7 +25,7 @@ OpenTelemetry: the standard variables, for gateways and for our own engines.
 {{- toYaml $env }}
 {{- end }}
 
-{{/* An egress rule for the collector, which may be anywhere: its port, as the URL has it. */}}
+{{/* An egress rule to the port in the collector's URL, at any address, since the collector may be anywhere. */}}
 {{- define "warmroute.egressOtel" -}}
 {{- with .Values.openTelemetry.endpoint }}
 {{- $port := regexFind ":[0-9]+(/|$)" . | trimPrefix ":" | trimSuffix "/" | default (ternary "443" "80" (hasPrefix "https:" .)) }}

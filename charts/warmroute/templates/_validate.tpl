@@ -1,6 +1,6 @@
 {{/*
-Values that contradict each other end the render here, with the value and the remedy. What one value alone can get
-wrong is in values.schema.json.
+If values contradict each other, the render ends here, with the value and the remedy. values.schema.json checks each
+value by itself.
 */}}
 
 {{- define "warmroute.validate" -}}
@@ -8,6 +8,9 @@ wrong is in values.schema.json.
 {{- include "warmroute.validateGateway" . }}
 {{- include "warmroute.validateRedis" . }}
 {{- include "warmroute.validateLoadgen" . }}
+{{- if include "warmroute.picks" . }}
+{{- include "warmroute.validatePicker" . }}
+{{- end }}
 {{- range $name, $model := include "warmroute.models" . | fromJson }}
 {{- include "warmroute.validateModel" (dict "root" $ "path" (printf "models.%s" $name) "values" $model) }}
 {{- end }}
@@ -32,7 +35,7 @@ wrong is in values.schema.json.
 {{- fail (printf "%s.onlyModel needs %s.model: the one model for which requests are sent there" $path $path) }}
 {{- end }}
 {{- if and $set.kvEventsReplayPort (not $set.kvEventsPort) }}
-{{- fail (printf "%s.kvEventsReplayPort needs %s.kvEventsPort: where the events are that are replayed" $path $path) }}
+{{- fail (printf "%s.kvEventsReplayPort needs %s.kvEventsPort: the port of the events that are replayed" $path $path) }}
 {{- end }}
 {{- if has $set.name $names }}
 {{- fail (printf "%s.name %q is the name of another set: give each its own" $path $set.name) }}
@@ -102,19 +105,19 @@ wrong is in values.schema.json.
 {{- fail "redis.enabled is true and externalRedis.caSecret is set: use redis.tls.existingSecret, or set redis.enabled=false" }}
 {{- end }}
 {{- if contains "@" $external.url }}
-{{- fail "externalRedis.url holds credentials, which anybody who may read pods would see: put the URL into a Secret and name it in externalRedis.existingSecret" }}
+{{- fail "externalRedis.url holds credentials, which everybody with the right to read pods would see: put the URL into a Secret and name it in externalRedis.existingSecret" }}
 {{- end }}
 {{- if and $external.url .Values.networkPolicy.enabled (not (hasPrefix "unix:" $external.url)) }}
 {{- $isSentinel := contains "+sentinel:" $external.url }}
 {{- range splitList "," (regexReplaceAll "^[a-z+]+://([^/?]*).*$" $external.url "$1") }}
 {{- $port := regexFind ":[0-9]+$" . | trimPrefix ":" | default (ternary "26379" "6379" $isSentinel) }}
 {{- if not (has $port (toStrings $.Values.networkPolicy.externalRedisPorts)) }}
-{{- fail (printf "externalRedis.url is of port %s, which networkPolicy.externalRedisPorts %v does not let through: add it there%s" $port $.Values.networkPolicy.externalRedisPorts (ternary ", beside the ports of the masters that the Sentinels name" "" $isSentinel)) }}
+{{- fail (printf "externalRedis.url has port %s, which networkPolicy.externalRedisPorts %v does not let through: add it there%s" $port $.Values.networkPolicy.externalRedisPorts (ternary ", beside the ports of the masters that the Sentinels name" "" $isSentinel)) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- if and .Values.engines.apiKey.existingSecret (include "warmroute.existing" . | fromJsonArray) (not (include "warmroute.models" . | fromJson)) }}
-{{- fail "engines.apiKey is of the chart's own engines, of which there are none in models: use engines.existing[].apiKeySecret" }}
+{{- fail "engines.apiKey is the key of the chart's own engines, and models has none: use engines.existing[].apiKeySecret" }}
 {{- end }}
 {{- if and .Values.redis.auth.password .Values.redis.auth.existingSecret }}
 {{- fail "redis.auth.password and redis.auth.existingSecret are both set: remove one of them" }}
@@ -124,7 +127,7 @@ wrong is in values.schema.json.
 {{- define "warmroute.validateLoadgen" -}}
 {{- if .Values.loadgen.enabled }}
 {{- if and (include "warmroute.hasTenants" .) (not (include "warmroute.hasApiKeys" .)) }}
-{{- fail "loadgen.enabled with gateway.tenants needs a key for the comparison: give one in gateway.apiKeys, it is the tenant default's" }}
+{{- fail "loadgen.enabled with gateway.tenants needs a key for the comparison: give one in gateway.apiKeys, which is then the key of the tenant default" }}
 {{- end }}
 {{- if not .Values.gateway.settings.allow_policy_header }}
 {{- fail "loadgen.enabled needs a gateway that lets requests choose the policy: set gateway.settings.allow_policy_header=true" }}
@@ -141,7 +144,7 @@ wrong is in values.schema.json.
 {{- end }}
 {{- end }}
 {{- if and .disk.storageClassName (ne .disk.volume "ephemeral") }}
-{{- fail (printf "%s.tiers.disk.storageClassName is for volume ephemeral alone, and it is %s" $path .disk.volume) }}
+{{- fail (printf "%s.tiers.disk.storageClassName is only for volume ephemeral, not %s: remove it" $path .disk.volume) }}
 {{- end }}
 {{- if and .shared.bytes (not .shared.claim) }}
 {{- fail (printf "%s.tiers.shared.bytes needs %s.tiers.shared.claim: a PersistentVolumeClaim with access mode ReadWriteMany" $path $path) }}
@@ -150,7 +153,7 @@ wrong is in values.schema.json.
 {{- fail (printf "%s.tiers.shared.bytes is 0, so its claim is not used: say how many bytes all pods together may keep there" $path) }}
 {{- end }}
 {{- if and .shared.bytes (eq $.values.device "sim") }}
-{{- fail (printf "%s.tiers.shared is not there with device sim: there is no KV to share" $path) }}
+{{- fail (printf "%s.tiers.shared cannot be used with device sim, which has no KV to share: remove it" $path) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -166,13 +169,13 @@ wrong is in values.schema.json.
 {{- $source := include "warmroute.source" $model.source | fromJson }}
 {{- $kinds := dict "hf" "^[^/]+/[^/]+$" "pvc" "^[a-z0-9][-.a-z0-9]*$" "hostPath" "^/." "oci" "." "random" "^$" }}
 {{- if not (hasKey $kinds $source.kind) }}
-{{- fail (printf "%s.source %q is of no known kind: it must begin with hf://, pvc://, hostPath:// (or /), oci:// or random://" .path $model.source) }}
+{{- fail (printf "%s.source %q is not of a known kind: it must begin with hf://, pvc://, hostPath:// (or /), oci:// or random://" .path $model.source) }}
 {{- end }}
 {{- if not (regexMatch (index $kinds $source.kind) $source.where) }}
 {{- fail (printf "%s.source %q is not complete: it must be hf://ORG/REPO[@REVISION], pvc://CLAIM[/PATH], hostPath:///PATH, oci://IMAGE[#PATH] or random://" .path $model.source) }}
 {{- end }}
 {{- if and $model.checkpoint (ne $source.kind "random") }}
-{{- fail (printf "%s.checkpoint is for random:// alone, and %s.source is %q: remove it" .path .path $model.source) }}
+{{- fail (printf "%s.checkpoint is only for random://, and %s.source is %q: remove it" .path .path $model.source) }}
 {{- end }}
 {{- if and (eq $source.kind "oci") (not $model.imageVolumes) (semverCompare "<1.35.0-0" .root.Capabilities.KubeVersion.Version) }}
 {{- fail (printf "%s.source %q needs image volumes, which Kubernetes has by default from 1.35 on (this is %s): use another source, or set %s.imageVolumes=true where the feature gate ImageVolume is on" .path $model.source .root.Capabilities.KubeVersion.Version .path) }}
@@ -192,23 +195,23 @@ wrong is in values.schema.json.
 {{- end }}
 {{- end }}
 
-{{/* What is of one kind of engine alone. */}}
+{{/* Values that only one kind of engine has. */}}
 {{- define "warmroute.validateKind" -}}
 {{- $model := .values }}
 {{- $path := .path }}
 {{- $own := index .root.Values.models (trimPrefix "models." $path) | default dict }}
 {{- if include "warmroute.isForeign" $model }}
 {{- if eq $model.device "sim" }}
-{{- fail (printf "%s.device is sim, which the bundled engine alone has, and %s.engine is %s: give cuda or cpu" $path $path $model.engine) }}
+{{- fail (printf "%s.device is sim, which only the bundled engine has, and %s.engine is %s: give cuda or cpu" $path $path $model.engine) }}
 {{- end }}
 {{- if hasPrefix "random://" $model.source }}
-{{- fail (printf "%s.source is random://, which the bundled engine alone makes, and %s.engine is %s: give hf://, pvc://, hostPath:// or oci://" $path $path $model.engine) }}
+{{- fail (printf "%s.source is random://, which only the bundled engine makes, and %s.engine is %s: give hf://, pvc://, hostPath:// or oci://" $path $path $model.engine) }}
 {{- end }}
 {{- if $own.tiers }}
-{{- fail (printf "%s.tiers is of the bundled engine, and %s.engine is %s: give its own flags for KV in host memory in %s.flags" $path $path $model.engine $path) }}
+{{- fail (printf "%s.tiers is only for the bundled engine, and %s.engine is %s: give that engine's own flags for KV in host memory in %s.flags" $path $path $model.engine $path) }}
 {{- end }}
 {{- if $own.settings }}
-{{- fail (printf "%s.settings is of the bundled engine, and %s.engine is %s: give its flags in %s.flags" $path $path $model.engine $path) }}
+{{- fail (printf "%s.settings is only for the bundled engine, and %s.engine is %s: give that engine's flags in %s.flags" $path $path $model.engine $path) }}
 {{- end }}
 {{- $ports := list 8000 }}
 {{- if $model.kvEvents.enabled }}
@@ -224,7 +227,7 @@ wrong is in values.schema.json.
 {{- else }}
 {{- range list "flags" "tensorParallel" "dataParallel" "maxModelLen" "kvEvents" }}
 {{- if hasKey $own . }}
-{{- fail (printf "%s.%s is of vLLM and SGLang, and %s.engine is warmroute: %s" $path . $path (ternary (printf "use %s.settings" $path) "remove it" (eq . "flags"))) }}
+{{- fail (printf "%s.%s is only for vLLM and SGLang, and %s.engine is warmroute: %s" $path . $path (ternary (printf "use %s.settings" $path) "remove it" (eq . "flags"))) }}
 {{- end }}
 {{- end }}
 {{- if and $model.gpu.count (ne (int $model.gpu.count) 1) }}

@@ -1,1 +1,1 @@
-"""Measuring a profile: which steps, how long they take, which constants explain that."""
+"""Measures a profile: chooses steps, times them, and fits the constants."""

@@ -1,4 +1,4 @@
-"""The constants of a profile that explain measured steps best."""
+"""Fits the constants of a profile to measured steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _CONSTANTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step and the seconds it took."""
+    """A step and the seconds that it took."""
 
     plan: StepPlan
     elapsed_s: float
 
 
 def fit_profile(name: str, steps: Sequence[Measured], kv_tokens: int) -> SimProfile:
-    """The profile with the least squared relative error, no constant negative.
+    """Return the profile with the least squared relative error and no negative constant.
 
-    Steps of few tokens are on the floor w0, the others on the line a + c1 T. Where the line leaves the floor is tried
-    out: once that is given, the rest is non-negative least squares. Raises ValueError without steps.
+    Steps of few tokens are on the floor w0, the others on the line a + c1 T. Every point at which the line may leave
+    the floor is tried; the rest is non-negative least squares. Raises ValueError without steps.
     """
     if not steps:
         raise ValueError("a profile needs measured steps")
@@ -47,19 +47,19 @@ def fit_profile(name: str, steps: Sequence[Measured], kv_tokens: int) -> SimProf
 
 
 def relative_errors(profile: SimProfile, steps: Sequence[Measured]) -> Floats:
-    """|predicted / measured - 1| of each step."""
+    """Return |predicted / measured - 1| of each step."""
     return np.array([abs(profile.step_s(step.plan) / step.elapsed_s - 1) for step in steps])
 
 
 def _given_floor(on_floor: npt.NDArray[np.bool_], new_tokens: Floats, rest: Floats, took_ms: Floats) -> Floats:
-    """w0, a, c1, c2, c3, c4 where it is known which steps are on the floor."""
+    """Return w0, a, c1, c2, c3, c4 for a given set of steps on the floor."""
     line = ~on_floor
     columns = np.column_stack((on_floor, line, line * new_tokens, rest)).astype(np.float64) / took_ms[:, None]
     return _non_negative_least_squares(columns, np.ones(len(took_ms)))
 
 
 def _non_negative_least_squares(columns: Floats, wanted: Floats) -> Floats:
-    """Minimiser of |columns w - wanted| over w >= 0: the best feasible one of all sets of columns, 63 at most."""
+    """Return the minimiser of |columns w - wanted| over w >= 0, by trying all sets of columns, 63 at most."""
     scale = np.linalg.norm(columns, axis=0)
     present = [i for i in range(columns.shape[1]) if scale[i] > 0]
     gram, right = columns.T @ columns, columns.T @ wanted
@@ -67,7 +67,7 @@ def _non_negative_least_squares(columns: Floats, wanted: Floats) -> Floats:
     for size in range(1, len(present) + 1):
         for chosen in combinations(present, size):
             at = list(chosen)
-            # Scaled columns: tokens and pairs of tokens differ by ten orders of magnitude.
+            # The columns are scaled, because tokens and pairs of tokens differ by ten orders of magnitude.
             inner = gram[np.ix_(at, at)] / np.outer(scale[at], scale[at])
             solution = np.linalg.lstsq(inner, right[at] / scale[at], rcond=1e-10)[0] / scale[at]
             gain = float(right[at] @ solution)

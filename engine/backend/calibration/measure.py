@@ -14,12 +14,12 @@ from engine.backend.calibration.shapes import Limits, Shape, drawn, grid, growin
 from engine.sched.plan import StepPlan
 
 RANDOM = 36
-"""Steps of random size: half of them are fitted to, half are held out."""
+"""Steps of random size: half of them for the fit, half held out."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 TRIES = 3
-"""Of a step that seems to take too long."""
+"""Tries of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
-"""Of the time for measuring: some 50 shapes, most of them far below the largest, are to be measured three times."""
+"""Largest step as a share of the time for measuring: enough to measure some 50 shapes, most far smaller, thrice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Measurement:
     held_out: Sequence[tuple[Shape, Measured]]
     rounds: int
     spread: float
-    """Median over the steps of how much the median repeat took above the shortest, as a share of it."""
+    """Median over the steps of (median repeat / shortest repeat - 1)."""
 
 
 async def measure(
     backend: Backend, limits: Limits, seconds: float, seed: int, say: Callable[[str], None]
 ) -> Measurement:
-    """Measure for about `seconds`. Repeats of a step are spread over the whole time, and whatever else the machine does
-    only lengthens them: the shortest counts."""
+    """Measure for about `seconds`. Repeats of a step are spread over the whole time. The shortest counts, because other
+    load can only lengthen a step."""
     bench = _Bench(backend, limits, seed)
     start_s = time.monotonic()
     limits = await _bearable(bench, limits, seconds * LARGEST_STEP)
@@ -59,7 +59,7 @@ async def measure(
 
 
 class _Bench:
-    """Runs steps on blocks in random order, as a pool in use hands them out."""
+    """Runs steps on blocks in random order, as in a pool in use."""
 
     def __init__(self, backend: Backend, limits: Limits, seed: int) -> None:
         self._backend = backend
@@ -71,12 +71,12 @@ class _Bench:
         return step_plan(shape, self._blocks, self._block_size)
 
     async def step_s(self, shape: Shape) -> float:
-        """Seconds on the device."""
+        """Return the step's seconds on the device."""
         return (await self._backend.run(self.plan(shape))).elapsed_s
 
 
 async def _bearable(bench: _Bench, limits: Limits, largest_s: float) -> Limits:
-    """The limits within which a step takes about `largest_s` at most. Warms the device up on the way."""
+    """Return limits within which a step takes at most about `largest_s` seconds. This also warms the device up."""
     prefill = await _largest(bench, growing_prefills(limits), largest_s)
     decode = await _largest(bench, growing_decodes(limits), largest_s)
     size = limits.block_size
@@ -89,13 +89,13 @@ async def _bearable(bench: _Bench, limits: Limits, largest_s: float) -> Limits:
 
 
 async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> Shape:
-    """The last of growing steps before one that takes too long; the first in any case."""
+    """Return the last of growing steps before one that takes too long, or else the first."""
     best = next(shapes, None)
     if best is None:
         raise ValueError("the KV pool or the model's context is too small to calibrate with: 32 tokens at least")
     await bench.step_s(best)
     for shape in shapes:
-        await bench.step_s(shape)  # the first of its size allocates
+        await bench.step_s(shape)  # the first step of a size allocates memory
         if not await _is_within(bench, shape, largest_s):
             break
         best = shape
@@ -103,7 +103,7 @@ async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> 
 
 
 async def _is_within(bench: _Bench, shape: Shape, largest_s: float) -> bool:
-    """Whether the step takes that long at most in one of a few tries: others may have been held up by the machine."""
+    """Return whether one of a few tries of the step takes at most that long: other load may delay single tries."""
     for _ in range(TRIES):
         if await bench.step_s(shape) <= largest_s:
             return True

@@ -1,4 +1,4 @@
-"""Steps of chosen sizes, made by hand: the scheduler is not asked."""
+"""Makes steps of chosen sizes without the scheduler."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Shape:
     """One step: a prefill chunk, decodes, or both."""
 
     cached: int = 0
-    """Tokens before the chunk, in the KV pool already."""
+    """Tokens before the chunk, already in the KV pool."""
     chunk: int = 0
     """Tokens of the chunk; 0: no prefill."""
     decodes: int = 0
     """Sequences that decode."""
     context: int = 0
-    """Tokens that each of them attends to, its own included."""
+    """Tokens that each decoding sequence attends to, its own token included."""
 
     def __str__(self) -> str:
         prefill = f"prefill {self.chunk} after {self.cached}" if self.chunk else ""
@@ -38,20 +38,21 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What steps may be as large as."""
+    """The largest sizes of steps."""
 
     step_tokens: int
     """Tokens computed in a step."""
     decodes: int
-    """Sequences that decode in one."""
+    """Decoding sequences in a step."""
     context: int
     """Tokens of a sequence."""
     blocks: int
+    """Blocks that all sequences of a step together may fill."""
     block_size: int
-    """Tokens of a block; all sequences of a step together fit `blocks` of them."""
+    """Tokens of a block."""
 
     def hold(self, shape: Shape) -> bool:
-        """Whether the step is within them."""
+        """Return whether the step is within the limits."""
         size = self.block_size
         blocks = -(-(shape.cached + shape.chunk) // size) + shape.decodes * -(-shape.context // size)
         return (
@@ -63,20 +64,20 @@ class Limits:
 
 
 def growing_prefills(limits: Limits) -> Iterator[Shape]:
-    """Prefills without cached tokens, each twice as long as the one before."""
+    """Yield prefills without cached tokens, each twice as long as the one before."""
     sizes = (2**i for i in range(4, 30))
     return itertools.takewhile(limits.hold, (Shape(chunk=size) for size in sizes))
 
 
 def growing_decodes(limits: Limits) -> Iterator[Shape]:
-    """Decodes, in each twice as many tokens of context together as in the one before."""
+    """Yield decodes, each with twice as many tokens of context in all as the one before."""
     tokens = (2**i for i in range(5, 40))
     shapes = (Shape(decodes=n, context=size // n) for size in tokens for n in [min(limits.decodes, size // 32)])
     return itertools.takewhile(limits.hold, shapes)
 
 
 def grid(limits: Limits) -> list[Shape]:
-    """The steps that constants are fitted to: chunks behind prefixes, batches of contexts, and some of both."""
+    """Return the steps for the fit: chunks after prefixes, batches of contexts, and some of both."""
     cached = (0, *_CONTEXTS[1:])
     prefills = [Shape(cached=p, chunk=t) for t in _CHUNKS for p in cached]
     decodes = [Shape(decodes=n, context=c) for n in _BATCHES for c in _CONTEXTS]
@@ -85,7 +86,7 @@ def grid(limits: Limits) -> list[Shape]:
 
 
 def drawn(limits: Limits, count: int, seed: int) -> list[Shape]:
-    """Random steps within the limits, sizes uniform on a logarithmic scale: prefills, decodes and both in turn."""
+    """Return random steps within the limits, with log-uniform sizes: prefills, decodes and both in turn."""
     generator = random.Random(seed)
 
     def between(low: int, high: int) -> int:
@@ -106,7 +107,7 @@ def drawn(limits: Limits, count: int, seed: int) -> list[Shape]:
 
 
 def step_plan(shape: Shape, blocks: Sequence[int], block_size: int) -> StepPlan:
-    """The step, its sequences on `blocks` from the first on, none of them shared."""
+    """Return the step. Its sequences take `blocks` from the first on and share none."""
     free = iter(blocks)
 
     def sequence(number: int, start: int, tokens: int) -> SequenceChunk:

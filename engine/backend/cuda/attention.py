@@ -17,22 +17,22 @@ class AttentionKernels(Protocol):
     """Causal attention, within each sequence and the layer's window, over keys and values already in their pages.
 
     Queries [rows, heads, dim] are rows of a wider matrix (contiguous within a row); `out` is [rows, heads * dim];
-    `pool` is `KvPool.data`. A row's bits must depend on its own sequence alone, whatever else is in the step.
+    `pool` is `KvPool.data`. A row's bits must depend only on its own sequence, not on the rest of the step.
     """
 
     def begin(self, step: StepTensors) -> None:
-        """Prepare for the layers of `step`. For a step without prefill nothing is read or written: it may be captured
-        in a CUDA graph."""
+        """Prepare for the layers of `step`. For a step without prefill it reads and writes nothing, so that the step
+        may be captured in a CUDA graph."""
 
     def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
-        """Chunks of prompts; `tensors` is the prefill of the step begun."""
+        """Attend for chunks of prompts. `tensors` is the prefill of the step begun."""
 
     def decode(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: DecodeTensors) -> None:
-        """One row of each sequence, on a fixed grid: may be captured. Padding rows (length 0) become 0."""
+        """Attend for one row of each sequence, on a fixed grid that may be captured. Padding rows become 0."""
 
 
 class TritonAttention:
-    """See `AttentionKernels`. Uses one scratch of each kind: calls must follow each other on one stream."""
+    """See `AttentionKernels`. All calls share one scratch of each kind, so they must be on one stream."""
 
     def __init__(self, config: ModelConfig, *, rows: int, tokens: int, device: torch.device) -> None:
         """For decode steps of up to `rows` rows with tables of up to `tokens` tokens."""

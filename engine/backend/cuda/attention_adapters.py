@@ -1,7 +1,7 @@
-"""Prefill attention by libraries that may be installed: FlashInfer, and FlashAttention 3 for Hopper.
+"""Prefill attention by optional libraries: FlashInfer, and FlashAttention 3 for Hopper.
 
 Decode stays with the Triton kernels: they split a sequence by its length alone, and run in CUDA graphs without a host
-plan per step. Both libraries take pages with strides, so the block-major pool is passed as it is (FlashInfer: its
+plan per step. Both libraries take pages with strides, so they get the block-major pool directly (FlashInfer: its
 issues 506 and 702). Both are told not to split keys, which would make a row's bits depend on its batch.
 """
 
@@ -17,13 +17,13 @@ from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.model.config import ModelConfig
 
 _WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer's documentation advises."""
+"""The size that FlashInfer's documentation advises."""
 
 
 class FlashInferAttention:
-    """See `AttentionKernels`. `begin` waits for the device once per step that has prefill chunks: plans need numbers.
+    """See `AttentionKernels`. `begin` waits for the device once per step with prefill chunks, to read lengths.
 
-    `flashinfer`: the module (`BatchPrefillWithPagedKVCacheWrapper` of 0.6). `decode`: who does the decode rows.
+    `flashinfer`: the module (`BatchPrefillWithPagedKVCacheWrapper` of 0.6). `decode`: the attention for decode rows.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class FlashInferAttention:
         self._decode.decode(layer, q, pool, out, tensors)
 
     def _plan(self, tensors: PrefillTensors) -> None:
-        # A plan is written into the wrapper's page-locked buffer and copied to the device without waiting, and the next
-        # one overwrites that buffer. It may: `cpu` waits for this stream, so for the copy of the plan before.
+        # A plan is written into the wrapper's page-locked buffer and copied to the device without waiting. The next
+        # plan overwrites that buffer. That is safe: `cpu` waits for this stream, and so for the copy of the last plan.
         starts, contexts = (
             torch.cat((tensors.query_starts, tensors.contexts)).cpu().tensor_split([len(tensors.tables) + 1])
         )
@@ -89,7 +89,7 @@ class FlashInferAttention:
 class FlashAttention3:
     """See `AttentionKernels`. Never waits for the device.
 
-    `interface`: the module `flash_attn_interface`. `decode`: who does the decode rows.
+    `interface`: the module `flash_attn_interface`. `decode`: the attention for decode rows.
     """
 
     def __init__(self, interface: Any, config: ModelConfig, decode: AttentionKernels) -> None:

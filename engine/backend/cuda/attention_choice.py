@@ -1,4 +1,4 @@
-"""Which attention a model gets: the Triton kernels, or a library that is installed, fits, and works when tried."""
+"""Chooses a model's attention: the Triton kernels, or a library that is installed, fits, and works when tried."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ATTENTIONS = ("auto", "triton", "flashinfer", "flash_attn")
 _16_BIT = (torch.float16, torch.bfloat16)
 _HOPPER = 9
 _FAILURES = (ImportError, OSError, RuntimeError, SubprocessError, AttributeError, TypeError, ValueError)
-"""What libraries raise that were built for another CUDA, find no compiler, or have another interface."""
+"""Errors of libraries that were built for another CUDA, find no compiler, or have another interface."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What the attention is for."""
+    """The requirements on an attention."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -37,9 +37,9 @@ class AttentionNeeds:
     """Compute capability of the device; (0, 0): not a CUDA device."""
     block_size: int
     rows: int
-    """Decode rows of a step, at most."""
+    """Most decode rows of a step."""
     tokens: int
-    """Tokens that a row's table has room for, at most."""
+    """Most tokens in a row's table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class _Library:
     module: str
     package: str
     refuses: Callable[[AttentionNeeds], str | None]
-    """Why it cannot serve these needs; None: it can."""
+    """Returns why the library cannot serve these needs; None if it can."""
     adapt: Callable[[ModuleType, AttentionNeeds, TritonAttention], AttentionKernels]
 
 
 def make_attention(wanted: str, needs: AttentionNeeds) -> AttentionKernels:
-    """The attention of this name; "auto": the first library that is there, fits and works, else Triton.
+    """Return the attention of this name; "auto": the first library that is installed, fits and works, else Triton.
 
-    Raises ValueError for a name not in `ATTENTIONS`, and where a library asked for by name is not such a one.
+    Raises ValueError for a name not in `ATTENTIONS`, and if a library given by name cannot be used.
     """
     if wanted not in ATTENTIONS:
         raise ValueError(f"attention {wanted!r} is not supported; supported: {', '.join(ATTENTIONS)}")
@@ -70,7 +70,7 @@ def make_attention(wanted: str, needs: AttentionNeeds) -> AttentionKernels:
 
 
 def _usable(library: _Library, needs: AttentionNeeds, triton: TritonAttention) -> AttentionKernels | str:
-    """The library's attention, or why it cannot be used."""
+    """Return the library's attention, or why it cannot be used."""
     if (reason := library.refuses(needs)) is not None:
         return reason
     try:
@@ -87,7 +87,7 @@ def _usable(library: _Library, needs: AttentionNeeds, triton: TritonAttention) -
 
 
 def _attends(attention: AttentionKernels, needs: AttentionNeeds, layer: int) -> bool:
-    """Whether a prompt of two tokens has the right attention: with keys of 0, the mean of the values each sees."""
+    """Return whether a prompt of two tokens gets the right attention: for keys of 0, the mean of the visible values."""
     config, device = needs.config, needs.device
     pool = KvPool(config, 2, needs.block_size, dtype=needs.dtype, device=device).data.zero_()
     count = torch.arange(1, 3, device=device)
@@ -105,7 +105,7 @@ def _attends(attention: AttentionKernels, needs: AttentionNeeds, layer: int) -> 
 
 
 def _prompt_of_two(device: torch.device) -> StepTensors:
-    """In block 1."""
+    """Return a step with a prompt of two tokens in block 1."""
 
     def numbers(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
 """A `Backend` for CUDA that computes one step while the next is prepared and launched.
 
-Two threads: one turns plans into launches and never waits for the device; the other waits for each step's results,
-which come back in page-locked memory, and hands them over. What the step before chose stays on the device, so a decode
-token need not have been known when its step was planned.
+It has two threads. One turns plans into launches and never waits for the device. The other waits for each step's
+results, which come back in page-locked memory, and hands them over. The choices of the last step stay on the device, so
+a decode step can be planned before its tokens are known.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from engine.model.decoder import Decoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 
 Forward = Callable[[StepTensors, Tensor], Tensor]
-"""A step, `KvPool.data` -> float32 logits [R, vocab_size], in a buffer that the next call may use again."""
+"""(step, `KvPool.data`) -> float32 logits [R, vocab_size], in a buffer that the next call may reuse."""
 _T = TypeVar("_T")
 _MAX_IN_FLIGHT = 2
 RING = _MAX_IN_FLIGHT + 1
-"""Buffers that steps in flight may use, and one for the step that is prepared."""
+"""Number of buffers: one for each step in flight, and one for the step being prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way."""
+    """A launched step."""
 
     step: HostStep
     asked: HostSampling
@@ -54,16 +54,16 @@ class _Choices:
 
     tokens: Tensor
     row_of: Mapping[int, int]
-    """By request id."""
+    """Request id -> row."""
 
 
 class CudaBackend:
-    """See `Backend`. `start.start_cuda` makes one with all that belongs to it."""
+    """See `Backend`. `start.start_cuda` makes one with all its parts."""
 
     def __init__(
         self, device: Device, model: Decoder, forward: Forward, pool: KvPool, *, tiling: Tiling, max_blocks: int
     ) -> None:
-        """`tiling`: see `StepBuilder`; `max_blocks`: of the longest sequence."""
+        """`tiling`: see `StepBuilder`. `max_blocks`: blocks of the longest sequence."""
         self.model = model
         self.pool = pool
         self._device = device
@@ -90,7 +90,7 @@ class CudaBackend:
         if len(self._outcomes) >= _MAX_IN_FLIGHT:
             raise RuntimeError(f"{_MAX_IN_FLIGHT} steps are in progress, as many as this backend takes at once")
         outcome: Future[StepResult] = Future()
-        outcome.set_running_or_notify_cancel()  # a caller that leaves does not stop the step
+        outcome.set_running_or_notify_cancel()  # so that cancelling the caller does not stop the step
         self._launcher.submit(self._begin, plan, outcome)
         self._outcomes.append(outcome)
         return await asyncio.wrap_future(outcome)
@@ -100,7 +100,7 @@ class CudaBackend:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """`close` for callers without an event loop: waits on the calling thread until both threads have ended."""
+        """Do the same as `close`, without an event loop: wait on the calling thread until both threads have ended."""
         self._launcher.shutdown()
         self._waiter.shutdown()
 
@@ -109,20 +109,21 @@ class CudaBackend:
         return self._result(self._launch(plan.chunks))
 
     def warm_up(self, plan: StepPlan) -> None:
-        """Compute a step on the launching thread and wait for it; before the first `run`.
+        """Compute a step on the launching thread and wait for it. Call it before the first `run`.
 
-        cuBLAS has a handle and tens of MiB of workspace for each thread: those of the thread that will use them are
-        made, and show in the memory taken, before requests come.
+        cuBLAS has a handle and tens of MiB of workspace for each thread. This makes those of the launching thread
+        before requests come, so that they count in the measured memory.
         """
         self._result(self._on_launcher(lambda: self._launch(plan.chunks)))
 
     def capture_graphs(self, max_batch: int, limit_bytes: int) -> None:
-        """Make decode steps of up to `max_batch` sequences run as CUDA graphs; before the first `run`.
+        """Make decode steps of up to `max_batch` sequences run as CUDA graphs. Call it before the first `run`.
 
-        On the launching thread: the graphs hold the address of its cuBLAS workspace, which lives as long as it does.
+        It runs on the launching thread: the graphs hold the address of that thread's cuBLAS workspace, which exists as
+        long as the thread.
         """
         device, forward, pool = self._device, self._forward, self.pool.data
-        widths = self._widths  # not this object: in a cycle, the pool would outlive it
+        widths = self._widths  # a reference to self would be a cycle that keeps the pool alive
 
         def capture() -> Graphs:
             with device.use():
@@ -136,11 +137,11 @@ class CudaBackend:
         try:
             return self._launcher.submit(work).result()
         finally:
-            # The thread lets go of `work`, and with it of the pool, before it takes up the next piece.
+            # Makes the thread drop `work`, and so its reference to the pool.
             self._launcher.submit(int).result()
 
     def _begin(self, plan: StepPlan, outcome: Future[StepResult]) -> None:
-        """On the launching thread. Outcomes go through the waiting thread, so that calls return in order."""
+        """Runs on the launching thread. Outcomes go through the waiting thread, so that calls return in order."""
         try:
             launched = self._launch(plan.chunks)
         except BaseException as error:  # raised again where the outcome is awaited
@@ -157,12 +158,12 @@ class CudaBackend:
 
     def _fail(self, error: BaseException, outcome: Future[StepResult]) -> None:
         try:
-            self._device.synchronize()  # what was launched before the failure touches the pool
+            self._device.synchronize()  # work launched before the failure still touches the pool
         finally:
             outcome.set_exception(error)
 
     def _launch(self, chunks: Sequence[SequenceChunk]) -> _Launched:
-        """Launch all of a step, results' way back included, without waiting for any of it."""
+        """Launch a whole step, including the copy of its results, without waiting for any of it."""
         with self._device.use():
             shape = self._graph_shape(chunks)
             last = self._choices
@@ -193,14 +194,14 @@ class CudaBackend:
         return StepResult(sampled, launched.start.seconds_to(launched.end))
 
     def _graph_shape(self, chunks: Sequence[SequenceChunk]) -> DecodeShape | None:
-        """The captured graph that computes these chunks; None: there is none."""
+        """Return the shape of the captured graph for these chunks; None if there is none."""
         if self._graphs is None or not all(is_decode(chunk) and chunk.samples for chunk in chunks):
             return None
         return self._graphs.find(len(chunks), max(len(chunk.blocks) for chunk in chunks))
 
 
 def _check_ids(step: HostStep, vocab_size: int) -> None:
-    """A lookup out of range on a card ends its context, and with it every later step: here one step fails."""
+    """Fail one step for a bad token id. On a card, a lookup out of range would end the context and all later steps."""
     largest = int(step.arrays[0].max())
     if largest >= vocab_size:
         raise ValueError(f"token id {largest} is out of range; the model has {vocab_size} tokens")

@@ -1,4 +1,4 @@
-"""A step's chunks as arrays: what `StepTensors` says, in numpy, so that one copy takes all of it to the device."""
+"""Lays out a step's chunks as numpy arrays for `StepTensors`, so that one copy takes them all to the device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from engine.sched.plan import PENDING, SequenceChunk
 
 _MIN_TABLE_TOKENS = 1024
 _FINE_TABLE_TOKENS = 8192
-"""Widths of block tables are few, as a kernel's grid and a CUDA graph belong to one: each is twice the one before, and
-from here on four times. Up to here a wider table makes the decode kernel launch more programs for each row, most of
-which a short sequence leaves with nothing to do."""
+"""Tokens up to which table widths double; beyond they quadruple. There are few widths, because each needs its own grid
+and CUDA graph. Up to here a wider table makes the decode kernel launch more programs for each row, and with a short
+sequence most of them have nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """Sizes that a step of decode tokens alone is padded to."""
+    """The sizes to which a step with only decode tokens is padded."""
 
     batch: int
-    """Sequences."""
+    """Number of sequences."""
     width: int
-    """Blocks of a table."""
+    """Number of blocks in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +37,24 @@ class HostStep:
     """One step on the host."""
 
     chunks: tuple[SequenceChunk, ...]
-    """In the order of their rows: prefill, then decode tokens."""
+    """The chunks in the order of their rows: prefill, then decode tokens."""
     sampling: tuple[SequenceChunk, ...]
-    """Those that sample, in the order of their logits."""
+    """The chunks that sample, in the order of their logits."""
     arrays: tuple[Array, ...]
     """tokens, slots, positions; decode's lengths, tables; prefill's tables, query_starts, contexts, tiles,
     merged; rows."""
     prefill_tokens: int
     rounds: tuple[Round, ...]
-    """Of the prefill chunks."""
+    """Launches of the prefill kernel."""
     has_decode: bool
     has_rows: bool
     pending_rows: NDArray[np.int64]
-    """Rows whose token is the last step's choice."""
+    """Rows whose token is a choice of the last step."""
     pending_choices: NDArray[np.int64]
-    """Which of that step's choices, one for each of these rows."""
+    """The index of that choice for each of these rows."""
 
     def on_device(self, views: Sequence[Tensor]) -> StepTensors:
-        """The step over `arrays` on the device."""
+        """Return the step as tensors. `views`: `arrays` on the device."""
         rest = iter(views)
         tokens, slots, positions = next(rest), next(rest), next(rest)
         decode = DecodeTensors(lengths=next(rest), tables=next(rest)) if self.has_decode else None
@@ -73,7 +73,7 @@ class HostStep:
 
 
 def table_widths(max_blocks: int, block_size: int) -> tuple[int, ...]:
-    """The widths of tables, in blocks, where no sequence has more than `max_blocks`."""
+    """Return the widths of tables in blocks, for sequences of up to `max_blocks`."""
     widths, width = [], _MIN_TABLE_TOKENS // block_size
     while width < max_blocks:
         widths.append(width)
@@ -82,10 +82,11 @@ def table_widths(max_blocks: int, block_size: int) -> tuple[int, ...]:
 
 
 class StepBuilder:
-    """Keeps the block tables of running requests as arrays: to convert thousands of ints anew takes milliseconds."""
+    """Builds steps. It keeps the block tables of running requests as arrays: converting thousands of ints at each step
+    would take milliseconds."""
 
     def __init__(self, block_size: int, tiling: Tiling, widths: Sequence[int]) -> None:
-        """`tiling`: the prefill kernel's; `widths`: as `table_widths` says."""
+        """`tiling`: the prefill kernel's. `widths`: from `table_widths`."""
         self._block_size = block_size
         self._tiling = tiling
         self._widths = widths
@@ -95,10 +96,10 @@ class StepBuilder:
     def build(
         self, chunks: Sequence[SequenceChunk], choices: Mapping[int, int], shape: DecodeShape | None = None
     ) -> HostStep:
-        """The step of these chunks. `shape`: they are all decode tokens, and the arrays are padded to it.
+        """Return the step of these chunks. `shape`: pads the arrays; then all chunks must be decode tokens.
 
         `choices`: request id -> index of its token among the last step's choices. Raises ValueError for a PENDING token
-        of a request that is not in it.
+        of a request that is not in `choices`.
         """
         self._tables = {chunk.request.id: self._table(chunk) for chunk in chunks}
         prefills = [chunk for chunk in chunks if not is_decode(chunk)]
@@ -137,7 +138,7 @@ class StepBuilder:
         return chunk.blocks, np.array(chunk.blocks, dtype=np.int32)
 
     def _per_token(self, chunks: Sequence[SequenceChunk], rows: int) -> tuple[Array, Array, Array]:
-        """tokens, slots, positions of `rows` rows; those behind the chunks are padding."""
+        """Return tokens, slots, positions of `rows` rows; the rows after the chunks are padding."""
         tokens = np.zeros(rows, dtype=np.int64)
         slots = np.full(rows, -1, dtype=np.int64)
         positions = np.zeros(rows, dtype=np.int32)
@@ -146,7 +147,7 @@ class StepBuilder:
             count = len(chunk.tokens)
             part = slice(row, row + count)
             table = self._tables[chunk.request.id][1]
-            if count == 1:  # for one number, Python is quicker than numpy
+            if count == 1:  # Python is faster than numpy for one number
                 tokens[row], positions[row] = chunk.tokens[0], chunk.start
                 slots[row] = int(table[chunk.start // size]) * size + chunk.start % size
             else:
@@ -158,14 +159,14 @@ class StepBuilder:
         return tokens, slots, positions
 
     def _decode(self, chunks: Sequence[SequenceChunk], shape: DecodeShape | None) -> tuple[Array, Array]:
-        """lengths, tables."""
+        """Return lengths, tables."""
         shape = shape or DecodeShape(len(chunks), self._width(chunks))
         lengths = np.zeros(shape.batch, dtype=np.int32)
         lengths[: len(chunks)] = [chunk.start + 1 for chunk in chunks]
         return lengths, self._stacked(chunks, shape)
 
     def _prefill(self, chunks: Sequence[SequenceChunk]) -> tuple[Array, Array, Array]:
-        """tables, query_starts, contexts."""
+        """Return tables, query_starts, contexts."""
         counts = [len(chunk.tokens) for chunk in chunks]
         return (
             self._stacked(chunks, DecodeShape(len(chunks), self._width(chunks))),
@@ -186,7 +187,7 @@ class StepBuilder:
 
 
 def is_decode(chunk: SequenceChunk) -> bool:
-    """Whether the chunk goes to the decode kernel, which takes one token of a sequence."""
+    """Return whether the chunk goes to the decode kernel, which takes one token of a sequence."""
     return chunk.decodes and len(chunk.tokens) == 1
 
 

@@ -1,40 +1,49 @@
 """The host tier's memory, and the engines that copy KV blocks between it and the pool.
 
-Both sides are block-major across layers, so a block is one piece, and neighbouring blocks are one piece too: a run is
-one copy of the device's copy engine, which takes no multiprocessor from the steps that compute.
+Both sides are block-major across layers, so a block is one piece, and neighbouring blocks are one piece too. A run is
+one copy by the device's copy engine, which takes no multiprocessor from the steps.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.backend.tiers.base import BlockPair, BlockRun, CopyEngine, CopyError, Direction, FinishedCopy, RunningCopy
+from engine.backend.tiers.base import (
+    BlockPair,
+    BlockRun,
+    CopyError,
+    Direction,
+    EndedJob,
+    FinishedCopy,
+    Moved,
+    RunningJob,
+)
 from engine.backend.tiers.copier import BlockCopier
 
 _POLL_S = 50e-6
 
 
 class HostMemoryError(Exception):
-    """The host tier does not get its memory; the text says how much it wanted and what to lower.
+    """The host tier cannot get its memory; the text names the wanted size and what to lower.
 
-    Whoever catches it ends the process: after a refused page-lock CUDA keeps the error, which torch cannot take away,
-    and which a later launch would report as its own.
+    A caller that catches it must end the process: after a refused page-lock CUDA keeps the error, torch cannot clear
+    it, and a later launch would report it as its own.
     """
 
 
 class HostPool:
-    """KV blocks in host memory: `data` is [slot, byte], a slot as large as a block of the pool.
+    """KV blocks in host memory: `data` is [slot, byte], and a slot is as large as a block of the pool.
 
-    For a pool on a CUDA device the memory is page-locked, as copies are asynchronous only then. It is registered rather
-    than taken from torch's pinned allocator, which rounds up to a power of two: up to twice the memory. It is unlocked
-    by `close`, or when nobody refers to `data` any more; the end of the process unlocks it without either.
+    For a pool on a CUDA device the memory is page-locked, because only then copies are asynchronous. It is registered,
+    because torch's pinned allocator rounds up to a power of two, which is up to twice the memory. `close` unlocks it,
+    or the end of the last reference to `data`, or the end of the process.
     """
 
     def __init__(self, pool: Tensor, slots: int) -> None:
@@ -65,9 +74,9 @@ class HostPool:
                 f"{wanted} cannot be page-locked (CUDA error {status}); lower its size, or raise the limit of locked "
                 "memory (ulimit -l)"
             )
-        # Of the tensor, not of this object: a copy engine may be the last that refers to the memory.
+        # Bound to the tensor, not to this object: a copy engine may hold the last reference to the memory.
         unlock = weakref.finalize(self.data, _unlock, device, address)
-        unlock.atexit = False  # by then copies may be in flight
+        unlock.atexit = False  # copies may be in flight at exit
         self._unlock = unlock
 
 
@@ -80,17 +89,13 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def copy_engine(pool: Tensor, host: HostPool) -> CopyEngine:
-    """The engine for where `pool` [block, ...] is. Raises ValueError where the two do not fit each other."""
-    if not pool.is_contiguous() or pool[0].nbytes != host.slot_bytes:
-        raise ValueError(f"pool blocks must be contiguous and as large as a host slot ({host.slot_bytes} bytes)")
-    return CudaCopyEngine(pool, host) if pool.device.type == "cuda" else CpuCopyEngine(pool, host)
-
-
 class _Memory:
-    """Both sides as bytes, so that a copy keeps every bit, whatever the type."""
+    """Both sides as bytes, so that a copy keeps every bit of any type."""
 
     def __init__(self, pool: Tensor, host: HostPool) -> None:
+        """`pool`: [block, ...]. Raises ValueError if pool and host do not match."""
+        if not pool.is_contiguous() or pool[0].nbytes != host.slot_bytes:
+            raise ValueError(f"pool blocks must be contiguous and as large as a host slot ({host.slot_bytes} bytes)")
         self._pool = pool.view(torch.uint8).view(len(pool), -1)
         self._host = host.data
         self.block_bytes = host.slot_bytes
@@ -98,36 +103,27 @@ class _Memory:
         self.host_slots = len(host.data)
 
     def sides(self, run: BlockRun) -> tuple[Tensor, Tensor]:
-        """Target and source of the run, [blocks, byte] each."""
+        """Return target and source of the run, [blocks, byte] each."""
         demotes = run.direction is Direction.DEMOTE
         source, target = (self._pool, self._host) if demotes else (self._host, self._pool)
         return target[run.target : run.target + run.blocks], source[run.source : run.source + run.blocks]
 
 
-class CpuCopyEngine(_Memory):
-    """For a pool in host memory: a run has ended when `start` returns."""
+class CpuBlockMover(_Memory):
+    """The mover for a pool in host memory."""
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """See `CopyEngine.start`."""
+    def move(self, run: BlockRun) -> Moved:
+        """See `BlockMover.move`."""
         target, source = self.sides(run)
         start_s = time.perf_counter()
         target.copy_(source)
-        return _Ended(time.perf_counter() - start_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    seconds: float
-
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
-        return self.seconds
+        return Moved(run.blocks, time.perf_counter() - start_s)
 
 
 class CudaCopyEngine(_Memory):
-    """A stream per direction, none of them the steps': the link carries both directions at once, beside computing.
+    """The engine for a pool on a card. Each direction has its own stream, so copies and steps run in parallel.
 
-    Runs of a direction follow one another, so the time between a run's two events is the time of its bytes alone.
+    Jobs of a direction follow one another, so the time between a job's two events is the time of its bytes alone.
     """
 
     def __init__(self, pool: Tensor, host: HostPool) -> None:
@@ -135,19 +131,20 @@ class CudaCopyEngine(_Memory):
         self._device = pool.device
         self._streams = {direction: torch.cuda.Stream(pool.device) for direction in Direction}  # type: ignore[no-untyped-call]
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """See `CopyEngine.start`. The caller's current stream and device stay as they are."""
-        target, source = self.sides(run)
+    def start(self, job: Sequence[BlockRun]) -> RunningJob:
+        """See `CopyEngine.start`. It does not change the caller's current stream and device."""
         begin, end = _event(), _event()
-        stream = self._streams[run.direction]
+        stream = self._streams[job[0].direction]
         try:
             with torch.cuda.stream(stream):
                 begin.record(stream)
-                target.copy_(source, non_blocking=True)
+                for run in job:
+                    target, source = self.sides(run)
+                    target.copy_(source, non_blocking=True)
                 end.record(stream)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
-        return _CudaRun(self._device, begin, end)
+        return _CudaJob(self._device, begin, end, job)
 
 
 def _event() -> torch.cuda.Event:
@@ -155,26 +152,29 @@ def _event() -> torch.cuda.Event:
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaRun:
+class _CudaJob:
     device: torch.device
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    job: Sequence[BlockRun]
 
-    def elapsed_s(self) -> float | None:
-        """See `RunningCopy.elapsed_s`."""
+    def ended(self) -> EndedJob | None:
+        """See `RunningJob.ended`. An error of the card is one of all runs: it does not say which has failed."""
         try:
-            with torch.cuda.device(self.device):  # a thread that named no card would open a context on the first one
-                has_ended = self.end.query()  # type: ignore[no-untyped-call]
-                return self.begin.elapsed_time(self.end) / 1e3 if has_ended else None
+            with torch.cuda.device(self.device):  # otherwise a thread would open a context on the first card
+                if not self.end.query():  # type: ignore[no-untyped-call]
+                    return None
+                seconds = self.begin.elapsed_time(self.end) / 1e3
         except RuntimeError as error:
-            raise CopyError(str(error)) from error
+            return EndedJob(Moved(0, 0.0), [str(error)] * len(self.job))
+        return EndedJob(Moved(sum(run.blocks for run in self.job), seconds))
 
 
 def drain(copier: BlockCopier, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> list[FinishedCopy]:
-    """Poll until no copy is open, and return their ends. Raises TimeoutError after `deadline_s` seconds.
+    """Poll until no copy is open, and return the ended copies. Raises TimeoutError after `deadline_s` seconds.
 
-    Blocks the thread: for shutting down and for measuring, not for the event loop. Copies that wait for a step which
-    nobody reports would time out.
+    It blocks the thread: use it for shutting down and for measuring, not on the event loop. A copy that waits for a
+    step times out unless the step's end is reported.
     """
     until_s = clock() + deadline_s
     finished = copier.poll()
@@ -188,7 +188,7 @@ def drain(copier: BlockCopier, deadline_s: float, clock: Callable[[], float] = t
 
 def measure_rates(copier: BlockCopier, blocks: int, deadline_s: float) -> None:
     """Learn both directions' rates from real copies: pool blocks 0 .. blocks - 1 to the host slots of these numbers and
-    back. For the start, when neither holds anything: without it nothing would ever be fetched, so nothing measured."""
+    back. Call it at the start, while both are empty: without a rate nothing would be fetched, so no rate measured."""
     pairs = [BlockPair(i, i) for i in range(blocks)]
     for request in (copier.demote, copier.promote):
         request(pairs)

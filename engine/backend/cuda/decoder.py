@@ -1,9 +1,9 @@
 """The decoder of `engine.model.decoder` for CUDA: fused kernels between matrix products, all in buffers made once.
 
-Products of few rows have a kernel of their own, others are cuBLAS's.
+Products of few rows have their own kernel; cuBLAS computes the others.
 
-The residual stream stays in one buffer; every norm but the first adds to it on the way. Nothing here waits for the
-device or allocates by a value on it, so a step without prefill can be captured in a CUDA graph.
+The residual stream stays in one buffer; every norm except the first also adds to it. No code here waits for the device
+or allocates by a value on it, so a step without prefill can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.model.rope import inverse_frequencies, turns
 
 @dataclass(frozen=True, slots=True)
 class DecoderBuffers:
-    """Everything a forward pass writes besides the KV pool, for T tokens of which R logits are wanted."""
+    """All memory that a forward pass writes besides the KV pool, for T tokens and R rows of logits."""
 
     residual: Tensor
     """[T, hidden_size]"""
@@ -46,15 +46,15 @@ class DecoderBuffers:
     last_attended: Tensor
     """[R, heads * head_dim]"""
     head: Tensor
-    """[R, vocab_size], the model's type."""
+    """[R, vocab_size] in the model's type."""
     logits: Tensor
-    """[R, vocab_size] float32; `head` itself where that is float32."""
+    """[R, vocab_size] float32; `head` itself if that is float32."""
 
     @staticmethod
     def make(
         config: ModelConfig, *, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
     ) -> DecoderBuffers:
-        """Buffers for steps of up to `tokens` tokens and `rows` rows of logits; on device "meta" they take nothing."""
+        """Return buffers for steps of up to `tokens` tokens and `rows` rows of logits; on "meta" without memory."""
         queries = config.heads * config.head_dim
         qkv = queries + 2 * config.kv_heads * config.head_dim
 
@@ -77,12 +77,12 @@ class DecoderBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them; the same on device "meta", to plan with."""
+        """Bytes of all buffers, also on device "meta", for planning."""
         tensors = {id(tensor): tensor for tensor in (getattr(self, field.name) for field in fields(self))}
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def leading(self, tokens: int, rows: int) -> DecoderBuffers:
-        """Views for a smaller step. Raises ValueError where it is larger."""
+        """Return views for a smaller step. Raises ValueError for a larger one."""
         if tokens > len(self.residual) or rows > len(self.logits):
             raise ValueError(
                 f"a step of {tokens} tokens and {rows} rows of logits is larger than the buffers, "
@@ -94,7 +94,7 @@ class DecoderBuffers:
         )
 
     def only(self, rows: Tensor) -> DecoderBuffers:
-        """Views in which the layer's other tokens are gone: `rows` [R] of residual stream and attention remain."""
+        """Return views with only `rows` [R] of the residual stream and attention, without the layer's other tokens."""
         count = len(rows)
         torch.index_select(self.residual, 0, rows, out=self.last_residual)
         torch.index_select(self.attended, 0, rows, out=self.last_attended)
@@ -116,7 +116,7 @@ class CudaDecoder:
         self._frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).to(model.device)
 
     def buffers(self, tokens: int, rows: int) -> DecoderBuffers:
-        """Buffers for this model's steps of up to `tokens` tokens and `rows` rows of logits."""
+        """Return buffers for this model's steps of up to `tokens` tokens and `rows` rows of logits."""
         model = self.model
         return DecoderBuffers.make(model.config, tokens=tokens, rows=rows, dtype=model.dtype, device=model.device)
 
@@ -125,7 +125,7 @@ class CudaDecoder:
     ) -> Tensor:
         """Store the step's keys and values in `pool` (`KvPool.data`) -> float32 logits [R, vocab_size].
 
-        The logits lie in `buffers` and last until its next use; None: fresh ones.
+        The logits lie in `buffers` and last until their next use; None: in fresh buffers.
         """
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         tokens, rows = len(step.tokens), len(step.tokens) if step.rows is None else len(step.rows)
@@ -156,7 +156,7 @@ class CudaDecoder:
     def _attend(
         self, i: int, step: StepTensors, turn: Tensor, pool: Tensor, attention: AttentionKernels, own: DecoderBuffers
     ) -> None:
-        """own.qkv -> own.attended; keys and values of all tokens are stored before anyone reads them."""
+        """own.qkv -> own.attended. Keys and values of all tokens are stored before they are read."""
         config, norm = self.model.config, self.model.weights.layers[i].qk_norm
         heads, kv_heads, eps = config.heads, config.kv_heads, config.rms_norm_eps
         rope_store(own.qkv, turn, step.slots, norm, eps, pool, i, heads=heads, kv_heads=kv_heads)
@@ -178,7 +178,7 @@ def _project(projection: Projection, x: Tensor, out: Tensor) -> None:
 
 
 def _project_gated(projection: Projection, x: Tensor, product: Tensor, out: Tensor) -> None:
-    """x [T, hidden] -> out [T, I], silu(gate) * up; `product` [T, 2 I] is room for both."""
+    """x [T, hidden] -> out [T, I], silu(gate) * up. `product` [T, 2 I] is scratch for gate and up."""
     plain = projection.plain
     if plain is not None and plain[1] is None and suits(x, plain[0]):
         gated_linear(x, plain[0], out)

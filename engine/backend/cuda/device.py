@@ -1,4 +1,4 @@
-"""What the backend asks of a device: a stream, events, page-locked memory, graphs, and how much memory is left."""
+"""The backend's interface to a device: a stream, events, page-locked memory, graphs, and the free memory."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ class Event(Protocol):
     """A point in the order of the device's work."""
 
     def wait(self) -> None:
-        """Block this thread until the device has come here."""
+        """Block this thread until the device has reached this point."""
 
     def seconds_to(self, later: Event) -> float:
-        """Time on the device from here to `later`; both have been waited for."""
+        """Return the seconds on the device from here to `later`. Wait for both first."""
 
 
 class Graph(Protocol):
-    """Work recorded once and launched as one piece; it reads and writes the same addresses every time."""
+    """Work that is recorded once and launched as one piece. It reads and writes the same addresses every time."""
 
     def replay(self) -> None:
-        """Launch it."""
+        """Launch the recorded work."""
 
 
 class Device(Protocol):
-    """One device with one stream: what is launched runs in that order, and launching does not wait for it."""
+    """One device with one stream: launched work runs in the order of launching, and launching does not wait for it."""
 
     @property
     def torch(self) -> torch.device:
-        """Where tensors go."""
+        """The device for tensors."""
 
     def use(self) -> AbstractContextManager[None]:
-        """Within it, this thread launches on the device's stream, in inference mode."""
+        """Make this thread launch on the device's stream, in inference mode, within the context."""
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Host memory that the device copies without the CPU's help: uint8 [size_bytes]."""
+        """Return page-locked host memory, which the device copies without the CPU: uint8 [size_bytes]."""
 
     def event(self) -> Event:
-        """The point behind all that was launched so far."""
+        """Record and return the point after all work launched so far."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` launches; nothing runs. All graphs share one pool for the memory they allocate."""
+        """Record the launches of `work` without running them. All graphs share one pool for their memory."""
 
     def synchronize(self) -> None:
-        """Block until all that was launched has run."""
+        """Block until all launched work has run."""
 
     def free_bytes(self) -> int:
-        """Memory that nobody uses, what torch has set aside for itself and does not use included."""
+        """Return the bytes that nobody uses, including torch's unused reserve."""
 
     def total_bytes(self) -> int:
-        """All of the device's memory."""
+        """Return the bytes of all the device's memory."""
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Do `work`; how much more memory than before it used at the worst moment."""
+        """Do `work`, and return the peak of its memory above the memory in use before, in bytes."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one in whose wake it was raised, is a lack of device memory. The driver's and Triton's are
-    RuntimeErrors with such a text, and ending a capture that has failed raises once more, of something else."""
+    """Return whether the error, or an error in its context, is a lack of device memory. The driver and Triton raise
+    RuntimeErrors with such a text, and the end of a failed capture raises a further, different error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -78,8 +78,8 @@ class CudaEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """See `Event.wait`; the interpreter lock is free meanwhile."""
-        with torch.cuda.device(self._device):  # a thread that named no card would open a context on the first one
+        """See `Event.wait`. It releases the interpreter lock."""
+        with torch.cuda.device(self._device):  # otherwise a thread would open a context on the first card
             self.event.synchronize()
 
     def seconds_to(self, later: Event) -> float:
@@ -89,7 +89,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """`Device` by CUDA. `stream` is for those who order other streams against it."""
+    """`Device` by CUDA. `stream` is public so that other streams can be ordered against it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,7 +118,7 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Graph:
         """See `Device.capture`."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: copies that other threads launch meanwhile are none of this graph's business.
+        # thread_local: copies that other threads launch meanwhile must not affect the capture.
         with torch.cuda.graph(graph, self._graph_pool, self.stream, capture_error_mode="thread_local"):
             work()
         return graph
@@ -137,7 +137,7 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self._device)[1]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """See `Device.peak_bytes`. What libraries take behind torch's back, and keep, is counted too."""
+        """See `Device.peak_bytes`. Memory that libraries take without torch, and keep, counts too."""
         self.synchronize()
         torch.cuda.empty_cache()
         driver_before = torch.cuda.mem_get_info(self._device)[0]
@@ -145,7 +145,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         self.synchronize()
-        # Reserved, not allocated: what lies between the pieces is needed as well.
+        # Reserved, not allocated: the gaps between allocations are needed as well.
         grown = torch.cuda.max_memory_reserved(self._device) - reserved_before
         held = torch.cuda.memory_reserved(self._device) - reserved_before
         libraries = driver_before - torch.cuda.mem_get_info(self._device)[0] - held

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, one for each padded size, captured at start within a bound of memory and launches.
+"""CUDA graphs of decode steps, one for each padded size, captured at start within a bound of memory.
 
 A graph reads its inputs at fixed addresses: `Graphs` keeps them, and copies a step there before each replay.
 """
@@ -21,15 +21,15 @@ from engine.backend.cuda.step import DecodeTensors, StepTensors
 
 log = logging.getLogger(__name__)
 Forward = Callable[[StepTensors], Tensor]
-"""A step -> float32 logits [R, vocab_size], in a buffer that the next call uses again."""
+"""step -> float32 logits [R, vocab_size], in a buffer that the next call uses again."""
 _SMALL = (1, 2, 4, 8, 16)
 _REPORT_S = 5.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 def decode_batches(largest: int) -> tuple[int, ...]:
-    """Padded batch sizes up to `largest`, itself one of them: steps of 16 from there on, which matrix products are
-    tiled by, then larger ones, so that beyond 64 at most a third is padding."""
+    """Return the padded batch sizes up to and with `largest`. Above 16 they grow by 16, the tile of matrix products,
+    and later by more, such that beyond 64 at most a third is padding."""
     sizes = [size for size in _SMALL if size < largest]
     size = _SMALL[-1]
     while True:
@@ -40,7 +40,7 @@ def decode_batches(largest: int) -> tuple[int, ...]:
 
 
 def decode_shapes(max_batch: int, widths: Sequence[int]) -> list[DecodeShape]:
-    """Every shape to capture, most useful first: narrow tables before wide ones, large batches before small ones."""
+    """Return all shapes to capture, most useful first: narrow tables before wide, large batches before small."""
     return [DecodeShape(batch, width) for width in widths for batch in reversed(decode_batches(max_batch))]
 
 
@@ -54,15 +54,15 @@ class Graphs:
         self._widths = tuple(widths)
         self._inputs = torch.zeros(inputs_bytes(max_batch, widths), dtype=torch.uint8, device=device.torch)
         self._captured: dict[DecodeShape, tuple[Graph, Tensor]] = {}
-        """With the logits that the graph writes."""
+        """Shape -> graph, and the logits that the graph writes."""
 
     @property
     def captured(self) -> int:
-        """Graphs there are."""
+        """Number of captured graphs."""
         return len(self._captured)
 
     def capture(self, limit_bytes: int, say: Callable[[str], object] = log.info) -> None:
-        """Capture all shapes, as long as they take at most `limit_bytes`; what is left out runs without a graph."""
+        """Capture shapes until they take more than `limit_bytes`. The other shapes run without a graph."""
         shapes = decode_shapes(self._batches[-1], self._widths)
         free, start_s = self._device.free_bytes(), time.monotonic()
         told_s = start_s
@@ -71,7 +71,7 @@ class Graphs:
             if used > limit_bytes:
                 say(
                     f"CUDA graphs took {used >> 20} MiB, more than planned: {done} of {len(shapes)} are captured, "
-                    "longer sequences decode without"
+                    "longer sequences decode without them"
                 )
                 return
             try:
@@ -88,7 +88,7 @@ class Graphs:
         say(f"captured {len(shapes)} CUDA graphs, {used >> 20} MiB, in {time.monotonic() - start_s:.1f} s")
 
     def find(self, batch: int, blocks: int) -> DecodeShape | None:
-        """The smallest captured shape for `batch` decode tokens of sequences of up to `blocks` blocks."""
+        """Return the smallest captured shape for `batch` decode tokens of sequences of up to `blocks` blocks."""
         i, j = bisect_left(self._batches, batch), bisect_left(self._widths, blocks)
         if i == len(self._batches) or j == len(self._widths):
             return None
@@ -96,7 +96,7 @@ class Graphs:
         return shape if shape in self._captured else None
 
     def replay(self, shape: DecodeShape, packed: Tensor) -> Tensor:
-        """Launch the captured step on inputs [uint8] that begin with the arrays of a step of `shape`; its logits."""
+        """Launch the captured step, and return its logits. `packed` [uint8] begins with the arrays of its inputs."""
         graph, logits = self._captured[shape]
         size = packed_bytes(_inputs(shape))
         self._inputs[:size].copy_(packed[:size])
@@ -108,7 +108,7 @@ class Graphs:
         self._inputs.zero_()
         slots.fill_(-1)
         step = StepTensors(tokens, positions, slots, None, DecodeTensors(tables, lengths), None)
-        # Once without: kernels are compiled and libraries allocate at their first launch, which no graph may hold.
+        # Run once without capturing: the first launch compiles kernels and allocates, which a graph may not contain.
         logits = self._forward(step)
         self._device.synchronize()
 
@@ -117,18 +117,18 @@ class Graphs:
             logits = self._forward(step)
 
         graph = self._device.capture(work)
-        graph.replay()  # the first replay uploads the graph: here no request waits for it, and a lack of memory shows
+        graph.replay()  # the first replay uploads the graph; here no request waits, and a lack of memory shows
         self._device.synchronize()
         self._captured[shape] = graph, logits
 
 
 def inputs_bytes(max_batch: int, widths: Sequence[int]) -> int:
-    """Bytes of the inputs of the largest graph."""
+    """Return the bytes of the inputs of the largest graph."""
     return packed_bytes(_inputs(DecodeShape(max_batch, widths[-1])))
 
 
 def _inputs(shape: DecodeShape) -> tuple[Array, ...]:
-    """Arrays like those of `HostStep.arrays` for a step of this shape; they take no memory."""
+    """Return arrays like `HostStep.arrays` for a step of this shape. They take no memory."""
     batch = shape.batch
     int32, int64 = np.zeros((), dtype=np.int32), np.zeros((), dtype=np.int64)
     return (

@@ -1,4 +1,4 @@
-"""Who gets which part of a device's memory, and what to change where it is too little."""
+"""Divides a device's memory, and names what to change if it is too little."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.model.config import ModelConfig
 from engine.model.weights import tensor_shapes
 
 GRAPH_BYTES = 8 << 20
-"""Set aside per CUDA graph, for what the driver keeps of some 300 launches. An estimate, not measured; what they take
-is logged at start, and capturing stops at this much."""
+"""Bytes set aside per CUDA graph, which the driver needs for some 300 launches. This is an estimate, not measured. The
+real use is logged at start, and capturing stops at the estimate."""
 _GIB = 1 << 30
 
 
@@ -28,19 +28,19 @@ class Want:
     part: str
     bytes: int
     remedy: str
-    """What makes it smaller, by flag."""
+    """The flag that makes this part smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device as it was before the engine took anything of it."""
+    """A device's memory before the engine took any of it."""
 
     name: str
     total_bytes: int
     free_bytes: int
 
     def check(self, wants: Sequence[Want]) -> int:
-        """Bytes that these leave free. Raises CudaStartError with the remedy of the first part that does not fit."""
+        """Return the bytes left free. Raises CudaStartError with the remedy of the first part that does not fit."""
         left = self.free_bytes
         for want in wants:
             left -= want.bytes
@@ -49,7 +49,7 @@ class DeviceMemory:
         return left
 
     def too_small(self, wants: Sequence[Want], culprit: Want) -> CudaStartError:
-        """The error that says what each part wanted, and how to make `culprit` smaller."""
+        """Return the error that lists each part's size, and the way to make `culprit` smaller."""
         others = self.total_bytes - self.free_bytes
         missing = sum(want.bytes for want in wants) - self.free_bytes
         short = f", {_gib(missing)} more than that" if missing > 0 else ""
@@ -61,17 +61,17 @@ class DeviceMemory:
 
 
 def shares(wants: Sequence[Want]) -> str:
-    """Each part and its size, for people."""
+    """Return a readable list of each part and its size."""
     return ", ".join(f"{want.part} {_gib(want.bytes)}" for want in wants)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights."""
+    """Return the bytes of a model's weights."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
 
 
 def kv_pool_blocks(left_bytes: int, block_bytes: int, *, share: float) -> int:
-    """Blocks of a pool that takes `share` of what weights, activations and graphs leave."""
+    """Return the blocks of a pool that takes `share` of the memory left by weights, activations and graphs."""
     return int(left_bytes * share) // block_bytes
 
 

@@ -1,4 +1,4 @@
-"""One copy to the device per step: arrays one behind another in page-locked memory, and views of them over there."""
+"""One copy to the device per step: packs arrays into page-locked memory, and views them on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.backend.cuda.device import Device, Event
 
 ALIGN_BYTES = 16
-"""Triton compiles a kernel anew for pointers that are not divisible by this."""
+"""Triton compiles a separate kernel for pointers that are not divisible by this."""
 _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -29,18 +29,18 @@ class Packed:
     """Arrays on the device."""
 
     data: Tensor
-    """All of them, uint8."""
+    """All arrays packed, uint8."""
     views: tuple[Tensor, ...]
-    """One for each array, in order."""
+    """A view of each array, in order."""
 
 
 def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Bytes that these arrays take packed."""
+    """Return the bytes of these arrays when packed."""
     return sum(_aligned(array.nbytes) for array in arrays)
 
 
 def views_of(data: Tensor, like: Sequence[Array]) -> tuple[Tensor, ...]:
-    """The arrays packed in data [uint8], with the shapes and types of `like`."""
+    """Return the arrays packed in data [uint8], with the shapes and types of `like`."""
     views, start = [], 0
     for array in like:
         views.append(data[start : start + array.nbytes].view(_TORCH[array.dtype]).view(array.shape))
@@ -49,7 +49,7 @@ def views_of(data: Tensor, like: Sequence[Array]) -> tuple[Tensor, ...]:
 
 
 class Uploads:
-    """Page-locked buffers in a ring: each is written again only when the device has read it."""
+    """A ring of page-locked buffers. A buffer is written again only when the device has read it."""
 
     def __init__(self, device: Device, *, buffers: int, first_bytes: int = 1 << 20) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class Uploads:
         self._next = 0
 
     def send(self, arrays: Sequence[Array]) -> Packed:
-        """Launch the copy of these arrays; returns at once."""
+        """Launch the copy of these arrays, and return at once."""
         index, size = self._next, packed_bytes(arrays)
         self._next = (index + 1) % len(self._buffers)
         if (read := self._read[index]) is not None:
@@ -74,7 +74,7 @@ class Uploads:
 
 
 class Downloads:
-    """Page-locked buffers in a ring for what comes back: each lasts until as many later ones have been fetched."""
+    """A ring of page-locked buffers for results. A result lasts until its buffer's next turn."""
 
     def __init__(self, device: Device, *, buffers: int, first_values: int = 1024) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Downloads:
         self._next = 0
 
     def fetch(self, values: Tensor) -> NDArray[np.int32]:
-        """Launch the copy of values [n] int32; what is returned holds them once an event behind it has passed."""
+        """Launch the copy of values [n] int32. The returned array holds them when a later event has passed."""
         index, size = self._next, len(values)
         self._next = (index + 1) % len(self._buffers)
         if len(self._buffers[index]) < size:

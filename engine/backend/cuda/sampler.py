@@ -1,12 +1,12 @@
-"""Choosing tokens on the device: the choices of `engine.backend.sampler`, without waiting for the device.
+"""Chooses tokens on the device as `engine.backend.sampler` does, without waiting for the device.
 
-The host lays out what each row asks for; that goes over with the step's one copy. Draws need no random numbers from
-the device: a row's uniform is hashed on the host from its seed and index. What each row asks for is known on the host,
-so no size depends on a value on the device.
+The host lays out each row's sampling parameters, which go over with the step's one copy. Draws need no random numbers
+from the device: a row's uniform is hashed on the host from its seed and index. The host knows all parameters, so no
+size depends on a value on the device.
 
 A row that keeps at most `NARROW` tokens by top_k is cut without sorting the vocabulary; top_p alone sorts it.
-Where a cumulative probability lies within rounding of top_p or of the uniform, another order of summation than the
-reference's may choose a neighbour.
+If a cumulative probability lies within rounding of top_p or of the uniform, this code may choose a neighbour of the
+reference's token, because it sums in another order.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from engine.backend.sampler import LogitEdits, logit_edits, uniform
 from engine.sched.plan import SampledToken, SequenceChunk
 
 NARROW = 256
-"""Largest top_k that is found by selection. Fixed, so that a row's bits do not depend on what others ask for."""
+"""Largest top_k that is found by selection. It is fixed, so that a row's bits do not depend on other rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSampling:
-    """What the rows of a step ask for, on the host."""
+    """The sampling parameters of a step's rows, on the host."""
 
     arrays: tuple[Array, ...]
-    """See `on_device`."""
+    """The arrays that `choose` needs on the device."""
     rows: int
     drawn: int
     """Rows that draw; the others take the most probable token."""
     narrow: int
-    """Rows among those drawn that keep at most NARROW tokens."""
+    """Drawn rows that keep at most NARROW tokens."""
     sorted: int
-    """Rows among those drawn that need the vocabulary sorted."""
+    """Drawn rows that need the vocabulary sorted."""
     edits: tuple[int, int, int]
-    """Logits changed by bias, repetition penalty, frequency and presence penalty."""
+    """Numbers of logits changed by bias, repetition penalty, frequency and presence penalty."""
     reported: int
-    """Rows whose log-probabilities are wanted."""
+    """Rows that report log-probabilities."""
     tops: int
-    """Alternatives, for the row that wants most of them."""
+    """Most alternatives that a row reports."""
 
     @staticmethod
     def of(chunks: Sequence[SequenceChunk], vocab_size: int) -> HostSampling:
-        """For logits [len(chunks), vocab_size], row i for chunks[i]."""
+        """Return the parameters for logits [len(chunks), vocab_size], row i for chunks[i]."""
         params = [chunk.request.sampling for chunk in chunks]
         drawn = [i for i, p in enumerate(params) if p.draws]
         asked = [params[i] for i in drawn]
@@ -80,9 +80,9 @@ class HostSampling:
         )
 
     def choose(self, logits: Tensor, views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """logits float32 [rows, vocab], `arrays` on the device -> (tokens int64 [rows], all results int32 in a row).
+        """logits float32 [rows, vocab], `arrays` on the device -> (tokens int64 [rows], results as int32 for `read`).
 
-        `logits` is left as it is. The results are what `read` takes.
+        `logits` is not changed.
         """
         drawn, uniforms, temperature, min_p, top_k, top_p, narrow, wide, *edits, reported = views
         adjusted = self._adjusted(logits, edits)
@@ -107,7 +107,7 @@ class HostSampling:
         return tokens, torch.cat(results) if len(results) > 1 else results[0]
 
     def read(self, results: NDArray[np.int32], chunks: Sequence[SequenceChunk]) -> list[SampledToken]:
-        """The results of `choose`, back on the host, for the chunks given to `of`."""
+        """Return the tokens from the results of `choose`, back on the host, for the chunks given to `of`."""
         tokens = results[: self.rows].tolist()
         if not self.reported:
             return [SampledToken(token) for token in tokens]
@@ -126,7 +126,7 @@ class HostSampling:
         return chosen
 
     def _adjusted(self, logits: Tensor, edits: Sequence[Tensor]) -> Tensor:
-        """Bias and penalties, in the reference's order; no coordinate stands twice in an edit."""
+        """Apply bias and penalties in the reference's order. The coordinates of an edit are distinct."""
         if not any(self.edits):
             return logits
         logits = logits.clone()
@@ -143,9 +143,9 @@ class HostSampling:
 
 
 def _cut_narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """scaled [n, vocab], top_k and top_p [n, 1] -> the same with -inf for what is left out, top_k at most NARROW."""
+    """scaled [n, vocab], top_k and top_p [n, 1] -> scaled with -inf for excluded tokens; top_k at most NARROW."""
     kept = min(NARROW, scaled.shape[1])
-    # Which of equal logits `topk` takes is open, so it finds the least one kept, and ids decide among equals.
+    # `topk` may take any of equal logits. So it only finds the least kept logit, and ids decide among equals.
     least = scaled.topk(kept, dim=-1).values.gather(1, top_k.clamp(max=kept) - 1)
     above, equal = scaled > least, scaled == least
     room = top_k - above.sum(dim=-1, keepdim=True)
@@ -156,37 +156,37 @@ def _cut_narrow(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _cut_sorted(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `_cut_narrow`, for any top_k."""
+    """Do the same as `_cut_narrow`, for any top_k."""
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     ordered.masked_fill_(torch.arange(scaled.shape[1], device=scaled.device) >= top_k, -torch.inf)
     return torch.empty_like(scaled).scatter_(1, ids, _nucleus(ordered, top_p))
 
 
 def _nucleus(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """ordered [n, k], most probable first -> the same with -inf behind the first tokens that reach top_p [n, 1]."""
+    """ordered [n, k], most probable first -> the same with -inf after the first tokens that reach top_p [n, 1]."""
     chances = ordered.softmax(dim=-1)
-    # In float64: on a card, the order of a cumulative sum depends on how many rows there are.
+    # In float64, because on a card the order of a cumulative sum depends on the number of rows.
     before = chances.cumsum(dim=-1, dtype=torch.float64) - chances
-    before[:, 0] = -torch.inf  # the most probable token always stays, however small top_p is
+    before[:, 0] = -torch.inf  # the most probable token stays for any top_p
     return ordered.masked_fill_(before >= top_p, -torch.inf)
 
 
 def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """scaled [n, vocab], uniforms float64 [n] -> the first token whose cumulative probability exceeds it, [n]."""
+    """scaled [n, vocab], uniforms float64 [n] -> first token whose cumulative probability exceeds the uniform, [n]."""
     cumulative = scaled.softmax(dim=-1).to(torch.float64).cumsum(dim=-1)
     target = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_max_(scaled.shape[1] - 1)
 
 
 def _edits(chunks: Sequence[SequenceChunk], vocab_size: int) -> tuple[LogitEdits, LogitEdits, LogitEdits]:
-    """See `logit_edits`. A request that reads its output is never planned ahead of it, so all of it is known."""
+    """See `logit_edits`. A request whose penalties read its output is never planned ahead, so its output is known."""
     requests = [chunk.request for chunk in chunks]
     outputs = [c.request.output_tokens[: c.output_index] if c.request.sampling.reads_output else () for c in chunks]
     return logit_edits(requests, outputs, vocab_size)
 
 
 def _arrays(edits: LogitEdits) -> tuple[Array, Array, Array]:
-    """Rows, tokens, values."""
+    """Return rows, tokens, values."""
     return (
         np.array(edits.rows, dtype=np.int64),
         np.array(edits.tokens, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Bringing up the engine on a card: weights, buffers, a measured trial of the largest step, KV pool, CUDA graphs."""
+"""Starts the engine on a card: weights, buffers, a measured trial of the largest step, KV pool, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WEIGHTS = "name a --device cuda:N with more free memory, --dtype bfloat16, or a
 
 
 class StartSettings(Protocol):
-    """What this reads of `engine.config.EngineSettings`, where each is explained."""
+    """The fields of `engine.config.EngineSettings` that this module reads; that class explains them."""
 
     @property
     def model(self) -> Path: ...
@@ -68,7 +68,10 @@ class StartSettings(Protocol):
 
 
 def start_cuda(settings: StartSettings) -> tuple[CudaBackend, int]:
-    """The backend on `settings.device`, and the blocks of its pool. Blocks. Raises ModelError, CudaStartError."""
+    """Return the backend on `settings.device` and the number of blocks in its pool. This call blocks.
+
+    Raises ModelError, CudaStartError.
+    """
     config = ModelConfig.from_path(settings.model)
     torch_device = _cuda_device(settings.device)
     _require_compiler()
@@ -86,12 +89,12 @@ def _require_compiler() -> None:
 
 
 def _cuda_device(name: str) -> torch.device:
-    """The card, one this engine can use; "cuda" is the first."""
+    """Return the card if this engine can use it; "cuda" is the first. Raises CudaStartError."""
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         seen = f"cuda:0 to cuda:{count - 1}" if count else "none; is the driver there, and torch a build with CUDA?"
-        raise CudaStartError(f"--device {name} is not there; torch sees {seen}")
+        raise CudaStartError(f"--device {name} does not exist; torch sees {seen}")
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < _LEAST_CAPABILITY:
         raise CudaStartError(
@@ -102,7 +105,7 @@ def _cuda_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """The order of taking memory, on any `Device`."""
+    """Takes memory in the right order, on any `Device`."""
 
     settings: StartSettings
     config: ModelConfig
@@ -110,7 +113,7 @@ class Starter:
     memory: DeviceMemory
 
     def load(self) -> Decoder:
-        """The model, once it is known that what can be planned fits. Raises ModelError, CudaStartError."""
+        """Load the model, after checking that the planned parts fit. Raises ModelError, CudaStartError."""
         known = self.settings.dtype if self.settings.dtype != "auto" else self.config.dtype
         wants = [] if known is None else self._wants(getattr(torch, known))
         self.memory.check(wants)
@@ -122,13 +125,13 @@ class Starter:
             raise self.memory.too_small(wants, wants[0]) from None
 
     def finish(self, model: Decoder, capability: tuple[int, int]) -> tuple[CudaBackend, int]:
-        """The backend of a loaded model, and the blocks of its pool. Raises CudaStartError."""
+        """Return the backend of a loaded model and the number of blocks in its pool. Raises CudaStartError."""
         wants = self._wants(model.dtype)
         try:
             with self.device.use():
                 forward = self._forward(model, capability)
                 transient = self._measured(model, forward)
-        except torch.OutOfMemoryError:  # all that the weights leave was not enough
+        except torch.OutOfMemoryError:  # the memory left by the weights was not enough
             left = self.memory.free_bytes - wants[0].bytes
             wants[1] = replace(wants[1], part="activations (at least)", bytes=max(wants[1].bytes, left))
             raise self.memory.too_small(wants, wants[1]) from None
@@ -142,8 +145,8 @@ class Starter:
                 backend.warm_up(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
-            # Capturing empties torch's cache: it is filled, or memory found too little, here and not while serving. And
-            # every buffer of the ring grows to such a step's size: to lock pages takes milliseconds.
+            # Capturing empties torch's cache. It is filled, or memory found too little, here and not while serving.
+            # Each buffer of the ring grows to the size of such a step here, because locking pages takes milliseconds.
             for _ in range(RING):
                 backend.warm_up(largest_step(*self._bounds(blocks)))
         except RuntimeError as error:
@@ -154,7 +157,7 @@ class Starter:
         return backend, blocks
 
     def _wants(self, dtype: torch.dtype) -> list[Want]:
-        """Weights, activations, graphs, by their shapes, and the KV pool where the settings give its size."""
+        """Return weights, activations, graphs by their shapes, and the KV pool if the settings give its size."""
         settings = self.settings
         buffers = DecoderBuffers.make(
             self.config,
@@ -177,13 +180,13 @@ class Starter:
         return Want("CUDA graphs", size, f"lower --max-running ({settings.max_running}), or --no-cuda-graphs")
 
     def _bounds(self, blocks: int | None = None) -> tuple[int, int, int, int]:
-        """Tokens and sequences of a step, tokens of a sequence (in a pool of `blocks`), tokens of a block."""
+        """Return tokens and sequences of a step, tokens of a sequence (in a pool of `blocks`), tokens of a block."""
         settings, longest = self.settings, self._max_tokens()
         longest = longest if blocks is None else min(longest, blocks * settings.block_size)
         return settings.max_step_tokens, settings.max_running, longest, settings.block_size
 
     def _max_tokens(self) -> int:
-        """Of the longest sequence, were the pool without bounds."""
+        """Return the tokens of the longest sequence, ignoring the size of the pool."""
         return min(self.settings.max_model_len or self.config.max_position, self.config.max_position)
 
     def _max_blocks(self) -> int:
@@ -209,32 +212,32 @@ class Starter:
         return lambda step, pool: decoder.forward(step, pool, attention, buffers)
 
     def _measured(self, model: Decoder, forward: Forward) -> int:
-        """Bytes that the largest step takes for a while, above all that stays allocated."""
+        """Return the bytes that the largest step takes temporarily, above the memory that stays allocated."""
         trial = self._backend(model, forward, 1, self._max_blocks())
         log.info("%s: trying the largest step, which compiles kernels the first time", self.memory.name)
         plan = largest_step(*self._bounds())
-        trial.warm_up(plan)  # the first one compiles kernels, and libraries take what they keep
+        trial.warm_up(plan)  # compiles kernels, and libraries take their lasting memory
         peak = self.device.peak_bytes(lambda: trial.warm_up(plan))
-        trial.shutdown()  # what libraries keep for its thread goes to the next one
+        trial.shutdown()  # the libraries' memory for its thread goes to the next thread
         return peak
 
     def _backend(self, model: Decoder, forward: Forward, blocks: int, longest: int) -> CudaBackend:
-        """Over a pool of `blocks`, for sequences of up to `longest` blocks."""
+        """Return a backend over a pool of `blocks`, for sequences of up to `longest` blocks."""
         settings = self.settings
-        with torch.inference_mode(False):  # tiers write into the pool outside of it
+        with torch.inference_mode(False):  # tiers write into the pool outside of inference mode
             pool = KvPool(self.config, blocks, settings.block_size, dtype=model.dtype, device=model.device)
         tiling = tiling_for(self.config.heads, self.config.kv_heads, model.device)
         return CudaBackend(self.device, model, forward, pool, tiling=tiling, max_blocks=longest)
 
     def _asked_blocks(self, dtype: torch.dtype) -> int:
-        """Blocks that the settings ask for; 0: none. Raises CudaStartError where the bytes hold no block."""
+        """Return the blocks that the settings ask for, 0 if none. Raises CudaStartError if the bytes hold no block."""
         settings, block = self.settings, self._block_bytes(dtype)
         if 0 < settings.kv_cache_bytes < block and not settings.kv_pool_tokens:
             raise CudaStartError(f"--kv-cache-bytes {settings.kv_cache_bytes} holds no block; one takes {block} bytes")
         return settings.kv_pool_tokens // settings.block_size or settings.kv_cache_bytes // block
 
     def _blocks(self, wants: list[Want], dtype: torch.dtype) -> int:
-        """Blocks of the pool: as asked for, or by share of what the others leave. Raises CudaStartError."""
+        """Return the blocks of the pool: as set, or by its share of the memory left. Raises CudaStartError."""
         left = self.memory.check(wants)
         asked = self._asked_blocks(dtype)
         blocks = asked or kv_pool_blocks(left, self._block_bytes(dtype), share=self.settings.kv_memory_share)

@@ -1,6 +1,6 @@
-"""Steps made by hand: the one that takes most memory, and small ones that make kernels compile before requests come.
+"""Synthetic steps: the step that takes most memory, and small steps that make kernels compile before requests come.
 
-All of them use block 0 alone, so any pool will do, and leave nothing in it that a step reads.
+All of them use only block 0, so they work with any pool, and no later step reads what they leave in it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from engine.sched.sampling import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0)
 _DEAREST = SamplingParams(temperature=1, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-"""Sorts the vocabulary, changes logits, reports log-probabilities."""
+"""The most expensive sampling: sorts the vocabulary, changes logits, reports log-probabilities."""
 
 
 def largest_step(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> StepPlan:
-    """As many tokens as a step may have, as many rows of logits, the dearest sampling, and the widest block tables:
-    those of sequences of `max_tokens`, of which no entry behind a chunk's own is read."""
+    """Return the step with the most tokens, the most rows of logits, the most expensive sampling and the widest block
+    tables: those of sequences of `max_tokens`. Entries after a chunk's own blocks are not read."""
     count = min(max_step_tokens // max_running, max_tokens)
     chunks = [_prefill(-1 - i, count, block_size, _DEAREST) for i in range(max_running)]
     return StepPlan(tuple(replace(chunk, blocks=[0] * -(-max_tokens // block_size)) for chunk in chunks))
 
 
 def warm_up_steps(max_step_tokens: int, max_running: int, max_tokens: int, block_size: int) -> list[StepPlan]:
-    """Prefill, a prompt's end behind a long prefix, decode, and prefill with decode, within these bounds, in sizes for
-    which Triton compiles variants of their own."""
+    """Return steps within these bounds, in the sizes for which Triton compiles separate variants: prefill, a prompt's
+    end after a long prefix, decode, and prefill with decode."""
     counts = [count for count in (1, 5, 16) if count <= min(max_step_tokens, max_tokens)]
     prefills = [_prefill(-1, count, block_size, _GREEDY) for count in counts]
     decodes = [_decode(request_id) for request_id in (-2, -3)]
-    # Whatever block 0 holds may be no number: what is read behind a prefix is written first.
+    # Block 0 may hold NaN, so the prefix is written before it is read.
     whole = min(block_size, max_tokens)
     written = [
         _prefill(-4, min(max_step_tokens, whole - start), block_size, _GREEDY, start=start)

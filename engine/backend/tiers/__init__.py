@@ -1,1 +1,1 @@
-"""Copies of KV blocks between the pool and a slower tier; see README.md."""
+"""Copies of KV blocks between the pool and a slower tier; README.md has the invariants."""

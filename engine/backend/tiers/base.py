@@ -1,4 +1,4 @@
-"""What crosses the seam between deciding about copies and making them."""
+"""The types shared by the code that decides about copies and the code that makes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class Direction(Enum):
-    """Which way a copy goes. Each way has a queue, a stream and a measured rate of its own."""
+    """The direction of a copy. Each direction has its own queue, stream and measured rate."""
 
     DEMOTE = "demote"
     """From a block of the pool to a slot of the host tier."""
@@ -18,7 +18,7 @@ class Direction(Enum):
 
 
 class BlockPair(NamedTuple):
-    """One whole KV block, all layers, from place to place."""
+    """The source and target of one whole KV block, with all its layers."""
 
     source: int
     """Pool block of a demotion, host slot of a promotion."""
@@ -27,7 +27,7 @@ class BlockPair(NamedTuple):
 
 
 class CopyError(Exception):
-    """A copy could not be made; what its target holds is undefined."""
+    """A copy failed; the content of its target is undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +41,67 @@ class BlockRun:
 
     @property
     def pairs(self) -> tuple[BlockPair, ...]:
-        """The blocks one by one."""
+        """The pairs of the single blocks."""
         return tuple(BlockPair(self.source + i, self.target + i) for i in range(self.blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCopy:
-    """The end of a copy: from here on its blocks and slots are no longer fenced."""
+    """The end of a copy. Its blocks and slots are no longer fenced."""
 
     copy_id: int
     direction: Direction
     done: Sequence[BlockPair]
-    """Pairs whose target now holds what its source held, in the order of the request."""
+    """Pairs whose target now holds the source's content, in the order of the request."""
     dropped: Sequence[BlockPair] = ()
-    """Pairs that were cancelled or failed: their targets hold nothing of use."""
+    """Pairs that were cancelled or failed: their targets hold nothing usable."""
     error: str | None = None
-    """Why a part failed; None where none did."""
+    """Why a part failed; None if none did."""
 
 
-class RunningCopy(Protocol):
-    """A run that an engine has started."""
+class Moved(NamedTuple):
+    """A measurement of the speed of copies."""
 
-    def elapsed_s(self) -> float | None:
-        """Seconds that the bytes took to move, once all have; None before. Never waits. Raises CopyError."""
+    blocks: int
+    """Number of blocks that moved; fewer than asked for if some were at the target already."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """What became of the runs of a job."""
+
+    moved: Moved
+    errors: Sequence[str | None] = ()
+    """By run, why it failed, None if it did not; empty if none failed."""
+
+
+class RunningJob(Protocol):
+    """A job that an engine has started."""
+
+    def ended(self) -> EndedJob | None:
+        """Return what became of the job's runs, None before the last one has ended. Never waits."""
 
 
 class CopyEngine(Protocol):
-    """Moves runs of blocks. Runs of one direction may finish in any order, and beside those of the other one."""
+    """Moves runs of blocks, a job of several at a time. Jobs of one direction may end in any order. Both directions run
+    in parallel."""
 
     block_bytes: int
     pool_blocks: int
     host_slots: int
 
-    def start(self, run: BlockRun) -> RunningCopy:
-        """Begin to copy; returns before it ends. Raises CopyError where it cannot begin."""
+    def start(self, job: Sequence[BlockRun]) -> RunningJob:
+        """Begin to move these runs of one direction, and return before they have moved. Raises CopyError if none can
+        begin."""
+
+
+class BlockMover(Protocol):
+    """Moves runs of blocks on the calling thread."""
+
+    block_bytes: int
+    pool_blocks: int
+    host_slots: int
+
+    def move(self, run: BlockRun) -> Moved:
+        """Move a run. Blocks until it has moved. Raises CopyError if any block of it has not."""

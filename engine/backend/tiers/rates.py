@@ -1,12 +1,12 @@
-"""What copying costs, learnt from the copies themselves."""
+"""The rate of copying, measured on the copies themselves."""
 
 from __future__ import annotations
 
 
 class CopyRate:
-    """Bytes per second of one direction: sums of bytes and of seconds, both forgotten exponentially by bytes moved.
+    """Bytes per second of one direction: a sum of bytes over a sum of seconds, both decaying by the bytes moved.
 
-    A ratio of sums, so a large copy counts for more than a small one, and `half_life_bytes` later for half as much.
+    In a ratio of sums a large copy counts for more than a small one. After `half_life_bytes` a copy counts half.
     """
 
     def __init__(self, half_life_bytes: float) -> None:
@@ -15,7 +15,7 @@ class CopyRate:
         self._seconds = 0.0
 
     def observe(self, moved_bytes: int, elapsed_s: float) -> None:
-        """A copy of so many bytes took so long; times that are not positive say nothing and are left out."""
+        """Add a copy of so many bytes and seconds. Times that are not positive are ignored."""
         if elapsed_s <= 0 or moved_bytes <= 0:
             return
         keep = 0.5 ** (moved_bytes / self._half_life_bytes)
@@ -23,10 +23,10 @@ class CopyRate:
         self._seconds = self._seconds * keep + elapsed_s
 
     def bytes_per_s(self, open_bytes: int = 0, open_s: float = 0.0) -> float | None:
-        """The rate; None before the first copy.
+        """Return the rate, None before the first copy.
 
-        `open_bytes`, `open_s`: a copy that runs and how long it has. Once it takes longer than the rate says, it counts
-        as if it ended now, so that a copy which has stalled is noticed before its end.
+        `open_bytes`, `open_s`: the bytes of a running copy and its seconds so far. If the copy takes longer than the
+        rate predicts, it counts as if it ended now, so that a stalled copy is noticed before its end.
         """
         if not self._seconds:
             return None

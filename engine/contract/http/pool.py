@@ -1,4 +1,4 @@
-"""Connections to one address, kept for the next request for as long as the server at its end keeps them."""
+"""A pool of connections to one address, kept for later requests as long as the server keeps them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from aiohappyeyeballs import AddrInfoType
 from engine.contract.http.connection import Connection, Sink
 
 MAX_IDLE_S = 75.0
-"""However long the server keeps idle connections."""
+"""Longest time that an idle connection is kept, even if the server would keep it longer."""
 KEPT_S = 5.0
-"""For so long a server is taken to keep an idle connection, until it is seen what it does: uvicorn's default, in front
-of vLLM and SGLang."""
+"""Assumed time that a server keeps an idle connection, until its real time is seen: the default of uvicorn, which vLLM
+and SGLang use."""
 LEAST_KEPT_S = 1.0
-"""What ends sooner was ended for another reason."""
+"""A connection that ends sooner was ended for another reason."""
 MARGIN_S = 0.5
-"""A connection is not used so short a time before the server may close it: a request that crosses the closing on its
-way is lost."""
+"""A connection is not used within this time before the server may close it: a request that is sent while the server
+closes is lost."""
 FRESH_S = 30.0
-"""A connection that was never used is kept for so long: servers wait longer for a first request than for a second."""
+"""Time that an unused connection is kept: servers wait longer for a first request than for a second."""
 TIDY_EVERY_S = 0.25
 RESOLVED_S = 10.0
-"""For so long a name has the addresses that were found."""
+"""Time that the addresses found for a name are kept."""
 HAPPY_EYEBALLS_S = 0.25
-"""RFC 8305, section 5: then the next address is tried beside the last."""
+"""Delay before the next address is tried in parallel (RFC 8305, section 5)."""
 CLOSE_S = 10.0
-"""An aborted connection is gone in the event loop's next turn; this bounds the wait should one never be."""
+"""Bound on the wait for aborted connections, which normally end in the event loop's next turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server is. `tls` None: plain HTTP."""
+    """The server's address. `tls` None: plain HTTP."""
 
     host: str
     port: int
@@ -46,24 +46,24 @@ class Address:
 
 
 class Pool:
-    """The connections; of the idle ones the latest used is used first, so that few stay warm and the others run out.
+    """The pool. It reuses the idle connection that was used last, so that few stay warm and the others expire.
 
-    No limit: whoever asks bounds the requests. How long the server keeps a connection is learnt from how idle ones end,
-    and from one that does not: of those that are too old for use, the oldest stays for that.
+    It has no limit: the caller bounds the requests. It learns how long the server keeps a connection from the ends of
+    idle ones. For that it keeps the oldest of the connections that are too old for use.
     """
 
     def __init__(self, address: Address, clock: Callable[[], float], *, receive_bytes: int | None = None) -> None:
-        """`receive_bytes`: of the sockets' buffers; None: the system's."""
+        """`receive_bytes`: size of the sockets' receive buffers; None: the system's default."""
         self.clock = clock
         self.kept_s = KEPT_S
-        """For so long the server keeps an idle connection, as far as is known."""
+        """Seconds that the server keeps an idle connection, as far as is known."""
         self._address = address
         self._receive_bytes = receive_bytes
         self._found: Sequence[AddrInfoType] = ()
         self._found_at_s = -RESOLVED_S
         self._idle: deque[Connection] = deque()
         self._fresh: deque[Connection] = deque()
-        """Opened ahead of need, and never used."""
+        """Connections opened ahead of need and never used."""
         self._open: set[Connection] = set()
         self._connecting = 0
         self._opening_ahead = 0
@@ -73,15 +73,15 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Connections, in use or not, and those that are being made."""
+        """Number of connections: in use, idle, and being opened."""
         return len(self._open) + self._connecting
 
     def sinks(self) -> list[Sink]:
-        """Of all responses under way."""
+        """Return the sinks of all responses in progress."""
         return [connection.sink for connection in self._open if connection.sink is not None]
 
     def take(self) -> Connection | None:
-        """An idle connection, no longer the pool's; None: open one."""
+        """Take an idle connection out of the pool; None if there is none: open one."""
         in_use = self.size - self._opening_ahead - len(self._idle) - len(self._fresh) + 1
         if in_use > self._peak:
             self._peak = in_use
@@ -91,11 +91,11 @@ class Pool:
         for _ in range(2):
             if self._idle and not self._idle[-1].closed and not self._is_old(self._idle[-1], now_s):
                 return self._idle.pop()
-            self._tidy(now_s)  # which costs more, and what it learns may make the connection one to use
+            self._tidy(now_s)  # slower; but it may learn that the connection is not too old
         return self._fresh.pop() if self._fresh else None
 
     def missing(self, fades: float) -> int:
-        """How many connections fewer there are than the most that were in use lately; that fades by a factor a call."""
+        """Return the recent peak of use less the present connections, at least 0. Each call fades the peak."""
         now_s = self.clock()
         self._tidy(now_s)
         self._peak *= fades
@@ -124,7 +124,7 @@ class Pool:
             fresh.popleft().abort()
 
     async def connect(self) -> Connection:
-        """A fresh connection. Raises OSError (of which ssl.SSLError is one); deadlines are the caller's."""
+        """Open a connection. Raises OSError (ssl.SSLError is one). The caller sets the deadline."""
         self._connecting += 1
         try:
             return await self._connect()
@@ -145,12 +145,12 @@ class Pool:
             socket_factory=self._socket,
         )
         try:
-            # A name for the certificate; where the context has one of its own, that goes first.
+            # The name that the certificate must have, unless the context sets its own.
             name = address.host if address.tls else None
             await loop.create_connection(lambda: connection, sock=made, ssl=address.tls, server_hostname=name)
             is_made = True
         finally:
-            if not is_made:  # uvloop closes the socket of a cancelled call without a word to a protocol that has it
+            if not is_made:  # uvloop closes the socket of a cancelled call without telling its protocol
                 connection.abort()
                 made.close()
                 self.gone(connection)
@@ -173,17 +173,17 @@ class Pool:
         return made
 
     def opened(self, connection: Connection) -> None:
-        """Told by a connection: it exists."""
+        """See Owner."""
         self._open.add(connection)
 
     def release(self, connection: Connection) -> None:
-        """Told by a connection: its response is complete and it may carry another request."""
+        """See Owner."""
         self._idle.append(connection)
         if connection.idle_since_s - self._tidied_s > TIDY_EVERY_S:
             self._tidy(connection.idle_since_s)
 
     async def open_ahead(self) -> None:
-        """A connection more, for the next request. Raises OSError; deadlines are the caller's."""
+        """Open one more connection for a later request. Raises OSError. The caller sets the deadline."""
         self._opening_ahead += 1
         try:
             connection = await self.connect()
@@ -193,14 +193,14 @@ class Pool:
         self._fresh.append(connection)
 
     def gone(self, connection: Connection) -> None:
-        """Told by a connection: it is closed."""
+        """See Owner."""
         self._open.discard(connection)
         if not self._open:
             self._none_open.set()
 
     def ended_idle(self, connection: Connection) -> None:
-        """Told by a connection: the server has closed it while it carried nothing."""
-        if connection.is_used:  # else its idle life had no beginning that servers count from
+        """See Owner."""
+        if connection.is_used:  # servers count the idle time from the end of a request
             self.kept_s = max(LEAST_KEPT_S, self.clock() - connection.idle_since_s)
 
     async def close(self) -> None:
@@ -216,12 +216,12 @@ class Pool:
 
 
 def _literal(address: Address) -> Sequence[AddrInfoType]:
-    """An address that is no name, as a look-up would give it; empty: it is a name."""
+    """Return a numeric address in the form of a look-up's result; empty if it is a name."""
     try:
         parsed = ipaddress.ip_address(address.host)
     except ValueError:
         return []
-    if "%" in address.host:  # with a scope, whose number the system knows
+    if "%" in address.host:  # it has a scope, whose number only the system knows
         return []
     if parsed.version == 4:
         return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (address.host, address.port))]

@@ -1,4 +1,4 @@
-"""OpenTelemetry for gateway and engine: traces and metrics by OTLP, as the standard `OTEL_*` variables ask for.
+"""OpenTelemetry for gateway and engine: traces and metrics by OTLP, turned on by the standard `OTEL_*` variables.
 
-Without them nothing here imports the SDK. `sdk.py` and `metrics_sdk.py` are the only modules that do.
+Without these variables nothing here imports the SDK. Only `sdk.py` and `metrics_sdk.py` import it.
 """

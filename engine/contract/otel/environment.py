@@ -1,7 +1,7 @@
-"""What the standard variables ask for (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
+"""Reads the standard variables (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 
-Only what decides whether and whereto is read here. The rest (headers, certificates, compression, timeouts, sizes of
-batches and queues, limits of spans) the SDK reads by itself.
+This module reads only the variables that decide whether and where to send. The SDK itself reads the rest (headers,
+certificates, compression, timeouts, sizes of batches and queues, limits of spans).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from engine.contract.settings import ConfigError, check_url
 HTTP = "http/protobuf"
 GRPC = "grpc"
 METRICS_EVERY_MS = 60_000
-"""The standard's."""
+"""The standard's default."""
 LEAST_METRICS_EVERY_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class OtelSettings:
-    """`traces` and `metrics`: by which protocol they are sent; None: not at all."""
+    """`traces` and `metrics`: the protocol by which they are sent; None: they are not sent."""
 
     traces: str | None = None
     metrics: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     metrics_every_s: float = METRICS_EVERY_MS / 1000
     service_name: str | None = None
-    """None: the program's."""
+    """None: the program's name."""
 
 
 def from_environment(environ: Mapping[str, str]) -> OtelSettings:
-    """What `environ` asks for. Raises ConfigError.
+    """Return the settings in `environ`. Raises ConfigError.
 
-    Traces are sent where `OTEL_TRACES_EXPORTER` is `otlp`, or where it is not set and an endpoint for them is. Metrics
-    are sent where `OTEL_METRICS_EXPORTER` is `otlp`: an endpoint alone does not ask for them.
+    Traces are sent if `OTEL_TRACES_EXPORTER` is `otlp`, or if it is not set and an endpoint for traces is. Metrics are
+    sent if `OTEL_METRICS_EXPORTER` is `otlp`: an endpoint alone does not turn them on.
     """
     given = {name: value.strip() for name, value in environ.items() if name.startswith("OTEL_") and value.strip()}
     if given.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -84,7 +84,8 @@ def _protocol(signal: str, given: Mapping[str, str], default: str) -> str | None
 def _interval_s(text: str) -> float:
     if not (text.isascii() and text.isdecimal() and int(text[:10]) >= LEAST_METRICS_EVERY_MS and len(text) <= 10):
         raise ValueError(
-            f"OTEL_METRIC_EXPORT_INTERVAL: {text!r} is no whole number of milliseconds from {LEAST_METRICS_EVERY_MS} on"
+            f"OTEL_METRIC_EXPORT_INTERVAL: {text!r} is not a whole number of milliseconds of at least "
+            f"{LEAST_METRICS_EVERY_MS}"
         )
     return int(text) / 1000
 

@@ -11,13 +11,13 @@ _METRICS = "opentelemetry.sdk.metrics"
 def import_redis() -> None:
     """Import redis-py without the SDK.
 
-    For metrics of its own, which nobody asks for here, redis-py imports the SDK wherever that is installed: a twentieth
-    of a program's start. It does without where the import fails.
+    If the SDK is installed, redis-py imports it for its own metrics, which are not used here. That takes a twentieth of
+    a program's start. If the import fails, redis-py works without it.
     """
     if "redis" in sys.modules or _METRICS in sys.modules:
         return
     modules: dict[str, Any] = sys.modules
-    modules[_METRICS] = None  # the documented way to have an import fail
+    modules[_METRICS] = None  # the documented way to make an import fail
     try:
         import redis.asyncio  # noqa: F401
     finally:

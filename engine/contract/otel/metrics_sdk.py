@@ -1,7 +1,7 @@
-"""Prometheus' metrics as OpenTelemetry's, sent over OTLP.
+"""Converts Prometheus' metrics to OpenTelemetry's and sends them over OTLP.
 
-Imported only where metrics are asked for. Names, labels and numbers are those of `/metrics`; of a counter the name
-without `_total`, as OpenTelemetry has it, which Prometheus adds again when it takes OTLP.
+It is imported only if metrics are turned on. Names, labels and numbers are those of `/metrics`. A counter's name lacks
+`_total`, as in OpenTelemetry; Prometheus adds it again when it receives OTLP.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 _UNKNOWN: Any = None
-"""Of a histogram's least and greatest value, which Prometheus does not keep: the fields are left out."""
+"""A histogram's least and greatest value: Prometheus does not keep them, so the fields are left out."""
 
 
 class MetricExport:
-    """Sends what it is given. All methods block, and may be called from one thread at a time."""
+    """Sends metrics. All methods block, and only one thread at a time may call them."""
 
     def __init__(self, protocol: str, resource: Resource) -> None:
-        """Connects to nothing yet. Raises ConfigError."""
+        """Does not connect yet. Raises ConfigError."""
         self._resource = resource
         self._scope = InstrumentationScope("warmroute", package_version())
         self._started_ns = time.time_ns()
@@ -53,7 +53,7 @@ class MetricExport:
             raise ConfigError(f"metrics cannot be sent as the OTEL_* variables ask for: {error}") from None
 
     def send(self, families: Iterable[Family], at_ns: int) -> None:
-        """All of them, as they were at `at_ns` (nanoseconds since 1970). A failure is logged by the SDK."""
+        """Send the metrics' values at `at_ns` (nanoseconds since 1970). The SDK logs a failure."""
         metrics = [metric for family in families if (metric := self._metric(family, at_ns)) is not None]
         scopes = [ScopeMetrics(self._scope, metrics, "")]
         self._exporter.export(MetricsData([ResourceMetrics(self._resource, scopes, "")]))
@@ -63,7 +63,7 @@ class MetricExport:
         self._exporter.shutdown()
 
     def _metric(self, family: Family, at_ns: int) -> Metric | None:
-        """None where there is nothing to tell yet, and for kinds that neither program has."""
+        """Return the metric, or None if it has no samples yet or is of a kind that neither program uses."""
         began_ns, cumulative = self._started_ns, AggregationTemporality.CUMULATIVE
         data: Sum | Gauge | Histogram
         if family.type == "histogram":
@@ -86,7 +86,7 @@ def _number(sample: Sample, began_ns: int, at_ns: int) -> NumberDataPoint:
 
 
 def _by_labels(samples: Iterable[Sample]) -> Mapping[tuple[tuple[str, str], ...], list[Sample]]:
-    """A histogram's samples by series: all labels but the bucket's bound."""
+    """Return a histogram's samples by series, that is, by all labels except the bucket's bound."""
     found: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
     for sample in samples:
         labels = tuple((name, value) for name, value in sample.labels.items() if name != "le")
@@ -97,7 +97,7 @@ def _by_labels(samples: Iterable[Sample]) -> Mapping[tuple[tuple[str, str], ...]
 def _histogram(
     labels: tuple[tuple[str, str], ...], samples: Iterable[Sample], began_ns: int, at_ns: int
 ) -> HistogramDataPoint:
-    """Prometheus' buckets count all that is at most their bound; here each has only what the one before has not."""
+    """Prometheus' buckets count all values up to their bound. Here each counts only those above the bound before."""
     buckets = sorted((float(one.labels["le"]), round(one.value)) for one in samples if one.name.endswith("_bucket"))
     total = sum(one.value for one in samples if one.name.endswith("_sum"))
     upto = [count for _, count in buckets]

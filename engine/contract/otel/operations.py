@@ -1,4 +1,4 @@
-"""What OpenTelemetry's conventions for generative AI call the work of an endpoint."""
+"""The names of the endpoints' operations in OpenTelemetry's conventions for generative AI."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
 }
 OTHER = "request"
-"""Of endpoints that the conventions have no word for: paths are no names, as there may be any number of them."""
+"""Operation of endpoints without a name in the conventions. A path is not used, because there may be any number."""
 
 
 def operation_of(path: str) -> str:
-    """`gen_ai.operation.name` for requests to that path."""
+    """Return `gen_ai.operation.name` for requests to that path."""
     return _OPERATIONS.get(path, OTHER)

@@ -1,4 +1,4 @@
-"""Traces and metrics as long as a program serves."""
+"""Sends traces and metrics while a program serves."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LAST_S = 3.0
-"""Seconds that a stopping program gives its last spans to be sent, and then its last metrics; what is not sent by then
-is lost."""
+"""Seconds that a stopping program gives to its last spans, and as many to its last metrics. Unsent ones are lost."""
 _INSTANCE = str(uuid.uuid4())
-"""Of this process, where it has no name."""
+"""The instance id of this process if it has no name."""
 
 
 @contextlib.asynccontextmanager
 async def tracing(service: str, *, instance: str = "") -> AsyncIterator[Tracer | None]:
-    """What begins traces, as the environment asks for; None where it does not. Raises ConfigError.
+    """Yield a tracer if the environment turns on traces, else None. Raises ConfigError.
 
-    `service`: the program's name, unless the environment gives another. `instance`: tells it from others of the name;
-    a random one if empty. On the way out what is queued is sent, for at most LAST_S.
+    `service`: the program's name, unless the environment gives another. `instance`: distinguishes processes of the same
+    name; random if empty. The exit sends the queued spans for at most LAST_S.
     """
     settings = from_environment(os.environ)
     if settings.traces is None:
@@ -59,11 +58,10 @@ def _span_export(protocol: str, settings: OtelSettings, service: str, instance: 
 async def metrics_sent(
     service: str, collect: Callable[[], Sequence[Metric]], *, instance: str = ""
 ) -> AsyncIterator[None]:
-    """Send what `collect` gives, every minute or as the environment asks for, and once more at the end. Raises
-    ConfigError.
+    """Send the metrics that `collect` returns, every minute or at the environment's interval, and once at the end.
 
-    `collect` is called on the event loop; all else goes on in a thread. While a collector hangs nothing further is
-    sent. `service` and `instance`: see `tracing`.
+    `collect` is called on the event loop; all else runs in a thread. While a collector hangs, no more is sent.
+    `service` and `instance`: see `tracing`. Raises ConfigError.
     """
     settings = from_environment(os.environ)
     if settings.metrics is None:
@@ -75,7 +73,7 @@ async def metrics_sent(
         while True:
             await asyncio.sleep(settings.metrics_every_s)
             families = collect()
-            await finished(lambda: export.send(families, time.time_ns()), None)  # noqa: B023 - it has ended by then
+            await finished(lambda: export.send(families, time.time_ns()), None)  # noqa: B023 - awaited here
 
     sending = asyncio.create_task(send(), name="metrics over OTLP")
     try:
@@ -101,8 +99,8 @@ def _metric_export(protocol: str, settings: OtelSettings, service: str, instance
 
 
 async def finished(call: Callable[[], object], within_s: float | None) -> bool:
-    """Whether `call`, which blocks, ends in time; None: it has as long as it takes. It runs in a thread that keeps no
-    process from ending."""
+    """Run a blocking `call` in a thread and return whether it ends in time; None: no limit. The thread does not keep
+    the process from ending."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
     def run() -> None:
@@ -110,7 +108,7 @@ async def finished(call: Callable[[], object], within_s: float | None) -> bool:
             call()
         except Exception:
             log.exception("telemetry: it could not be sent")
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="telemetry-send", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Which requests are traced: the six samplers that `OTEL_TRACES_SAMPLER` knows, as two numbers.
+"""Decides which requests are traced: the six samplers of `OTEL_TRACES_SAMPLER`, expressed by two fields.
 
-The SDK asks a sampler for every span it begins. Here most requests get no span at all, so the question is answered
-without the SDK, by the same rule: of a trace id, the low 64 bits are compared with the ratio
+The SDK asks a sampler for every span that it begins. Here most requests get no span at all, so this module decides
+without the SDK, by the same rule: it compares the low 64 bits of the trace id with the ratio
 (https://opentelemetry.io/docs/specs/otel/trace/sdk/#traceidratiobased). So programs with the same ratio take the same
 traces.
 """
@@ -26,20 +26,20 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """`ratio`: part of the traces taken, from 0 to 1. `follows_parent`: a caller's decision goes first."""
+    """`ratio`: share of the traces taken, from 0 to 1. `follows_parent`: a caller's decision takes precedence."""
 
     ratio: float = 1.0
     follows_parent: bool = True
 
     def takes(self, trace_id: int, parent: Remote | None) -> bool:
-        """Whether a request is traced."""
+        """Return whether a request is traced."""
         if parent is not None and self.follows_parent:
             return bool(parent.flags & SAMPLED)
         return trace_id & LOW_64 < round(self.ratio * 2**64)
 
 
 def sampling_of(name: str, argument: str) -> Sampling:
-    """The sampler of that name. Raises ValueError, which says what is wrong with which variable."""
+    """Return the sampler of that name. Raises ValueError naming the variable at fault."""
     if name not in NAMES:
         raise ValueError(f"OTEL_TRACES_SAMPLER: {name!r} is not known; allowed: {', '.join(NAMES)}")
     base = name.removeprefix("parentbased_")
@@ -51,7 +51,7 @@ def sampling_of(name: str, argument: str) -> Sampling:
             ratio = math.nan
         if not 0 <= ratio <= 1:
             raise ValueError(
-                f"OTEL_TRACES_SAMPLER_ARG: {argument!r} is not a part of the traces: give a number from 0 to 1, "
+                f"OTEL_TRACES_SAMPLER_ARG: {argument!r} is not a share of the traces: give a number from 0 to 1, "
                 "such as 0.01"
             )
     return Sampling(ratio, base != name)

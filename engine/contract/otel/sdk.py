@@ -1,6 +1,6 @@
-"""Finished spans to OpenTelemetry's SDK, which sends them in batches from a thread of its own.
+"""Gives finished spans to OpenTelemetry's SDK, which sends them in batches from its own thread.
 
-Imported only where traces are asked for: it takes 0.3 s.
+It is imported only if traces are turned on, because the import takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace.status import Status, StatusCode
 
 from engine.contract.otel.environment import GRPC
-from engine.contract.otel.tracer import Kind, Span, Trace
+from engine.contract.otel.tracer import Span, SpanKind, Trace
 from engine.contract.settings import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _KINDS = {
-    Kind.SERVER: api.SpanKind.SERVER,
-    Kind.CLIENT: api.SpanKind.CLIENT,
-    Kind.INTERNAL: api.SpanKind.INTERNAL,
+    SpanKind.SERVER: api.SpanKind.SERVER,
+    SpanKind.CLIENT: api.SpanKind.CLIENT,
+    SpanKind.INTERNAL: api.SpanKind.INTERNAL,
 }
 
 
 class SpanExport:
-    """A sink for `Tracer`. Its queue is bounded (`OTEL_BSP_MAX_QUEUE_SIZE`): what it has no room for is dropped."""
+    """A sink for `Tracer`. Its queue is bounded (`OTEL_BSP_MAX_QUEUE_SIZE`) and drops spans when it is full."""
 
     def __init__(self, protocol: str, resource: Resource) -> None:
-        """Connects to nothing yet. Raises ConfigError where a variable that the SDK reads has no value that it takes,
-        and where a package is missing."""
+        """Does not connect yet. Raises ConfigError if a variable that the SDK reads has a bad value, or if a package is
+        missing."""
         self._ids = _GivenIds()
-        # The decision was made when the request came, so all that arrives here is sent.
+        # The sampling decision was made when the request came, so every span here is sent.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
@@ -64,12 +64,12 @@ class SpanExport:
         begun.end(max(span.start_ns, span.end_ns))
 
     def close(self) -> None:
-        """Send what is queued, and end the thread. Blocks, for as long as the collector makes it."""
+        """Send the queued spans, and end the thread. Blocks as long as the collector takes."""
         self._provider.shutdown()
 
 
 class _GivenIds(IdGenerator):
-    """Ids that were told to the next hop while the span was under way."""
+    """Returns the ids that were sent to the next hop before the span was made."""
 
     def __init__(self) -> None:
         self.span_id = self.trace_id = 1
@@ -107,7 +107,7 @@ def _exporter(protocol: str) -> SpanExporter:
 
 
 def needs_grpc(variable: str) -> ConfigError:
-    """That the package for gRPC is not installed."""
+    """Return the error for a missing gRPC package."""
     return ConfigError(
         f"{variable}, or OTEL_EXPORTER_OTLP_PROTOCOL, is grpc, which needs a package that is not installed: "
         "pip install 'warmroute[otel-grpc]', or use http/protobuf"
@@ -115,7 +115,7 @@ def needs_grpc(variable: str) -> ConfigError:
 
 
 def package_version() -> str:
-    """Of this program; empty where it runs from a folder that was never installed."""
+    """Return this program's version; empty if it runs from a folder that was never installed."""
     try:
         return version("warmroute")
     except PackageNotFoundError:
@@ -123,8 +123,8 @@ def package_version() -> str:
 
 
 def resource_of(service: str, instance: str) -> Resource:
-    """Who sends: `service` and `instance`, with what `OTEL_RESOURCE_ATTRIBUTES` says, which goes first but for the
-    service's name."""
+    """Return the sender's attributes: `service`, `instance` and `OTEL_RESOURCE_ATTRIBUTES`, which override all except
+    the service's name."""
     said = OTELResourceDetector().detect().attributes
     own = {"service.instance.id": instance, "service.version": package_version()}
     own = {key: value for key, value in own.items() if value and key not in said}

@@ -1,7 +1,7 @@
-"""Traces of requests: begun with the request's headers, told to the sink when the request has ended.
+"""Traces of requests: begun with the request's headers, and given to the sink when the request has ended.
 
-A span is made of a request that is over, all at once. So a request that is not traced costs a random number and a
-comparison, and nothing of the SDK is in the way of one that is under way.
+A request's spans are all made after its end. So a request that is not traced costs a random number and a comparison,
+and the SDK does not slow down a request in progress.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 Value = str | bool | int | float | Sequence[str]
 
 
-class Kind(Enum):
-    """Which side of a call a span is."""
+class SpanKind(Enum):
+    """The side of a call that a span describes."""
 
     SERVER = "server"
     CLIENT = "client"
@@ -37,9 +37,9 @@ class Trace:
 
     trace_id: int
     span_id: int
-    """Of the request's own span here."""
+    """Id of the request's own span in this program."""
     parent_id: int
-    """Of the caller's span; 0: there is none."""
+    """Id of the caller's span; 0: there is none."""
     flags: int
     state: str
     started_ns: int
@@ -47,33 +47,33 @@ class Trace:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether its spans are wanted."""
+        """Whether the request's spans are sent."""
         return bool(self.flags & w3c.SAMPLED)
 
     @property
     def trace_id_hex(self) -> str:
-        """As logs and other tools show it."""
+        """The trace id in the form that logs and other tools show."""
         return f"{self.trace_id:032x}"
 
     def child_id(self) -> int:
-        """The id of a further span under the request's own. A request that is not sampled has one id for all."""
+        """Return the id of a new span below the request's own span. If it is not sampled, all spans share one id."""
         return new_span_id() if self.flags & w3c.SAMPLED else self.span_id
 
     def fields(self, span_id: int) -> bytes:
-        """Header fields for whoever is called within that span."""
+        """Return the header fields for a call to a server within that span."""
         return w3c.fields(self.trace_id, span_id, self.flags, self.state)
 
 
 @dataclass(slots=True)
 class Span:
-    """A piece of work that is over. Times are nanoseconds since 1970.
+    """A finished piece of work. Times are nanoseconds since 1970.
 
-    `error`: why it failed, as one of a fixed few words; empty: it did not. It carries nothing that a client wrote but
-    the request's id and the name of a model that is served, and no word of an engine.
+    `error`: why it failed, as one of a few fixed names; empty if it did not. Of a client's text a span contains only
+    the request's id and the name of a served model. It contains no text of an engine.
     """
 
     name: str
-    kind: Kind
+    kind: SpanKind
     trace: Trace
     span_id: int
     parent_id: int
@@ -92,7 +92,7 @@ class Tracer:
         self._has_failed = False
 
     def begin(self, incoming: MultiMapping[str]) -> Trace:
-        """The trace of a request that came with these headers: the caller's, or a new one."""
+        """Return the trace of a request with these headers: the caller's trace, or a new one."""
         parent = w3c.read(incoming)
         if parent is None:
             trace_id = random.getrandbits(128) or 1
@@ -104,16 +104,16 @@ class Tracer:
         return Trace(parent.trace_id, new_span_id(), parent.span_id, flags, parent.state, time.time_ns())
 
     def end(self, spans: Sequence[Span]) -> None:
-        """Hand over the spans of a request. A sink that fails costs the spans alone; the first time is logged."""
+        """Hand over the spans of a request. If the sink fails, only the spans are lost; the first failure is logged."""
         try:
             for span in spans:
                 self._sink(span)
-        except Exception:  # the request is answered, whatever is wrong here
+        except Exception:  # no failure here may affect the request
             if not self._has_failed:
                 self._has_failed = True
                 log.exception("a span could not be made; further failures are not logged")
 
 
 def new_span_id() -> int:
-    """64 random bits, which are not all zero."""
+    """Return 64 random bits that are not all zero."""
     return random.getrandbits(64) or 1

@@ -1,4 +1,4 @@
-"""The headers `traceparent` and `tracestate` (https://www.w3.org/TR/trace-context-2/), as they come and go on."""
+"""Reads and writes the headers `traceparent` and `tracestate` (https://www.w3.org/TR/trace-context-2/)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 SAMPLED = 1
 RANDOM = 2
-"""Flag of level 2: the last 56 bits of the trace id are random, so a sampler may go by them."""
+"""Flag of level 2: the last 56 bits of the trace id are random, so a sampler may use them."""
 MAX_STATE_CHARS = 512
-"""What every participant has to pass on; a longer state is left out whole, as the standard allows."""
-# A later version may have more fields behind a further dash. Version ff and ids of zeros are invalid.
+"""Length that every participant must pass on. A longer state is dropped whole, as the standard allows."""
+# A later version may have more fields after another dash. Version ff and ids of zeros are invalid.
 _PARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[\x21-\x7e]*)?"
 )
@@ -31,7 +31,7 @@ class Remote(NamedTuple):
 
 
 def read(incoming: MultiMapping[str]) -> Remote | None:
-    """Whose trace a request with these headers continues; None: nobody's, or its headers are not valid."""
+    """Return the caller's span that a request continues; None if there is none or the headers are invalid."""
     if TRACEPARENT not in incoming:
         return None
     parents = incoming.getall(TRACEPARENT)
@@ -47,6 +47,6 @@ def read(incoming: MultiMapping[str]) -> Remote | None:
 
 
 def fields(trace_id: int, span_id: int, flags: int, state: str) -> bytes:
-    """Both headers as they are sent, with their line ends; the state only where there is one."""
+    """Return both headers with their line ends; `tracestate` only if there is a state."""
     line = b"traceparent: 00-%032x-%016x-%02x\r\n" % (trace_id, span_id, flags)
     return line + f"{TRACESTATE}: {state}\r\n".encode("ascii") if state else line

@@ -1,4 +1,4 @@
-"""A chart and its two renderings: SVG whose colours are CSS variables and whose text stays text, and PNG on white."""
+"""A chart and its two renderings: SVG with CSS variables as colours and with real text, and PNG on white."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loadgen.output import theme
 from loadgen.output.units import axis_time, clipped
 
 WIDTH = 384.0
-"""Points of an SVG: about one CSS pixel each on a phone of 390 px, 1.45 where a page of 1,200 px has two columns."""
+"""Width of an SVG in points: about one CSS pixel on a phone of 390 px, 1.45 on a page of 1,200 px in two columns."""
 FONT = 10.5
 PANEL_HEIGHT = 126.0
 _DPI = 200
@@ -55,7 +55,7 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry of a legend; `slot` None: ink."""
+    """One entry of a legend; `slot` None: the colour of text."""
 
     label: str
     slot: int | None
@@ -64,21 +64,21 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What is painted, and what a reader needs to understand it."""
+    """The drawing, and what a reader needs to understand it."""
 
     slug: str
     title: str
     caption: str
     alt: str
-    """The chart's message in words and numbers, for those who do not see it."""
+    """The chart's message in words and numbers, for readers who cannot see it."""
     paint: Callable[[FigureBase], None]
     keys: tuple[Key, ...] = ()
     height: float = 236.0
-    """Points."""
+    """Height in points."""
 
 
 def draw_svg(plot: Plot) -> str:
-    """An `<svg>` element without size, outside references or namespaces; its ids begin with the plot's slug."""
+    """Return an `<svg>` element without size, outside references or namespaces; its ids begin with the plot's slug."""
     with _painting({"svg.hashsalt": plot.slug}):
         figure = Figure(figsize=(WIDTH / 72, plot.height / 72), facecolor="none")
         plot.paint(figure)
@@ -94,7 +94,7 @@ def draw_svg(plot: Plot) -> str:
 
 
 def draw_png(plot: Plot) -> bytes:
-    """The chart with its title and its legend."""
+    """Return the chart with its title and its legend."""
     rows = math.ceil(len(plot.keys) / 2)
     head = 24.0 + rows * 15
     with _painting({}):
@@ -113,7 +113,7 @@ def draw_png(plot: Plot) -> bytes:
 @contextmanager
 def _painting(further: dict[str, Any]) -> Iterator[None]:
     with matplotlib.rc_context(_STYLE | further), warnings.catch_warnings():  # type: ignore[arg-type]  # keys are literals
-        # A browser has fonts for the letters that DejaVu Sans lacks; a PNG shows a box, as the README says.
+        # A browser has fonts for letters that DejaVu Sans lacks; a PNG shows a box, as the README says.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
 
@@ -137,23 +137,23 @@ def _handle(key: Key) -> Line2D | Patch:
 
 
 def one_axes(figure: FigureBase, height: float, left: float = 48, bottom: float = 34, top: float = 20) -> Axes:
-    """The only axes of a figure of `height` points, margins in points."""
+    """Return the only axes of a figure of `height` points; margins in points."""
     box = (left / WIDTH, bottom / height, 1 - (left + 18) / WIDTH, 1 - (bottom + top) / height)
     return figure.add_axes(box)
 
 
 def panel_rows(panels: int) -> int:
-    """Rows of a grid of one or two columns."""
+    """Return the rows of a grid of one or two columns."""
     return 1 if panels == 1 else math.ceil(panels / 2)
 
 
 def panels_height(panels: int) -> float:
-    """Points of a figure with so many panels."""
+    """Return the height in points of a figure with `panels` panels."""
     return 204.0 if panels == 1 else PANEL_HEIGHT * panel_rows(panels) + 22
 
 
 def panel_axes(figure: FigureBase, names: Sequence[tuple[str, int]], y_label: str, x_label: str) -> list[Axes]:
-    """One panel for each (arm, slot), side by side in pairs with common y axes; the arm's name is its title."""
+    """Return one panel for each (arm, slot), in pairs with common y axes; the arm's name is the panel's title."""
     height, rows, columns = panels_height(len(names)), panel_rows(len(names)), min(2, len(names))
     axes: list[Axes] = []
     top, bottom, left, gap = 34.0, 32.0, 42.0, 16.0
@@ -176,26 +176,26 @@ def panel_axes(figure: FigureBase, names: Sequence[tuple[str, int]], y_label: st
 
 
 def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
-    """The x label below at the right, the y label level above the axis: nothing is to be read sideways."""
+    """Put the x label below at the right and the y label above the axis, so that no text is turned sideways."""
     axes.set_xlabel(x_label, loc="right", labelpad=3)
     axes.annotate(y_label, (0, 1), (-42, 7), xycoords="axes fraction", textcoords="offset points", color=theme.SOFT)
 
 
 def share_axis(axis: Any) -> None:
-    """Ticks of a share from 0 to 1 in percent."""
+    """Show the ticks of a share from 0 to 1 in percent."""
     axis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
 
 
 def log_time_axis(axis: Any, low_ms: float, high_ms: float) -> None:
-    """Ticks of a logarithmic axis of milliseconds that number at least two, whatever the range."""
+    """Give a logarithmic axis of milliseconds at least two ticks with numbers, whatever the range."""
     axis.set_major_locator(FixedLocator(log_ticks(low_ms, high_ms)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(axis_time))
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten over many decades, 1-2-5 over few, round steps within one."""
+    """Return powers of ten over many decades, 1-2-5 over few, round steps within one."""
     decades = math.log10(high / low)
     if decades < 0.6:
         return [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
@@ -205,7 +205,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def log_range(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of a logarithmic axis around the positive `values`."""
+    """Return the ends of a logarithmic axis around the positive `values`."""
     positive = np.asarray([value for value in values if value > 0])
     if not positive.size:
         return 1.0, 1000.0

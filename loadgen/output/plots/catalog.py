@@ -15,5 +15,5 @@ _PAINTERS = (
 
 
 def plots_of(result: Result) -> list[Plot]:
-    """The charts that have something to show."""
+    """Return the charts that have something to show."""
     return [plot for painter in _PAINTERS if (plot := painter(result)) is not None]

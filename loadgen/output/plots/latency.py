@@ -1,4 +1,4 @@
-"""Latency charts: distribution of TTFT, where the time went, contrasts with intervals, blocks in the order they ran."""
+"""Latency charts: distribution of TTFT, parts of the latency, contrasts with intervals, blocks in order of time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from loadgen.result.model import Arm, Contrast, Interval, Result, Summary
 
 _HEIGHT = 236.0
 _SMALLEST_MS = 1e-3
-"""Below a microsecond a logarithmic axis would show only the clock."""
+"""Below a microsecond, a logarithmic axis would show only the resolution of the clock."""
 
 
 def arm_keys(result: Result, arms: Sequence[Arm]) -> tuple[Key, ...]:
-    """A legend entry for each arm."""
+    """Return a legend entry for each arm."""
     slots = theme.slots(result)
     return tuple(Key(arm.name, slots[arm.name]) for arm in arms)
 
 
 def ttft_cdf(result: Result) -> Plot | None:
-    """None where no arm has quantiles."""
+    """Draw the distribution of TTFT; None if no arm has quantiles."""
     arms = [arm for arm in result.arms if len(arm.summary.ttft.cdf_ms) > 1]
     if not arms:
         return None
@@ -66,13 +66,13 @@ def ttft_cdf(result: Result) -> Plot | None:
     medians = ", ".join(f"{a.name} {milliseconds(a.summary.ttft.median_ms)} ms" for a in arms)
     p99s = ", ".join(f"{a.name} {milliseconds(a.summary.ttft.p99_ms)} ms" for a in arms)
     caption = "Further left is faster. Completed requests, from the intended send time."
-    caption += " Band: what differs between the blocks of an arm." if banded else ""
+    caption += " Band: the range of the blocks of an arm." if banded else ""
     alt = f"Cumulative distribution of time to first token. Median: {medians}. 99th percentile: {p99s}."
     return Plot("ttft-cdf", "Time to first token", caption, alt, paint, arm_keys(result, arms), _HEIGHT)
 
 
 def where_time_went(result: Result) -> Plot | None:
-    """Mean E2E of each arm, cut into wait before sending, queue and prefill, decode: these add up to it exactly."""
+    """Draw each arm's mean E2E as wait before sending, queue and prefill, and decode, which add up to it exactly."""
     arms = [arm for arm in result.arms if _parts_ms(arm.summary)]
     if not arms:
         return None
@@ -123,7 +123,7 @@ def _parts_ms(s: Summary) -> tuple[float, float, float] | None:
 
 
 def contrast_forest(result: Result) -> Plot | None:
-    """The ratio of each arm to the baseline in each metric, grouped by metric; None without a contrast."""
+    """Draw the ratio of each arm to the baseline in each metric, grouped by metric; None without a contrast."""
     drawn = [c for c in result.contrasts if c.ratio.value > 0]
     if not drawn:
         return None
@@ -170,13 +170,13 @@ def contrast_forest(result: Result) -> Plot | None:
 
 
 def ratio_ticks(low: float, high: float) -> list[float]:
-    """At most about six round ratios between `low` and `high`; always with 1."""
+    """Return at most about six round ratios between `low` and `high`, always with 1."""
     ticks = [t for t in log_ticks(low, high) if abs(math.log(t)) > 0.1 * math.log(high / low)]
     return sorted({*ticks, 1.0})
 
 
 def _ratio_range(contrasts: Sequence[Contrast]) -> tuple[float, float]:
-    """Ends around the estimates and, as far as they are within a factor of 4 of these, around the intervals."""
+    """Return ends around the estimates, and around the intervals as far as they are within a factor of 4 of these."""
     values = [c.ratio.value for c in contrasts]
     low, high = min([1.0, *values]), max([1.0, *values])
     for c in contrasts:
@@ -207,7 +207,7 @@ def _ends(found: Interval) -> str:
 
 
 def blocks_in_order(result: Result) -> Plot | None:
-    """Mean TTFT of each block where it ran: a trend over the run shows as a slope. None where no arm ran twice."""
+    """Draw each block's mean TTFT at its place in the run: a trend shows as a slope. None if no arm ran twice."""
     points = {arm.name: block_points(result, arm) for arm in result.arms}
     if max((len(found) for found in points.values()), default=0) < 2:
         return None
@@ -235,7 +235,7 @@ def blocks_in_order(result: Result) -> Plot | None:
 
 
 def block_points(result: Result, arm: Arm) -> list[tuple[int, float]]:
-    """(place in the run, mean TTFT in ms) of each block that completed something; without an order, its own number."""
+    """Return (place in the run, mean TTFT in ms) of blocks with completed requests; without an order, numbered."""
     places = [i for i, name in enumerate(result.order, 1) if name == arm.name]
     if len(places) != len(arm.blocks):
         places = list(range(1, len(arm.blocks) + 1))
@@ -244,7 +244,7 @@ def block_points(result: Result, arm: Arm) -> list[tuple[int, float]]:
 
 
 def reuse_bars(result: Result) -> Plot | None:
-    """Cached share of prompt tokens with the attainable one; None where no server reported any."""
+    """Draw the cached share of prompt tokens beside the attainable share; None if no server reported the former."""
     arms = [arm for arm in result.arms if arm.summary.reuse.cached_token_rate is not None]
     if not arms:
         return None

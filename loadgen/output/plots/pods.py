@@ -1,4 +1,4 @@
-"""Charts of the pods: load and hit rate over time, and what each pod did; one panel for each arm."""
+"""Charts of the pods: load and hit rate over time, and each pod's tokens and requests; one panel for each arm."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loadgen.output.units import count, number
 from loadgen.result.model import Arm, PodShare, Result, TimeSeries
 
 _MANY_PODS = 8
-"""Above this, lines of single pods would only make a tangle: a band from the lowest to the highest is drawn."""
+"""With more pods, single lines would form a tangle; a band from the lowest to the highest is drawn instead."""
 
 
 def load_over_time(result: Result) -> Plot | None:
-    """Requests in flight per pod over time; None where no arm has a series."""
+    """Draw requests in flight per pod over time; None if no arm has a series."""
     arms = [a for a in result.arms if a.summary.series and a.summary.series.in_flight]
 
     def values(series: TimeSeries) -> Mapping[str, Sequence[float | None]]:
@@ -36,7 +36,7 @@ def load_over_time(result: Result) -> Plot | None:
 
 
 def hits_over_time(result: Result) -> Plot | None:
-    """Cached share per pod over time; None where no arm has a series."""
+    """Draw the cached share per pod over time; None if no arm has a series."""
     arms = [
         a for a in result.arms if a.summary.series and any(_has(v) for v in a.summary.series.cached_token_rate.values())
     ]
@@ -57,7 +57,7 @@ def hits_over_time(result: Result) -> Plot | None:
 
 
 def offered_load(result: Result) -> Plot | None:
-    """Offered requests per second over time; None where not measured."""
+    """Draw offered requests per second over time; None if not measured."""
     arms = [a for a in result.arms if a.summary.series and a.summary.series.request_rate]
     if not arms:
         return None
@@ -152,7 +152,7 @@ def _has(values: Sequence[float | None]) -> bool:
 
 
 def tokens_per_pod(result: Result) -> Plot | None:
-    """Prompt tokens of each pod, prefilled and cached; None where no arm has a pod."""
+    """Draw prompt tokens of each pod, prefilled and cached; None if no arm has a pod."""
     arms = [arm for arm in result.arms if any(pod.requests for pod in arm.summary.pods.values())]
 
     def draw(axes: Axes, pods: Sequence[PodShare], colour: str) -> None:
@@ -176,7 +176,7 @@ def tokens_per_pod(result: Result) -> Plot | None:
 
 
 def in_flight_per_pod(result: Result) -> Plot | None:
-    """Mean and largest number of requests in flight on each pod; None where no arm has a pod."""
+    """Draw mean and largest number of requests in flight on each pod; None if no arm has a pod."""
     arms = [arm for arm in result.arms if any(pod.requests for pod in arm.summary.pods.values())]
 
     def draw(axes: Axes, pods: Sequence[PodShare], colour: str) -> None:

@@ -1,4 +1,4 @@
-"""Charts of a sweep: what was served against what was offered, and TTFT up to the knee."""
+"""Charts of a sweep: served load against offered load, and TTFT up to the knee."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_ti
 from loadgen.output.units import metric_label, milliseconds, number
 from loadgen.result.model import Result, SweepPoint
 
-_DOTTED = " Dotted: all that was offered; a rate counts up to a step's last answer, so short steps lie below."
+_DOTTED = " Dotted: the offered load. Rates count up to a step's last answer, so short steps are below it."
 _HEIGHT = 236.0
 
 
 def step_of(point: SweepPoint) -> float:
-    """Where a point stands on the x axis."""
+    """Return the place of a point on the x axis."""
     return float(point.rate if point.rate is not None else point.concurrency or 0)
 
 
 def served(point: SweepPoint) -> float:
-    """Requests per second that met every objective; all completed ones where there is no objective."""
+    """Return requests per second that met every objective; all completed requests if there is no objective."""
     s = point.summary
     return s.goodput.request_goodput if s.goodput else s.request_throughput
 
 
 def knee(points: Sequence[SweepPoint]) -> SweepPoint | None:
-    """The highest step before the first saturated one; None where the first is saturated, or none is."""
+    """Return the highest step before the first saturated one; None if the first is saturated, or if none is."""
     ordered = sorted(points, key=step_of)
     before = [p for i, p in enumerate(ordered) if not any(q.saturated for q in ordered[: i + 1])]
     return before[-1] if before and len(before) < len(ordered) else None
 
 
 def sweep_goodput(result: Result) -> Plot | None:
-    """Goodput (or throughput) against the offered load; None without a sweep."""
+    """Draw goodput (or throughput) against the offered load; None without a sweep."""
     arms = _by_arm(result)
     if not arms:
         return None
@@ -73,7 +73,7 @@ def sweep_goodput(result: Result) -> Plot | None:
 
 
 def sweep_ttft(result: Result) -> Plot | None:
-    """TTFT median and p99 against the offered load; None where nothing completed."""
+    """Draw TTFT median and p99 against the offered load; None if nothing completed."""
     arms = {
         name: done
         for name, points in _by_arm(result).items()

@@ -1,1 +1,1 @@
-"""Other routers' published decisions, each with its defaults and with what it really sees. None is their code."""
+"""Other routers' published decisions, with their defaults and with the data they really have. No code is theirs."""

@@ -1,4 +1,4 @@
-"""AIBrix' `prefix-cache` strategy, from its source's constants."""
+"""AIBrix' `prefix-cache` strategy, with the constants of its source."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from loadgen.simulate.peers.base import History, Peer
 from loadgen.simulate.routing import Offered
 
 IMBALANCE = 8
-"""Difference of running requests beyond which the prefix is not looked at."""
+"""Difference of running requests above which the strategy ignores the prefix."""
 STANDARD_DEVIATIONS = 1.0
 EVICTION_S = 20 * 60.0
 BLOCKS = 200_000
 
 
 class AibrixPrefixCache(Peer):
-    """Difference of running requests above 8: fewest requests. Else by matched share, then requests: the first pod with
-    at most mean + 1 standard deviation of them. The table is what it sent, forgotten after 20 minutes.
+    """If the difference of running requests is above 8, choose the pod with the fewest. Otherwise sort pods by matched
+    share, then by requests, and choose the first with at most mean + 1 standard deviation of requests. The table holds
+    what this router sent and is forgotten after 20 minutes.
     """
 
     name = "aibrix_prefix_cache"

@@ -1,4 +1,4 @@
-"""What the peers have in common: counts of what they sent, and what they believe is cached where."""
+"""The common parts of the peers: counts of what they sent, and beliefs about what is cached where."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sent:
 
 
 class Peer:
-    """A `Router` with its own counts. Subclasses write `pick`."""
+    """A `Router` with its own counts. Subclasses implement `pick`."""
 
     name = ""
     scrape_s = 0.0
@@ -40,11 +40,11 @@ class Peer:
         self.scrapes: dict[str, Scrape] = {}
 
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
-        """One of `pods`, which are never none."""
+        """Return one of `pods`, which is never empty."""
         raise NotImplementedError
 
     def uncached_tokens(self, request: Offered, pod: str, now_s: float) -> int:
-        """Tokens that the request is believed to have prefilled there; for peers that count them."""
+        """Return the tokens that the request is believed to prefill on the pod; for peers that count them."""
         return len(request.tokens)
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
@@ -66,7 +66,7 @@ class Peer:
         return pod
 
     def routed(self, request: Offered, pod: str, now_s: float) -> None:
-        """The choice is made: remember what it puts into the pod's cache."""
+        """After the choice, note what the request puts into the pod's cache."""
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
         """See `Router`."""
@@ -87,22 +87,22 @@ class Peer:
             self.scrapes[pod] = scrape
 
     def scrape_of(self, pod: str) -> Scrape:
-        """The last scrape; an idle pod before the first."""
+        """Return the last scrape; before the first, that of an idle pod."""
         return self.scrapes.get(pod, NOTHING_SCRAPED)
 
     def fewest(self, pods: Sequence[str], load: Mapping[str, float]) -> str:
-        """Of the least loaded, one at random."""
+        """Return a random one of the least loaded pods."""
         least = min(load[pod] for pod in pods)
         return self.random.choice([pod for pod in pods if load[pod] == least])
 
     def best(self, pods: Sequence[str], scores: Mapping[str, float]) -> str:
-        """Of the highest score, one at random."""
+        """Return a random one of the pods with the highest score."""
         highest = max(scores[pod] for pod in pods)
         return self.random.choice([pod for pod in pods if scores[pod] == highest])
 
 
 class History:
-    """Prefixes by where a router sent them: least recently used out beyond `limit` keys a pod, or `max_age_s`."""
+    """Prefixes that a router sent to pods; evicts the least recently used beyond `limit` keys, or `max_age_s`."""
 
     def __init__(self, limit: int, max_age_s: float = float("inf")) -> None:
         self._limit = limit
@@ -110,53 +110,53 @@ class History:
         self._pods: dict[str, OrderedDict[PrefixKey, float]] = {}
 
     def add(self, pod: str, keys: Sequence[PrefixKey], now_s: float) -> None:
-        """The prefix was sent to the pod."""
+        """Note that the prefix was sent to the pod."""
         held = self._pods.setdefault(pod, OrderedDict())
-        for key in reversed(keys):  # so that a prefix outlives what continues it
+        for key in reversed(keys):  # so that a prefix outlives its continuations
             held[key] = now_s
             held.move_to_end(key)
         while len(held) > self._limit or (held and next(iter(held.values())) < now_s - self._max_age_s):
             held.popitem(last=False)
 
     def match(self, pod: str, keys: Sequence[PrefixKey]) -> int:
-        """Leading keys that were sent to the pod."""
+        """Return the number of leading keys that were sent to the pod."""
         held = self._pods.get(pod)
         if not held:
             return 0
         return next((i for i, key in enumerate(keys) if key not in held), len(keys))
 
     def last_use_s(self, pod: str, key: PrefixKey) -> float:
-        """When the key was last sent to the pod; minus infinity for never."""
+        """Return when the key was last sent to the pod; minus infinity: never."""
         return self._pods.get(pod, OrderedDict()).get(key, float("-inf"))
 
     def keys_of(self, pod: str) -> int:
-        """How many keys are believed there."""
+        """Return how many keys the pod is believed to hold."""
         return len(self._pods.get(pod, ()))
 
     def forget(self, pods: Sequence[str]) -> None:
-        """Only these pods are left."""
+        """Forget all pods except these."""
         self._pods = {pod: held for pod, held in self._pods.items() if pod in pods}
 
 
 class Events:
-    """Prefixes by what pods published; the keys stand for the engines' block hashes."""
+    """Prefixes that pods published; the keys stand for the engines' block hashes."""
 
     def __init__(self) -> None:
         self._pods: dict[str, set[PrefixKey]] = {}
 
     def apply(self, pod: str, report: Report) -> None:
-        """A pod's report."""
+        """Apply a pod's report."""
         held = self._pods.setdefault(pod, set())
         held.difference_update(report.removed)
         held.update(report.stored)
 
     def match(self, pod: str, keys: Sequence[PrefixKey]) -> int:
-        """Leading keys that the pod holds."""
+        """Return the number of leading keys that the pod holds."""
         held = self._pods.get(pod)
         if not held:
             return 0
         return next((i for i, key in enumerate(keys) if key not in held), len(keys))
 
     def forget(self, pods: Sequence[str]) -> None:
-        """Only these pods are left."""
+        """Forget all pods except these."""
         self._pods = {pod: held for pod, held in self._pods.items() if pod in pods}

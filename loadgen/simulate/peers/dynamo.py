@@ -19,9 +19,9 @@ PREFILL_SCALE = 1.0
 
 
 class DynamoKv(Peer):
-    """Least (active prefill + own uncached blocks) + (active decode + own blocks). Overlap from KV events, activity
-    from what this router sent: prefill until the first token, blocks until the end, one that several requests share
-    once (ActiveSequences of lib/kv-router). Predicted inserts are off, as shipped.
+    """Chooses the least (active prefill + own uncached blocks) + (active decode + own blocks). Overlap comes from KV
+    events, activity from what this router sent: prefill until the first token, blocks until the end. A block that
+    several requests share counts once (ActiveSequences of lib/kv-router). Predicted inserts are off, as shipped.
     """
 
     name = "dynamo_kv"
@@ -31,9 +31,9 @@ class DynamoKv(Peer):
         super().__init__(seed)
         self._events = Events()
         self._active: dict[str, Counter[PrefixKey]] = {}
-        """Pod -> its active requests' keys, with how many hold each."""
+        """Pod -> keys of its active requests, with the number of requests that hold each key."""
         self._tails: dict[str, int] = {}
-        """Pod -> their tokens behind the last key."""
+        """Pod -> tokens of its active requests after the last key."""
 
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
         """See `Peer`."""

@@ -17,8 +17,8 @@ CHARS_PER_TOKEN = 4
 
 
 class KubeAi(Peer):
-    """PrefixHash: the ring of the first 100 characters of the first user message; the first pod whose in-flight
-    requests are at most 1.25 of the mean (this one counted), else the first of all.
+    """PrefixHash: a ring over the first 100 characters of the first user message. It chooses the first pod whose
+    in-flight requests are at most 1.25 times the mean (including this request), else the first pod.
     """
 
     name = "kubeai_bounded_hash"
@@ -51,7 +51,7 @@ class KubeAi(Peer):
 
 
 class PowerOfTwo(Peer):
-    """Of two pods at random the one with fewer requests in flight."""
+    """Chooses two pods at random and takes the one with fewer requests in flight."""
 
     name = "power_of_two"
 

@@ -10,11 +10,11 @@ from loadgen.simulate.routing import Offered
 
 SCRAPE_S = 0.05
 APPROXIMATE_BLOCKS = 31_250
-"""LRU of the approximate prefix producer, 64-token blocks per pod."""
+"""Capacity per pod of the approximate prefix producer's LRU, in blocks of 64 tokens."""
 MAX_PREFIX_TOKENS = 131_072
 KEY_TOKENS = 64
 SPECULATIVE_S = 2.0
-"""Life of the precise producer's entry for what was just routed."""
+"""Lifetime of the precise producer's entry for a request that was just routed."""
 
 
 class LlmD(Peer):
@@ -27,7 +27,7 @@ class LlmD(Peer):
         self._weights = (prefix, queue, kv)
 
     def matched(self, request: Offered, pod: str, now_s: float) -> int:
-        """Leading keys believed on the pod."""
+        """Return the number of leading keys that the pod is believed to hold."""
         raise NotImplementedError
 
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
@@ -45,7 +45,7 @@ class LlmD(Peer):
 
 
 class LlmDApproximate(LlmD):
-    """Weights 3:2:2, the default, with the prefix index it keeps of its own routing."""
+    """The default weights 3:2:2, with a prefix index of its own routing."""
 
     name = "llmd_322"
 
@@ -68,7 +68,7 @@ class LlmDApproximate(LlmD):
 
 
 class LlmDPrecise(LlmD):
-    """Weights 2:1:1, as in its published benchmark, with the index fed by KV events and 2 s speculative entries."""
+    """Weights 2:1:1, as in llm-d's published benchmark; KV events and speculative entries of 2 s feed the index."""
 
     name = "llmd_211"
     takes_reports = True

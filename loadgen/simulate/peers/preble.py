@@ -9,27 +9,28 @@ from loadgen.simulate.peers.base import History, Peer
 from loadgen.simulate.routing import Offered
 
 WINDOW_S = 180.0
-"""History H that the load is summed over."""
+"""History H over which the load is summed."""
 BALANCE = 2.0
-"""Th_bal: a GPU with so many times the load of the lightest hands its exploited requests to that one."""
+"""Th_bal: if a GPU has this many times the load of the lightest, its exploited requests go to the lightest."""
 KEY_TOKENS = 64
 CACHE_KEYS = 410_000 // KEY_TOKENS
-"""What it takes a GPU's cache to hold: the 8B profile's."""
+"""Assumed capacity of a GPU's cache: that of the 8B profile."""
 
 
 def prefill_s(tokens: float) -> float:
-    """Its regression for Mistral-7B on an A6000: 22 ms below 192 tokens, else 4.21 + 0.1084 T."""
+    """Return Preble's regression for Mistral-7B on an A6000: 22 ms below 192 tokens, else 4.21 + 0.1084 T."""
     return (22.0 if tokens < 192 else 4.21 + 0.1084 * tokens) / 0.9e3
 
 
 def decode_s(context_tokens: float, output_tokens: float) -> float:
-    """Attention time of the decode steps by the same regression."""
+    """Return the attention time of the decode steps by the same regression."""
     return output_tokens * (1.86e-4 * context_tokens + 0.159) / 0.9e3
 
 
 class PrebleE2(Peer):
-    """More cached than missing on some GPU: the one with the longest prefix, or the lightest if that one has over twice
-    its load. Else the least L + M + P: load in the last 3 minutes, prefill lost by what is evicted, own prefill.
+    """If some GPU has more of the prompt cached than missing, choose the GPU with the longest prefix, or the lightest
+    if that GPU has over twice its load. Otherwise choose the least L + M + P: load in the last 3 minutes, prefill lost
+    by eviction, own prefill.
     """
 
     name = "preble_e2"
@@ -82,6 +83,6 @@ class PrebleE2(Peer):
         return self._sums.get(pod, 0.0)
 
     def _evicted_s(self, pod: str, missing_tokens: int) -> float:
-        """Evicted prefixes are taken to be asked for again once: their prefill is lost."""
+        """Return the prefill time lost by eviction, assuming that evicted prefixes are requested once more."""
         over = self._tree.keys_of(pod) * KEY_TOKENS + missing_tokens - CACHE_KEYS * KEY_TOKENS
         return prefill_s(over) if over > 0 else 0.0

@@ -23,9 +23,10 @@ POLL_S = 10.0
 
 
 class SglangCacheAware(Peer):
-    """Balanced by in-flight requests: the worker that was sent the longest prefix, if that is over 30 % of the text,
-    else the least loaded. Imbalanced (max - min > 64 and max > 1.5 min): the least loaded. The tree is what it sent.
-    Of equally loaded workers: the one that was sent the fewest requests so far, then the first.
+    """If in-flight requests are balanced, choose the worker that was sent the longest prefix if it is over 30 % of the
+    text, else the least loaded. If they are not (max - min > 64 and max > 1.5 min), choose the least loaded. The tree
+    holds what this router sent. Among equally loaded workers, choose the one with the fewest requests so far, then the
+    first.
     """
 
     name = "sglang_cache_aware"
@@ -65,10 +66,11 @@ class SglangCacheAware(Peer):
 
 
 class SmgLeastLoad(Peer):
-    """Least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k), k the KV use; polled every 10 s.
+    """Least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k); k is the KV use; polls every 10
+    s.
 
-    Waiting requests count as 1,024 tokens each and the throughput as 2,000 tokens/s, the published stand-ins for
-    gauges that an engine lacks. Before the first poll: the fewest requests in flight.
+    Waiting requests count as 1,024 tokens each and the throughput as 2,000 tokens/s: the published substitutes for
+    gauges that an engine lacks. Before the first poll, choose the fewest requests in flight.
     """
 
     name = "smg_least_load"
@@ -77,7 +79,7 @@ class SmgLeastLoad(Peer):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._since_poll: Counter[str] = Counter()
-        """Pod -> prompt tokens."""
+        """Pod -> prompt tokens sent since the last poll."""
 
     def pick(self, request: Offered, pods: Sequence[str], now_s: float) -> str:
         """See `Peer`."""

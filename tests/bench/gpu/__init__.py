@@ -1,4 +1,4 @@
-"""`python -m tests.bench.gpu`: the CUDA engine against its card's roofline and against transformers."""
+"""`python -m tests.bench.gpu`: the CUDA engine compared with its card's roofline and with transformers."""
 
 SECTIONS = ("products", "decode", "prefill", "ttft", "promotion", "transformers", "profile")
-"""What can be measured apart from the rest, in this order."""
+"""The parts that can be measured separately, in this order."""

@@ -1,14 +1,13 @@
-"""The CUDA engine on this card: decode, prefill, cached prompts and promotion against the card's measured rates, and
-whole workloads against transformers' continuous batching, with dummy weights in the shape of Llama-3-8B.
+"""The CUDA engine on this card. Decode, prefill, cached prompts and promotion are compared with the card's measured
+rates, and whole workloads with transformers' continuous batching, with dummy weights in the shape of Llama-3-8B.
 
     python -m tests.bench.gpu [--quick] [--device cuda:0] [--sections decode,prefill] [--limit-s 540] [--out FOLDER]
     python -m tests.bench.gpu --tiny --device cpu        # the same code with a tiny model in Triton's interpreter
 
 Needs torch 2.11 or later with Triton, numpy, safetensors and xxhash; transformers for the comparison. No network, and
-nothing of this project installed.
-The report in the folder is written anew with every figure: a run that is killed leaves what it has measured.
-Exit status: 0 where all bounds that were measured are kept, 1 where one is missed or a section failed, 2 where nothing
-could be measured.
+no installation of this project. The report in the folder is rewritten with every figure, so a killed run leaves its
+measurements. Exit status: 0 if all measured bounds are kept, 1 if one is missed or a section failed, 2 if nothing could
+be measured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -35,14 +33,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.device == "cpu" and not arguments.tiny:
-        parser.error("--device cpu needs --tiny: there is no point in an 8B model here")
+        parser.error("--device cpu needs --tiny: an 8B model is too slow there")
     if arguments.device == "cpu":
-        # Triton decides when it is imported, which the imports below do.
-        os.environ["TRITON_INTERPRET"] = "1"
+        from tests.interpreted import set_up_interpreter
+
+        set_up_interpreter()  # before the imports below, which import Triton
     import torch
 
     from tests.bench.gpu.checks import exit_status
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(arguments.out / "report.json", json.dumps(as_json(results, sizes), indent=2) + "\n")
         write(arguments.out / "report.md", as_markdown(results, sizes))
 
-    keep()  # where the folder cannot be written, that shows before anything is measured
+    keep()  # shows at once if the folder cannot be written
     asyncio.run(
         Bench(model, sizes, results, keep=keep, limit_s=arguments.limit_s).measure(frozenset(arguments.sections))
     )
@@ -106,7 +105,7 @@ def _dtype(tiny: bool, device: str) -> str:
 
 
 def _show_the_engines_log() -> None:
-    """What the start says of memory and graphs."""
+    """Show what the engine logs about memory and graphs at its start."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("  %(message)s"))
     logger = logging.getLogger("engine")

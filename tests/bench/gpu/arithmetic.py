@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of a step, by hand: what the roofline is made of."""
+"""Bytes and FLOPs of a step, computed by hand: the basis of the roofline."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step cannot do without. Activations are left out: they stay in the device's cache, or nearly so."""
+    """The minimum work of a step. Activations are left out, because they stay almost entirely in the device's cache."""
 
     bytes: float
-    """Weights and KV read, KV written, each once."""
+    """Weights and KV read, and KV written, each once."""
     flops: float
-    """Of matrix products and attention; a multiply and an add are two."""
+    """FLOPs of matrix products and attention; a multiply and an add count as two."""
 
     def seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """The roofline: no device of these rates is faster."""
+        """Return the roofline: no device with these rates is faster."""
         return max(self.bytes / bytes_per_s, self.flops / flops_per_s)
 
 
 def layer_weights(config: ModelConfig) -> tuple[int, int]:
-    """Elements of one layer's matrices: query, key and value; and the rest."""
+    """Return the elements of one layer's matrices: those of query, key and value, and the rest."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = config.hidden_size * (queries + 2 * keys)
     rest = queries * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
@@ -31,15 +31,15 @@ def layer_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 def weights_read(config: ModelConfig) -> int:
-    """Elements of all matrices of a forward pass, head included. The input embedding is looked up, not streamed."""
+    """Return the elements of all matrices of a forward pass, head included, without the input embedding (a lookup)."""
     qkv, rest = layer_weights(config)
     return config.layers * (qkv + rest) + config.hidden_size * config.vocab_size
 
 
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
-    """Of the matrix products of `tokens` tokens, of which `rows` get logits.
+    """Return the FLOPs of the matrix products of `tokens` tokens, `rows` of which get logits.
 
-    The engine computes the last layer's output projection and MLP for those rows only, and so they are counted.
+    The engine computes the last layer's output projection and MLP only for those rows, so they are counted that way.
     """
     qkv, rest = layer_weights(config)
     elements = tokens * config.layers * qkv + (tokens * (config.layers - 1) + rows) * rest
@@ -47,17 +47,17 @@ def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
 
 
 def attention_flops(config: ModelConfig, pairs: int) -> int:
-    """Of scores and weighted values, for so many pairs of a query and a key it sees."""
+    """Return the FLOPs of scores and weighted values, for `pairs` pairs of a query and a key that it sees."""
     return 2 * 2 * config.layers * config.heads * config.head_dim * pairs
 
 
 def causal_pairs(start: int, tokens: int) -> int:
-    """Pairs of the queries at start .. start + tokens - 1 with all keys up to themselves."""
+    """Count the pairs of the queries at start .. start + tokens - 1 with all keys up to themselves."""
     return tokens * start + tokens * (tokens + 1) // 2
 
 
 def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) -> Work:
-    """One token of each sequence; `contexts`: tokens each attends to, its own included."""
+    """Return the work of one token per sequence; `contexts`: tokens that each attends to, including its own."""
     kv = config.kv_bytes_per_token(dtype_bytes)
     rows = len(contexts)
     embedding = rows * config.hidden_size
@@ -66,9 +66,10 @@ def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) 
 
 
 def prefill_work(config: ModelConfig, start: int, tokens: int, step_tokens: int, dtype_bytes: int) -> Work:
-    """Tokens start .. start + tokens - 1 of one prompt in steps of `step_tokens`; logits of the last one.
+    """Return the work of tokens start .. start + tokens - 1 of a prompt, in steps of `step_tokens`; logits of the last
+    one.
 
-    Each step reads the weights, and the keys and values before it once.
+    Each step reads the weights, and the earlier keys and values, once.
     """
     kv = config.kv_bytes_per_token(dtype_bytes)
     moved, flops = 0, 0

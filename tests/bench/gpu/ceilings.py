@@ -1,4 +1,4 @@
-"""What this very card can do: copy bandwidth, matmul rate, and the link to the host."""
+"""The measured limits of this card: copy bandwidth, matmul rate, and the link to the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 ROUNDS = 5
 _WARM_S = 1.0
-"""An idle card takes part of a second to raise its clocks; ceilings measured meanwhile would flatter what follows."""
+"""An idle card takes part of a second to raise its clocks; ceilings measured before that would be too low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class Ceilings:
     """Measured rates."""
 
     copy_bytes_per_s: float
-    """Device to device, bytes read and bytes written both counted: by a kernel or by the driver's copy, whichever is
-    faster. On an H200 the driver's reaches two thirds of the memory's rate (NVIDIA/cccl issue 1672)."""
+    """Device to device, counting bytes read and bytes written: by a kernel or by the driver's copy, whichever is
+    faster. On an H200 the driver's copy reaches two thirds of the memory's rate (NVIDIA/cccl issue 1672)."""
     matmul_flops_per_s: float
     """A large square product of normal random numbers in the model's type; zeros would be faster."""
     up_bytes_per_s: float
@@ -29,9 +29,9 @@ class Ceilings:
 
 
 def timed_s(device: torch.device, work: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call on the device: median of rounds of `repeats` calls, after a round that warms up.
+    """Return the seconds of one call on the device: the median of rounds of `repeats` calls, after a warm-up round.
 
-    A call that is not counted goes before each round: the first launch on an idle device takes some 20 us by itself.
+    An uncounted call precedes each round, because the first launch on an idle device takes about 20 us by itself.
     """
     times = []
     for _ in range(ROUNDS + 1):
@@ -49,12 +49,12 @@ def timed_s(device: torch.device, work: Callable[[], object], repeats: int) -> f
             for _ in range(repeats):
                 work()
             times.append((time.perf_counter() - start_s) / repeats)
-    return statistics.median(times[1:])
+    return float(statistics.median(times[1:]))
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, copy_bytes: int, matmul_size: int) -> Ceilings:
-    """`copy_bytes`: several times the device's last-level cache, divisible by 4; `matmul_size`: rows and columns of the
-    product."""
+    """Measure the rates. `copy_bytes`: several times the device's last-level cache, divisible by 4; `matmul_size`: rows
+    and columns of the product."""
     a, b = (torch.randn((matmul_size, matmul_size), device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     if device.type == "cuda":
@@ -62,7 +62,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, copy_bytes: in
         while time.monotonic() < until_s:
             torch.matmul(a, b, out=out)
             torch.cuda.synchronize(device)
-    # At once: behind the copies the card would be cool, and for a moment faster than a long prompt finds it.
+    # Before the copies: after them the card would be cool, and for a moment faster than in a long prompt.
     matmul_s = timed_s(device, lambda: torch.matmul(a, b, out=out), 10)
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""The bounds, and what became of them."""
+"""The bounds, and whether they are kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 Verdict = Literal["kept", "missed", "not measured"]
 
 DECODE_SHARE_SMALL, DECODE_SHARE_LARGE = 0.80, 0.70
-"""Of the bandwidth roofline, at batches up to `SMALL_BATCH`, and beyond."""
+"""Shares of the bandwidth roofline, at batches up to `SMALL_BATCH` and beyond."""
 SMALL_BATCH = 64
 PREFILL_SHARE = 0.55
-"""Of the measured matmul rate."""
+"""Share of the measured matmul rate."""
 WARM_TTFT_S = 0.012
 PROMOTION_RATIO = 1.3
-"""x bytes over the measured PCIe rate."""
+"""Multiple of bytes / the measured PCIe rate."""
 THROUGHPUT_RATIO = 2.0
-"""x transformers' continuous batching."""
+"""Multiple of the throughput of transformers' continuous batching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Check:
     """None: not measured in this run."""
     bound: float
     at_least: bool
-    """Whether `bound` is the least the value may be, or the most."""
+    """Whether `bound` is a minimum; otherwise it is a maximum."""
     unit: str = ""
 
     @property
     def verdict(self) -> Verdict:
-        """A value that is no number keeps no bound."""
+        """Return the verdict; a value of NaN keeps no bound."""
         if self.value is None:
             return "not measured"
         keeps = self.value >= self.bound if self.at_least else self.value <= self.bound
@@ -46,12 +46,12 @@ class Check:
 
 
 def decode_bound(batch: int) -> float:
-    """Share of the roofline that decoding at this batch must reach."""
+    """Return the share of the roofline that decoding at this batch must reach."""
     return DECODE_SHARE_SMALL if batch <= SMALL_BATCH else DECODE_SHARE_LARGE
 
 
 def exit_status(checks: Sequence[Check]) -> int:
-    """0: all that was measured is kept; 1: a bound is missed; 2: nothing was measured."""
+    """Return 0: all measured bounds are kept; 1: a bound is missed; 2: nothing was measured."""
     verdicts = {check.verdict for check in checks}
     if "missed" in verdicts:
         return 1

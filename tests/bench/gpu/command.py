@@ -1,4 +1,4 @@
-"""What the command lines here share. Imports neither torch nor Triton."""
+"""Common parts of the command lines here. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of an argument: some of the known names, separated by commas, in the order of `known`."""
+    """Return the type of an argument: some of the known names, separated by commas, in the order of `known`."""
 
     def read(text: str) -> tuple[str, ...]:
         names = set(text.split(","))
@@ -21,14 +21,14 @@ def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def device_name(text: str) -> str:
-    """The type of an argument: what torch calls a device."""
+    """Check the type of an argument: a device name of torch."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
     return text
 
 
 def write(path: Path, text: str) -> None:
-    """At once: whoever is killed meanwhile leaves the text from before."""
+    """Replace the file at once: a process that is killed meanwhile leaves the old text."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.replace(path)

@@ -1,4 +1,4 @@
-"""Without a card, kernels are interpreted."""
+"""Without a card, Triton interprets the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine under measurement: its CUDA backend, started as the server starts it, and its step loop."""
+"""The measured engine: its CUDA backend, started as by the server, and its step loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The settings that starting the backend reads, by the names of `engine.config.EngineSettings`."""
+    """The settings that the start of the backend reads, with the names of `engine.config.EngineSettings`."""
 
     block_size: int
     max_step_tokens: int
@@ -45,7 +45,7 @@ class EngineShape:
 
 
 def start_backend(model: Model, shape: EngineShape) -> tuple[CudaBackend, int]:
-    """The backend with weights made here, and the blocks of its pool, which hold small random numbers."""
+    """Return the backend with made weights, and the number of blocks of its pool, which hold small random numbers."""
     device: Device
     if model.device.type == "cuda":
         device, capability = CudaDevice(model.device), torch.cuda.get_device_capability(model.device)
@@ -65,13 +65,13 @@ def start_backend(model: Model, shape: EngineShape) -> tuple[CudaBackend, int]:
 
 
 def _synchronize(device: torch.device) -> None:
-    """The backend has a stream of its own: what was launched on the default one must have ended."""
+    """Wait for work on the default stream, because the backend has its own stream."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class NoMetrics:
-    """In the place of `engine.metrics.EngineMetrics`: nothing is exported here."""
+    """Replaces `engine.metrics.EngineMetrics`: nothing is exported here."""
 
     class _Ignore:
         def observe(self, value: float) -> None: ...
@@ -90,12 +90,12 @@ class Answer:
 
     tokens: list[int]
     first_token_s: float
-    """From its submission."""
+    """Seconds from the submission."""
     cached_tokens: int
 
 
 class Engine:
-    """Scheduler, prefix cache and step loop over a backend, as in the server, without HTTP and tokenizer."""
+    """Scheduler, prefix cache and step loop over a backend, as in the server, but without HTTP and tokenizer."""
 
     def __init__(self, backend: CudaBackend, blocks: int, shape: EngineShape) -> None:
         self._cache = PrefixCache(blocks, shape.block_size)
@@ -111,7 +111,7 @@ class Engine:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Engine]:
-        """Within it, the engine steps."""
+        """Run the engine's steps within the context."""
         stepping = asyncio.create_task(self.loop.run())
         try:
             yield self
@@ -124,7 +124,7 @@ class Engine:
         self.loop.reset_cache()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """One greedy answer of exactly `max_tokens`."""
+        """Return one greedy answer of exactly `max_tokens`."""
         self._next_id += 1
         request = Request(self._next_id, list(prompt), max_tokens, GREEDY)
         tokens: list[int] = []
@@ -138,7 +138,7 @@ class Engine:
         return Answer(tokens, first_s, cached)
 
     async def ask_all(self, prompts: Sequence[tuple[Sequence[int], int]]) -> tuple[list[Answer], float]:
-        """All at once; their answers in order, and the seconds until the last has ended."""
+        """Send all prompts at once; return their answers in order, and the seconds until the last has ended."""
         start_s = time.perf_counter()
         answers = await asyncio.gather(*(self.ask(prompt, count) for prompt, count in prompts))
         return answers, time.perf_counter() - start_s

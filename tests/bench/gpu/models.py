@@ -1,4 +1,4 @@
-"""The models measured: their shapes, and weights made on the machine, the same for the engine and for transformers."""
+"""The measured models: their shapes, and weights made on the machine, equal for the engine and for transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.model.fields import Fields
 from engine.model.weights import Shapes, _assemble, _Loader, tensor_shapes
 
 _GAIN = 1.28
-"""Standard deviation of a matrix times the root of its columns: Llama's 0.02 where there are 4096 of them, and as much
-for attention to do in a small model."""
+"""Standard deviation of a matrix times the square root of its columns. It is Llama's 0.02 with 4096 columns, and
+gives attention as much to do in a small model."""
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,7 +34,7 @@ LLAMA_8B: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
     "tie_word_embeddings": False,
 }
-"""meta-llama/Meta-Llama-3-8B's config.json, but for the context: 32k prompts are to fit."""
+"""config.json of meta-llama/Meta-Llama-3-8B, except the context length, because 32k prompts must fit."""
 
 TINY: dict[str, Any] = LLAMA_8B | {
     "vocab_size": 128,
@@ -59,18 +59,18 @@ class Model:
 
     @property
     def config(self) -> ModelConfig:
-        """The shape as the engine reads it."""
+        """Return the shape as the engine reads it."""
         return parse_config(Fields(self.fields, "benchmark"))
 
     def decoder(self) -> Decoder:
-        """The engine's model, its matrices fused as when a checkpoint is loaded."""
+        """Return the engine's model, with matrices fused as when a checkpoint is loaded."""
         shapes = tensor_shapes(self.config)
         files: Any = _MadeTensors(shapes, self.dtype, self.device)
         loader = _Loader(files, shapes, self.dtype, self.device, self.config.head_dim)
         return Decoder(self.config, _assemble(loader, self.config))
 
     def transformers_model(self) -> Any:
-        """transformers' model with the same weights."""
+        """Return transformers' model with the same weights."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         known = {key: value for key, value in self.fields.items() if key not in ("architectures", "model_type")}
@@ -87,7 +87,7 @@ class Model:
 
 
 def made_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The weight of this name: normal, reproducible on one kind of device. Norms are near one."""
+    """Return the weight of this name: normal, reproducible on one kind of device. Norms are near one."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     std = _GAIN / math.sqrt(shape[-1])
     made = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
@@ -96,7 +96,7 @@ def made_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 @dataclass(frozen=True, slots=True)
 class _MadeTensors:
-    """In the place of a checkpoint's files."""
+    """Replaces a checkpoint's files."""
 
     shapes: Shapes
     dtype: torch.dtype

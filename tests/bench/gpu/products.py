@@ -1,4 +1,4 @@
-"""The matrix products of a decode step of a few sequences: the engine's own kernel against torch's, which is cuBLAS."""
+"""The matrix products of a decode step with few sequences: the engine's own kernel compared with torch's (cuBLAS)."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from tests.bench.gpu.ceilings import timed_s
 
 _REPEATS = 3
 _BYTES = 2 << 30
-"""Of matrices that take turns, so that no cache holds them ..."""
+"""Total size of the matrices that take turns, so that no cache holds them ..."""
 _GATED = "gate, up, SiLU"
 _MOST = 32
-"""... and of small ones so many."""
+"""... and the maximum number of small matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductFigure:
-    """Some rows times one kind of weight matrix."""
+    """The product of some rows and one kind of weight matrix."""
 
     what: str
     rows: int
     ours_s: float
     torch_s: float
     read_s: float
-    """Bytes of the matrix over the measured copy bandwidth."""
+    """Bytes of the matrix / the measured copy bandwidth."""
 
     @property
     def share(self) -> float:
-        """Of the roofline's speed."""
+        """Return the share of the roofline's speed."""
         return self.read_s / self.ours_s
 
     @property
     def ratio(self) -> float:
-        """torch's time over ours."""
+        """Return torch's time / ours."""
         return self.torch_s / self.ours_s
 
 
 def measure_products(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, rows: Sequence[int], copy_bytes_per_s: float
 ) -> list[ProductFigure]:
-    """Every kind of matrix of the model with every number of `rows`, in bfloat16 where `dtype` has no kernel. What
-    makes gates and ups comes with their SiLU, as it does in the engine."""
+    """Measure every kind of matrix of the model with every number of `rows`, in bfloat16 if `dtype` has no kernel. The
+    product for gates and ups includes their SiLU, as in the engine."""
     hidden, inner, queries = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
     shapes = {
         "qkv": (hidden, queries + 2 * config.kv_heads * config.head_dim),
@@ -92,7 +92,7 @@ def _measure(name: str, weights: Sequence[Tensor], rows: int, copy_bytes_per_s: 
 
 
 def recorded(device: torch.device, work: Callable[[], None]) -> Callable[[], object]:
-    """`work` as a CUDA graph: launched one by one, the host would be what is measured."""
+    """Return `work` as a CUDA graph; single launches would measure the host instead."""
     work()
     if device.type != "cuda":
         return work

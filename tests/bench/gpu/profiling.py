@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from engine.backend.cuda.backend import CudaBackend
 from engine.sched.plan import StepPlan
@@ -28,12 +28,12 @@ _KINDS = (
         ("argmax", "sort", "reduce", "softmax", "topk", "index", "gather", "scatter", "embedding"),
     ),
 )
-"""By parts of a kernel's name, first match first."""
+"""Kinds by a part of the kernel's name; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """One kernel, over all calls of a step."""
+    """One kernel, over all its calls in a step."""
 
     name: str
     kind: str
@@ -47,7 +47,7 @@ class StepProfile:
 
     what: str
     wall_s: float
-    """Between the starts of two steps while the profiler watches."""
+    """Seconds between the starts of two steps while the profiler runs."""
     kernels: Sequence[KernelShare]
     """Longest first."""
 
@@ -57,13 +57,14 @@ class StepProfile:
 
     @property
     def lost(self) -> float:
-        """Launches of a step that the profiler has not seen, at least: every step launches the same kernels, so each
-        kernel's calls of a step are whole. CUPTI before 13.1 drops the first ones of a session (pytorch issue 192021).
+        """Return a lower bound of a step's launches that the profiler has missed. Every step launches the same kernels,
+        so the true number of each kernel's calls per step is whole. CUPTI before 13.1 drops the first calls of a
+        session (pytorch issue 192021).
         """
         return sum(math.ceil(kernel.calls) - kernel.calls for kernel in self.kernels)
 
     def by_kind(self) -> list[tuple[str, float]]:
-        """Seconds of each kind, longest first."""
+        """Return the seconds of each kind, longest first."""
         sums: dict[str, float] = {}
         for kernel in self.kernels:
             sums[kernel.kind] = sums.get(kernel.kind, 0.0) + kernel.seconds
@@ -71,13 +72,13 @@ class StepProfile:
 
 
 def kind_of(kernel: str) -> str:
-    """The part of a step that a kernel of this name belongs to."""
+    """Return the part of a step that a kernel of this name belongs to."""
     name = kernel.lower()
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), "other")
 
 
 def profile_steps(backend: CudaBackend, what: str, plans: Iterable[StepPlan]) -> StepProfile:
-    """Steps one after another on this thread (none may be in flight), so that the profiler sees every launch."""
+    """Run steps one after another on this thread (none may be in flight), so that the profiler sees every launch."""
     from torch.profiler import ProfilerActivity, profile
 
     on_card = backend.pool.data.device.type == "cuda"
@@ -95,15 +96,15 @@ def profile_steps(backend: CudaBackend, what: str, plans: Iterable[StepPlan]) ->
 
 
 def kernel_shares(events: Iterable[Any], steps: int) -> list[KernelShare]:
-    """The kernels among torch's profiler events, per step, longest first; not what launched them.
+    """Return the kernels among torch's profiler events, per step, longest first; not the operations that launched them.
 
-    A kernel that was launched early waits for the one before it: its time counts from that one's end. So all times
-    together are no more than the time in which the card had work. Raises RuntimeError where there is nothing.
+    A kernel that was launched early waits for the one before it, so its time counts from that kernel's end. Then the
+    sum of all times is at most the time in which the card had work. Raises RuntimeError if there are no kernels.
     """
     micros: dict[str, float] = {}
     calls: dict[str, int] = {}
     ended = 0.0
-    on_card = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
+    on_card = (event for event in events if event.device_type == DeviceType.CUDA)
     for event in sorted(on_card, key=lambda event: float(event.time_range.start)):
         end = event.time_range.end
         micros[event.name] = micros.get(event.name, 0.0) + max(0.0, end - max(event.time_range.start, ended))
@@ -113,7 +114,7 @@ def kernel_shares(events: Iterable[Any], steps: int) -> list[KernelShare]:
 
 
 def operation_shares(averages: Iterable[Any], steps: int) -> list[KernelShare]:
-    """Without a card: torch's operations on the CPU. Raises RuntimeError where there is nothing."""
+    """Return torch's operations on the CPU, for a run without a card. Raises RuntimeError if there are none."""
     return _shares((event.key, event.self_cpu_time_total, event.count, steps) for event in averages)
 
 

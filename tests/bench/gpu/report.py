@@ -1,4 +1,4 @@
-"""What was measured, as JSON, as Markdown, and as checks."""
+"""The measurements as JSON, as Markdown, and as checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORKLOADS = ("ShareGPT-like", "shared prefix")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One workload, on the engine and on transformers' continuous batching."""
+    """One workload on the engine and on transformers' continuous batching."""
 
     workload: str
     requests: int
@@ -31,26 +31,26 @@ class Comparison:
     ours_tokens_per_s: float
     ours_cached_tokens: int
     theirs_tokens_per_s: float
-    """Where they left requests unanswered, the most that it can be."""
+    """An upper bound if transformers left requests unanswered."""
     theirs_unanswered: int
-    """Requests that they had not answered when the time was over."""
+    """Requests that transformers had not answered when the time was over."""
     theirs_attention: str
     agreement: Agreement
 
     @property
     def ratio(self) -> float:
-        """Output tokens per second, ours over theirs; the least that it can be where theirs is the most."""
+        """Return output tokens per second, ours / theirs; a lower bound if theirs is an upper bound."""
         return self.ours_tokens_per_s / self.theirs_tokens_per_s
 
     @property
     def known_ratio(self) -> float | None:
-        """None: less than the bound, but not all was answered, so it may be more."""
+        """Return the ratio; None: it is below the bound, but not all was answered, so it may be higher."""
         return None if self.theirs_unanswered and self.ratio < THROUGHPUT_RATIO else self.ratio
 
 
 @dataclass(slots=True)
 class Results:
-    """Filled section by section."""
+    """The results, filled section by section."""
 
     machine: dict[str, str]
     ceilings: Ceilings | None = None
@@ -66,7 +66,7 @@ class Results:
 
 
 def checks(results: Results, sizes: Sizes) -> list[Check]:
-    """Every bound, measured or not."""
+    """Return every bound, measured or not."""
     return list(_checks(results, expected(sizes)))
 
 
@@ -93,13 +93,13 @@ def _checks(results: Results, sizes: Sizes) -> Iterator[Check]:
         found = by_name.get(workload)
         what = f"{workload}: throughput, x transformers' continuous batching"
         yield Check(what, found.known_ratio if found else None, THROUGHPUT_RATIO, True)
-        what = f"{workload}: widest gap where greedy answers part, in standard deviations of the logits"
+        what = f"{workload}: widest gap where greedy answers differ, in standard deviations of the logits"
         compared = found is not None and found.agreement.requests > 0
         yield Check(what, found.agreement.widest_gap if found and compared else None, TIE_BOUND, False)
 
 
 def as_json(results: Results, sizes: Sizes) -> dict[str, Any]:
-    """Figures with what follows from them."""
+    """Return the figures and the values derived from them."""
     return {
         "sizes": sizes.name,
         "machine": results.machine,
@@ -119,7 +119,7 @@ def as_json(results: Results, sizes: Sizes) -> dict[str, Any]:
 
 
 def as_markdown(results: Results, sizes: Sizes) -> str:
-    """Tables for people."""
+    """Return tables for readers."""
     lines = [f"# GPU benchmark ({sizes.name})", ""]
     lines += [f"* {key}: {value}" for key, value in results.machine.items()]
     if (c := results.ceilings) is not None:
@@ -205,7 +205,7 @@ def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table, by lines."""
+    """Return the lines of a Markdown table."""
     body = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (header, ["---"] * len(header), *rows)]
     return [f"| {line} |" for line in body]
 

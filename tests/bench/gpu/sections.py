@@ -1,4 +1,4 @@
-"""The measurements in their order, each filling its part of the results."""
+"""The measurements in their order; each fills its part of the results."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from tests.bench.gpu.transformers_run import Transformers
 from tests.bench.gpu.workloads import Workload, shared_prefix, sharegpt_like
 
 _DEADLINE_S = 900.0
-"""Of transformers' answers to a workload, where the run has no limit of its own."""
+"""Limit for transformers' answers to a workload, if the run has no limit of its own."""
 _COMPARE_S = 45.0
-"""For each workload beside transformers' answers: to prepare for them, and to look at where they part from ours."""
+"""Time per workload for preparing transformers and for checking where its answers differ from ours."""
 
 Section = Callable[[], Awaitable[None]]
 
 
 def say(text: str) -> None:
-    """Progress, beside the results."""
+    """Print progress beside the results."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Bench:
-    """One engine on one device; `measure` runs the sections asked for."""
+    """One engine on one device; `measure` runs the requested sections."""
 
     def __init__(
         self, model: Model, sizes: Sizes, results: Results, *, keep: Callable[[], None], limit_s: float
     ) -> None:
-        """`keep`: called whenever `results` has grown, as the run may be killed at any time. `limit_s`: from now; no
-        section begins later, and the comparison gives up what would take longer."""
+        """`keep`: called after each change of `results`, because the run may be killed at any time. `limit_s`: seconds
+        from now; no section begins later, and the comparison gives up work that would take longer."""
         self._model = model
         self._sizes = sizes
         self._results = results
@@ -53,7 +53,7 @@ class Bench:
         self._until_s = time.monotonic() + limit_s
 
     async def measure(self, wanted: frozenset[str]) -> None:
-        """All of `wanted`, the comparison last: both engines do not fit the device at once."""
+        """Run all of `wanted`, the comparison last, because both engines do not fit the device together."""
         await self._run({"start": lambda: self._measure(wanted)})
 
     async def _run(self, sections: Mapping[str, Section]) -> None:
@@ -69,8 +69,8 @@ class Bench:
         self._keep()
         if "products" in wanted:  # before the engine, which takes most of the memory
             await self._run({"products": lambda: self._products(ceilings)})
-        # Behind everything that is timed: the profiler stays attached to the driver, which slows what comes later
-        # (pytorch issue 144455).
+        # After everything that is timed: the profiler stays attached to the driver, which slows later work (pytorch
+        # issue 144455).
         last = wanted & {"profile"} if "transformers" in wanted else frozenset()
         served = await self._with_engine(wanted - last, ceilings)
         if served:
@@ -79,7 +79,7 @@ class Bench:
             await self._with_engine(last, ceilings)
 
     async def _with_engine(self, wanted: frozenset[str], ceilings: Ceilings) -> list[ServedWorkload]:
-        """Start an engine and measure it; what it has served of the workloads to compare."""
+        """Start an engine and measure it; return what it served of the workloads to compare."""
         sizes, model = self._sizes, self._model
         _give_back(model.device)
         say(f"engine: {sizes.name} model, {model.dtype}, {model.device}")
@@ -175,7 +175,7 @@ class Bench:
         return [like, shared]
 
     async def _compare(self, served: list[ServedWorkload]) -> None:
-        """transformers blocks this thread: nothing else runs on the loop by now."""
+        """Compare with transformers; it blocks this thread, but nothing else runs on the loop at this time."""
         theirs = Transformers(self._model, small=self._model.device.type == "cpu")
         for done, ours in enumerate(served):
             left_s = (self._until_s - time.monotonic()) / (len(served) - done) - _COMPARE_S
@@ -200,7 +200,7 @@ class Bench:
 
 
 def _give_back(device: torch.device) -> None:
-    """Return memory that nothing refers to: the next engine asks the card how much is free."""
+    """Free memory that nothing refers to, because the next engine asks the card how much is free."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -209,13 +209,13 @@ def _give_back(device: torch.device) -> None:
 async def run_sections(
     sections: Mapping[str, Section], results: Results, keep: Callable[[], None], until_s: float
 ) -> None:
-    """One after another, as long as `time.monotonic()` is below `until_s`. One that fails, or does not begin, is noted,
-    and the others still run: device time is scarce."""
+    """Run the sections one after another, as long as `time.monotonic()` is below `until_s`. A section that fails or
+    does not begin is noted, and the others still run, because device time is scarce."""
     for name, work in sections.items():
         say(name)
         try:
             if time.monotonic() >= until_s:
-                raise TimeoutError("not begun: the time for the whole run is over")
+                raise TimeoutError("not begun: the time limit of the whole run has passed")
             await work()
         except Exception as error:
             results.failures[name] = f"{type(error).__name__}: {error}"

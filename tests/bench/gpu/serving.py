@@ -1,4 +1,4 @@
-"""Time to the first token over a cached prefix, and the throughput of whole workloads."""
+"""Time to first token over a cached prefix, and the throughput of whole workloads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.bench.gpu.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class WarmFigure:
-    """TTFT of one prompt of which most is cached."""
+    """TTFT of a prompt that is mostly cached."""
 
     prompt_tokens: int
     cached_tokens: int
-    """As the engine reported it."""
+    """Cached tokens reported by the engine."""
     warm_s: float
     cold_s: float
 
 
 async def measure_warm_ttft(engine: Engine, prompt_tokens: int, cached_tokens: int, rounds: int) -> WarmFigure:
-    """Median of `rounds` prompts that share their first `cached_tokens` with an earlier one, each alone."""
+    """Return the median of `rounds` prompts, each alone, that share their first `cached_tokens` with an earlier one."""
     draw = random.Random(5)
 
     def ids(count: int) -> list[int]:
@@ -43,31 +43,31 @@ async def measure_warm_ttft(engine: Engine, prompt_tokens: int, cached_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class ServedWorkload:
-    """What an engine made of a workload."""
+    """An engine's answers to a workload."""
 
     workload: Workload
     answers: Sequence[Sequence[int]]
-    """Empty: not answered when its time was over."""
+    """An empty answer: not finished when the time was over."""
     elapsed_s: float
     cached_tokens: int | None = None
-    """Prompt tokens not computed; None: the engine does not say."""
+    """Prompt tokens that were not computed; None: the engine does not tell."""
     attention: str = ""
-    """The implementation that served; empty: the engine does not say."""
+    """The attention implementation in use; empty: the engine does not tell."""
 
     @property
     def unanswered(self) -> int:
-        """Requests whose answer had not ended when the time was over."""
+        """Count the requests whose answer had not ended when the time was over."""
         return sum(not answer for answer in self.answers)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Where requests are unanswered, more than it is: as if all of them had ended when the time was over."""
+        """Return tokens per second; an upper bound if requests are unanswered: it assumes that all ended in time."""
         tokens = self.workload.output_tokens if self.unanswered else sum(map(len, self.answers))
         return tokens / self.elapsed_s
 
 
 async def serve(engine: Engine, workload: Workload) -> ServedWorkload:
-    """All requests at once, over an empty cache, after a few that warm up."""
+    """Send all requests at once to an empty cache, after a few warm-up requests."""
     await engine.ask_all([(ids, 2) for ids, _ in workload.prompts[:4]])
     engine.forget()
     answers: list[Answer]

@@ -1,4 +1,4 @@
-"""What is measured: in full as the project's bounds are stated, quickly, or tiny to test the benchmark itself."""
+"""The sizes of a run: full as in the project's bounds, quick, or tiny to test the benchmark itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sizes:
     batches: Sequence[int]
     contexts: Sequence[int]
     products: Sequence[int]
-    """Rows of the matrix products measured alone."""
+    """Rows of the matrix products that are measured alone."""
     decode_steps: int
     rounds: int
     prefills: Sequence[int]
@@ -25,17 +25,17 @@ class Sizes:
     warm_cached_tokens: int
     promoted_tokens: int
     beside: tuple[int, int]
-    """Batch and context of the decode steps beside a promotion."""
+    """Batch and context of the decode steps during a promotion."""
     profiled_steps: int
     profiled: Sequence[tuple[int, int]]
-    """Batch and context of decode steps that are profiled."""
+    """Batch and context of the profiled decode steps."""
     profiled_prefill: int
     requests: int
     groups: int
-    """Shared prefixes among the requests."""
+    """Number of shared prefixes among the requests."""
     prefix_tokens: int
     length_scale: float
-    """Of ShareGPT's lengths."""
+    """Factor of ShareGPT's lengths."""
     longest: int
     copy_bytes: int
     matmul_size: int
@@ -109,5 +109,5 @@ TINY = replace(
 
 
 def expected(sizes: Sizes) -> Sizes:
-    """The run whose bounds count: a quick one leaves some of the full one's unmeasured, and says so."""
+    """Return the run whose bounds count: a quick run leaves some bounds of the full one unmeasured, and says so."""
     return TINY if sizes is TINY else FULL

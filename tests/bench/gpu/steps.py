@@ -1,4 +1,4 @@
-"""Steps of chosen sizes through the backend, one given to it while the one before computes, as the step loop does."""
+"""Steps of chosen sizes through the backend; each is submitted while the one before computes, as in the step loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DecodeFigure:
     step_s: float
     roofline_s: float
     shared_blocks: bool
-    """The batch's KV is more than the pool: sequences read blocks of others, see `Steps.tables`."""
+    """The batch's KV exceeds the pool, so sequences read blocks of others; see `Steps.tables`."""
     rounds_s: Sequence[float] = ()
-    """A step's time in each round, of which `step_s` is the median."""
+    """The time of a step in each round; `step_s` is the median."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -39,7 +39,7 @@ class DecodeFigure:
 
     @property
     def share(self) -> float:
-        """Of the roofline's speed."""
+        """Return the share of the roofline's speed."""
         return self.roofline_s / self.step_s
 
 
@@ -53,7 +53,7 @@ class PrefillFigure:
     flops_per_s: float
     """The measured matmul rate."""
     rounds_s: Sequence[float] = ()
-    """Of which `elapsed_s` is the median."""
+    """The seconds of each round; `elapsed_s` is the median."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -61,12 +61,12 @@ class PrefillFigure:
 
     @property
     def share(self) -> float:
-        """Of the measured matmul rate."""
+        """Return the share of the measured matmul rate."""
         return self.flops / self.elapsed_s / self.flops_per_s
 
 
 class Steps:
-    """A backend, and blocks of its pool in random order, as a pool in use hands them out."""
+    """A backend, and blocks of its pool in random order, like those of a pool in use."""
 
     def __init__(self, backend: CudaBackend, blocks: Sequence[int], seed: int = 0) -> None:
         self.backend = backend
@@ -75,12 +75,12 @@ class Steps:
         self._next_id = 0
 
     async def run(self, plans: Iterable[StepPlan]) -> None:
-        """All of them, `max_in_flight` at a time."""
+        """Run all plans, `max_in_flight` at a time."""
         flights: deque[asyncio.Task[object]] = deque()
         try:
             for plan in plans:
                 flights.append(asyncio.create_task(self.backend.run(plan)))
-                await asyncio.sleep(0)  # the call begins here, before the next one
+                await asyncio.sleep(0)  # lets the call begin before the next one
                 if len(flights) >= self.backend.max_in_flight:
                     await flights.popleft()
             while flights:
@@ -89,12 +89,13 @@ class Steps:
             await asyncio.gather(*flights, return_exceptions=True)
 
     def tables(self, batch: int, context: int, room: int) -> tuple[list[list[int]], bool]:
-        """Blocks of each sequence for `context` tokens and `room` more; whether sequences share what they read.
+        """Return blocks of each sequence for `context` tokens and `room` more, and whether sequences share blocks they
+        read.
 
-        What they write is their own in any case. Where the pool is too small, as many sequences as it has room for
-        read blocks of their own, and the next ones the same again in the same order. A kernel takes sequences one after
-        another, so between two that share lies all the pool holds of a layer: no cache gives the second what the
-        first has read.
+        Blocks that sequences write are never shared. If the pool is too small, as many sequences as fit read their own
+        blocks, and the next ones read the same blocks again in the same order. A kernel takes sequences one after
+        another. So between two sequences that share blocks, it reads everything the pool holds of a layer, and no cache
+        helps the second.
         """
         size = self._block_size
         read, total = context // size, -(-(context + room) // size)
@@ -111,7 +112,7 @@ class Steps:
         return [[*head, *tails[i * own : (i + 1) * own]] for i, head in enumerate(heads)], batch > apart
 
     def decode_plans(self, tables: Sequence[Sequence[int]], context: int, steps: int) -> Iterable[StepPlan]:
-        """Steps of one token of each sequence, behind `context` tokens at first."""
+        """Yield steps of one token of each sequence, at first after `context` tokens."""
         prompt = [1] * context
         first = self._next_id
         self._next_id += len(tables)
@@ -129,7 +130,7 @@ class Steps:
             )
 
     def prefill_plans(self, tokens: int, step_tokens: int, cached: int = 0) -> Iterable[StepPlan]:
-        """One prompt, behind its first `cached` tokens."""
+        """Yield the steps of one prompt after its first `cached` tokens."""
         size = self._block_size
         blocks = self._blocks[: -(-tokens // size)]
         prompt = [1 + i % 100 for i in range(tokens)]
@@ -142,9 +143,9 @@ class Steps:
             )
 
     async def decode_step_s(self, tables: Sequence[Sequence[int]], context: int, steps: int) -> float:
-        """Seconds of a decode step, of `steps` after a few that warm up.
+        """Return the seconds of a decode step, over `steps` steps after a few warm-up steps.
 
-        What the scheduler takes to plan a step is not in it: the plans are made before.
+        The scheduler's planning time is not included, because the plans are made beforehand.
         """
         plans = list(self.decode_plans(tables, context, _WARM_UP_STEPS + steps))
         await self.run(plans[:_WARM_UP_STEPS])
@@ -153,7 +154,7 @@ class Steps:
         return (time.perf_counter() - start_s) / steps
 
     async def decode(self, batch: int, context: int, steps: int, rounds: int, ceilings: Ceilings) -> DecodeFigure:
-        """Median round of `steps` steps; the roofline is that of the middle step."""
+        """Return the median round of `steps` steps; the roofline is that of the middle step."""
         tables, shares = self.tables(batch, context, _WARM_UP_STEPS + steps)
         times = [await self.decode_step_s(tables, context, steps) for _ in range(rounds)]
         middle = context + _WARM_UP_STEPS + steps // 2
@@ -163,7 +164,7 @@ class Steps:
         return DecodeFigure(batch, context, statistics.median(times), roofline_s, shares, times)
 
     async def prefill(self, tokens: int, step_tokens: int, rounds: int, ceilings: Ceilings) -> PrefillFigure:
-        """Median of `rounds`, after one that warms up."""
+        """Return the median of `rounds`, after one warm-up round."""
         times = []
         for _ in range(rounds + 1):
             plans = list(self.prefill_plans(tokens, step_tokens))

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, against figures by hand and against torch's own count of FLOPs."""
+"""The benchmark's arithmetic, compared with figures by hand and with torch's own count of FLOPs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_llama_3_8b_by_hand() -> None:
 
 
 def test_a_decode_step_of_llama_3_8b_by_hand() -> None:
-    """15.0 GB of weights, a row of the embedding, 134 MB of KV; 2 FLOPs a weight, 4 x 32 x 4096 a token of context."""
+    """15.0 GB of weights, a row of the embedding, 134 MB of KV; 2 FLOPs per weight, 4 x 32 x 4096 per context token."""
     work = decode_work(LLAMA, [1024], 2)
     assert work.bytes == 15_009_316_864 + 8_192 + 134_217_728
     assert work.flops == 15_009_316_864 + 536_870_912
@@ -65,7 +65,7 @@ def test_a_roofline_is_the_slower_of_its_two_sides() -> None:
 
 
 class NoAttention:
-    """Everything of a forward pass but attention."""
+    """A forward pass without attention."""
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         return q.flatten(1)
@@ -120,8 +120,8 @@ def test_what_sequences_write_is_their_own(batch: int, context: int, room: int, 
     assert shares == (len(set(read)) < len(read)) == (len(read) + len(written) > 100)
 
 
-def test_between_two_that_read_the_same_blocks_lies_all_the_pool_holds() -> None:
-    """Else the second would find in the cache what the first has read, and decode faster than any card can."""
+def test_two_steps_that_read_the_same_blocks_are_a_whole_pool_apart() -> None:
+    """Otherwise the second sequence would find its blocks in the cache, and decode faster than any card can."""
     backend: Any = SimpleNamespace(pool=SimpleNamespace(block_size=4))
     tables, shares = Steps(backend, range(100)).tables(8, 80, 1)
     assert shares

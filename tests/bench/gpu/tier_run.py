@@ -1,4 +1,4 @@
-"""Promotion from the host tier, alone and beside decoding."""
+"""Promotion from the host tier, alone and during decoding."""
 
 from __future__ import annotations
 
@@ -6,40 +6,42 @@ import asyncio
 import random
 import statistics
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import torch
 
 from engine.backend.cuda.backend import CudaBackend
-from engine.backend.cuda.copies import HostPool, copy_engine, drain, measure_rates
-from engine.backend.tiers.base import BlockPair, Direction
+from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostPool, drain, measure_rates
+from engine.backend.tiers.base import BlockPair, CopyEngine, Direction
 from engine.backend.tiers.copier import BlockCopier
+from engine.tiers.threads import ThreadedCopies
 from tests.bench.gpu.ceilings import Ceilings
 from tests.bench.gpu.steps import Steps
 
 _DEADLINE_S = 60.0
 _STEPS = 8
 _ROOM = 64
-"""Tokens that the sequences beside may grow by."""
+"""Tokens by which the decoding sequences may grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionFigure:
-    """Blocks of one prompt from host slots to scattered blocks of the pool."""
+    """Copies of one prompt's blocks from host slots to scattered blocks of the pool."""
 
     tokens: int
     bytes: int
     elapsed_s: float
-    """From the request until `poll` has told the end."""
+    """Seconds from the request until `poll` has reported the end."""
     link_s: float
-    """The bytes over the link's measured rate."""
+    """Bytes / the link's measured rate."""
     beside_decode_s: float
     """The same while decode steps run."""
     decode_step_s: float
-    """Beside no promotion."""
+    """Seconds of a decode step without a promotion."""
     decode_step_beside_s: float
     measured_up_bytes_per_s: float
-    """As the copier measured it, by events."""
+    """Rate measured by the copier with events."""
 
     @property
     def ratio(self) -> float:
@@ -54,12 +56,16 @@ def _drained_at_s(copier: BlockCopier) -> float:
 async def measure_promotion(
     backend: CudaBackend, tokens: int, beside: tuple[int, int], rounds: int, ceilings: Ceilings
 ) -> PromotionFigure:
-    """`beside`: batch and context of the decode steps that run beside it."""
+    """Measure promotion. `beside`: batch and context of the decode steps that run meanwhile."""
     pool = backend.pool
     blocks = -(-tokens // pool.block_size)
-    host = HostPool(pool.data, blocks)
-    try:
-        copier = BlockCopier(copy_engine(pool.data, host), time.monotonic)
+    with ExitStack() as running:
+        host = running.enter_context(closing(HostPool(pool.data, blocks)))
+        if pool.data.device.type == "cuda":
+            engine: CopyEngine = CudaCopyEngine(pool.data, host)
+        else:  # a run that shows only that the bench works
+            engine = running.enter_context(closing(ThreadedCopies(CpuBlockMover(pool.data, host), "promotion")))
+        copier = BlockCopier(engine, time.monotonic)
         measure_rates(copier, blocks, _DEADLINE_S)
         scattered = random.Random(1).sample(range(pool.block_count), blocks)
         pairs = [BlockPair(slot, block) for slot, block in enumerate(scattered)]
@@ -84,8 +90,6 @@ async def measure_promotion(
         if not torch.equal(arrived, host.data):
             raise RuntimeError("what was promoted is not what the host tier held")
         up = copier.bytes_per_s(Direction.PROMOTE) or 0.0
-    finally:
-        host.close()
     moved = blocks * host.slot_bytes
     return PromotionFigure(
         tokens=blocks * pool.block_size,

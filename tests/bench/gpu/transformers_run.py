@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the same weights, device and requests; and whether its tokens are ours."""
+"""transformers' continuous batching on the same weights, device and requests, and whether its tokens equal ours."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from tests.bench.gpu.serving import ServedWorkload
 from tests.bench.gpu.workloads import Workload
 
 TIE_BOUND = 0.32
-"""Two answers may part where the logits of their tokens lie within this many standard deviations of all logits.
+"""Two answers may differ if the logits of their tokens are within this many standard deviations of all logits.
 
-Five times 0.063: in bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512, weights made
-as here) differ by 0.045 standard deviations in a logit, so by root two times that in how far two logits lie apart;
-beyond five of these not one of 100,000 tokens is expected. A wrong computation's token lies several below the best.
+The bound is five times 0.063. In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512,
+weights made as here) differ by 0.045 standard deviations in a logit, so by root two times that in the distance of two
+logits. Not one of 100,000 tokens is expected beyond five of these. A wrong computation's token is several below the
+best.
 """
 _STOP_S = 30.0
-"""For its thread to end."""
+"""Time limit for the end of its thread."""
 NO_TIE = 1e9
-"""In the place of a gap that is no number, or between answers of different lengths."""
+"""Used instead of a NaN gap, and between answers of different lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,23 @@ class Agreement:
     """Greedy answers of two engines to the same requests."""
 
     requests: int
-    """That both have answered."""
+    """Requests that both engines have answered."""
     equal: int
     """Requests with the same tokens throughout."""
     equal_tokens: int
-    """Tokens before an answer parts from the other, and all of equal ones."""
+    """Tokens before an answer differs from the other, and all tokens of equal answers."""
     tokens: int
     widest_gap: float
-    """Of all answers that part: the logits of the two tokens there, in standard deviations; 0 where none part."""
+    """Largest gap between the logits of the first differing tokens, in standard deviations; 0 if no answers differ."""
 
 
 class Transformers:
-    """A model loaded for continuous batching with transformers' defaults, which are what its users get."""
+    """A model loaded for continuous batching with transformers' defaults, as its users get it."""
 
     def __init__(self, model: Model, *, small: bool) -> None:
-        """`small`: bound its cache, which otherwise takes most of the memory."""
+        """`small`: limit its cache, which otherwise takes most of the memory."""
         from transformers import GenerationConfig
-        from transformers.generation import ContinuousBatchingConfig
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         self.model: Any = model.transformers_model()
         self._device = model.device
@@ -58,8 +59,8 @@ class Transformers:
         self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
 
     def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
-        """All requests at once, after its own warm-up and a few requests; those not answered `deadline_s` after they
-        were sent are given up. Raises RuntimeError where a request fails."""
+        """Send all requests at once, after its own warm-up and a few requests. Requests without an answer `deadline_s`
+        after they were sent are given up. Raises RuntimeError if a request fails."""
         with self.model.continuous_batching_context_manager(
             generation_config=self._generation, continuous_batching_config=self._config, timeout=_STOP_S
         ) as manager:
@@ -71,16 +72,15 @@ class Transformers:
                 start_s = time.perf_counter()
                 answers = self._answers(manager, workload.prompts, deadline_s)
                 elapsed_s, answered = time.perf_counter() - start_s, all(answers)
-                # While it serves: on the way out it gives the model back the implementation from before.
+                # Read while it serves, because at its end it restores the model's earlier implementation.
                 attention = str(self.model.config._attn_implementation)
             finally:
-                if not answered:  # on its way out it would first answer all that it was asked, however long that takes
+                if not answered:  # otherwise it answers all requests before it ends
                     manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
         return ServedWorkload(workload, answers, elapsed_s, attention=attention)
 
     def agreement(self, ours: Sequence[Sequence[int]], theirs: ServedWorkload) -> Agreement:
-        """Compare token by token what both answered; where two answers part, ask the model itself how far apart the two
-        tokens are."""
+        """Compare token by token what both answered; where they differ, ask the model how far apart the tokens are."""
         equal = equal_tokens = 0
         widest = 0.0
         both = [row for row in zip(theirs.workload.prompts, ours, theirs.answers, strict=True) if row[2]]
@@ -98,14 +98,14 @@ class Transformers:
 
     @torch.inference_mode()
     def gap(self, ids: Sequence[int], one: int, other: int) -> float:
-        """How far the logits of two tokens behind `ids` lie apart, in standard deviations of all logits."""
+        """Return the distance of the logits of two tokens after `ids`, in standard deviations of all logits."""
         row = self.model(torch.tensor([list(ids)], device=self._device), logits_to_keep=1).logits[0, -1].float()
         return float((row[one] - row[other]).abs() / row.std())
 
     def _answers(
         self, manager: Any, prompts: Sequence[tuple[Sequence[int], int]], deadline_s: float
     ) -> list[list[int]]:
-        """In their order; empty: not answered within `deadline_s`."""
+        """Return the answers in order; an empty one: not answered within `deadline_s`."""
         ids = [manager.add_request(list(prompt), max_new_tokens=count) for prompt, count in prompts]
         found: dict[str, list[int]] = {}
         until_s = time.monotonic() + deadline_s
@@ -121,7 +121,7 @@ class Transformers:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Where two answers part; None: they do not. A length is a difference too."""
+    """Return where two answers differ; None: they are equal. A different length counts too."""
     if list(a) == list(b):
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

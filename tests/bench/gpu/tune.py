@@ -1,11 +1,11 @@
-"""Other settings for the kernels than those in use, on this card: which are faster, for which sizes.
+"""Compares other settings for the kernels with those in use, on this card: which are faster, for which sizes.
 
     python -m tests.bench.gpu.tune [--kernels decode,prefill,products] [--device cuda:0] [--limit-s 540] [--out FOLDER]
 
-The settings in use are constants, as a result's bits are to follow from the sizes, not from a race at start. This says
-what the constants should be: every kernel of a Llama-3-8B step (bfloat16) at a few sizes, with each candidate; the
-ratio is the time of the settings in use over the candidate's, so above 1 is faster. The table in the folder is
-written anew with every size. Exit status: 0, or 2 where there is no card.
+The settings in use are constants, because a result's bits must follow from the sizes, not from a race at the start.
+This program tells what the constants should be. It runs every kernel of a Llama-3-8B step (bfloat16) at a few sizes
+with each candidate. The ratio is the time of the settings in use / the candidate's, so above 1 is faster. The table in
+the folder is rewritten with every size. Exit status: 0, or 2 without a card.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is measured, by size."""
+    """The sizes that are measured."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -51,18 +51,18 @@ class Shape:
     inner: int = 14_336
     page: int = 16
     layers: int = 8
-    """That take turns, so that no cache holds what one reads."""
+    """Layers that take turns, so that no cache holds what a layer reads."""
     decodes: Sequence[tuple[int, int]] = ((1, 8192), (8, 1024), (64, 8192), (256, 1024))
     """Sequences, and tokens of each."""
     prefills: Sequence[tuple[int, int]] = ((8192, 0), (2048, 6144), (292, 7900), (100, 8092))
     """Tokens of a chunk, and tokens before it."""
     rows: Sequence[int] = (1, 16, 32, 64)
-    """Of a product."""
+    """Rows of a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings by the names of the modules' constants; none: those in use."""
+    """Settings by the names of the modules' constants; an empty one: the settings in use."""
 
     name: str
     module: Any = None
@@ -85,33 +85,33 @@ class Tried:
     """The size."""
     settings: str = "in use"
     seconds: float = math.inf
-    """Infinite: it does not fit the card."""
+    """Infinite: the candidate does not fit the card."""
     ratio: float = 1.0
-    """Time of the settings in use over this."""
+    """Time of the settings in use / this time."""
     work: float = 0.0
-    """Bytes that must be read, or FLOPs where `unit` says so."""
+    """Bytes that must be read, or FLOPs if `unit` says so."""
     unit: str = "B"
 
     @property
     def rate(self) -> str:
-        """Work per second."""
+        """Return work per second."""
         return f"{self.work / self.seconds / 1e12:.3g} T{self.unit}/s"
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no infinity: null."""
+        """Return the fields for JSON, with null for infinity."""
         values = dataclasses.asdict(self)
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def decode_candidates() -> list[Candidate]:
-    """Tiles of keys, warps and depths of the pipeline, with short parts and with long ones."""
+    """Return tiles of keys, warps and depths of the pipeline, with short and long parts."""
     launches = ((64, 4, 3), (64, 4, 7), (64, 2, 5), (64, 8, 5), (32, 4, 7), (32, 2, 9), (128, 4, 3), (128, 8, 3))
     found = [_attention(decode, "PART_TOKENS", 16, *launch, part) for launch in launches for part in (256, 512)]
     return [*found, Candidate("PART_TOKENS 512", decode, {"PART_TOKENS": 512})]
 
 
 def prefill_candidates() -> list[Candidate]:
-    """Rows, tiles of keys, warps and depths of the pipeline."""
+    """Return rows, tiles of keys, warps and depths of the pipeline."""
     launches = (
         (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3), (128, 32, 8, 5),
         (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 5),
@@ -120,7 +120,7 @@ def prefill_candidates() -> list[Candidate]:
 
 
 def product_candidates() -> list[Candidate]:
-    """Outputs and inputs of a program's tile, depths of the pipeline, warps; lines asked for ahead."""
+    """Return outputs and inputs of a program's tile, depths of the pipeline, warps, and prefetched lines."""
     launches = ((16, 128, 8, 4), (16, 256, 6, 4), (32, 64, 8, 4), (32, 128, 4, 4), (32, 128, 6, 8), (32, 256, 4, 4),
                 (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8))  # fmt: skip
     found = [
@@ -147,14 +147,14 @@ def _for_all(launch: object) -> dict[str, Any]:
 
 
 KERNELS = {"decode": decode_candidates, "prefill": prefill_candidates, "products": product_candidates}
-"""What can be tuned apart from the rest: the methods of `Tuner`, and what each is given."""
+"""The kernels that can be tuned separately: the methods of `Tuner`, and the candidates of each."""
 
 
 class Tuner:
-    """Runs kernels with other settings, and keeps what came of it."""
+    """Runs kernels with other settings, and keeps the results."""
 
     def __init__(self, shape: Shape, device: torch.device, *, keep: Callable[[], None], until_s: float) -> None:
-        """`keep`: called whenever `tried` has grown; `until_s`: of the monotonic clock, no candidate begins later."""
+        """`keep`: called after additions to `tried`; `until_s`: on the monotonic clock, no candidate begins later."""
         self.tried: list[Tried] = []
         self._shape = shape
         self._device = device
@@ -162,7 +162,7 @@ class Tuner:
         self._until_s = until_s
 
     def decode(self, candidates: Sequence[Candidate]) -> None:
-        """Attention of decode steps."""
+        """Try attention of decode steps."""
         s = self._shape
         pool, blocks = self._pool(max(batch * tokens for batch, tokens in s.decodes))
         for batch, tokens in s.decodes:
@@ -170,7 +170,7 @@ class Tuner:
             rows = DecodeTensors(tables=tables, lengths=self._ints([tokens] * batch))
             q, out = self._queries(batch)
 
-            # No candidate has shorter parts than those in use, so more of them.
+            # No candidate has shorter parts than the settings in use, so this scratch is large enough for all.
             scratch = decode.decode_scratch(batch, tokens, s.heads, s.dim, self._device)
 
             def work(q: Tensor = q, out: Tensor = out, rows: DecodeTensors = rows, scratch: PartSums = scratch) -> None:
@@ -181,7 +181,7 @@ class Tuner:
             self._try(Tried("decode", f"decode of {batch} x {tokens}", work=size), work, candidates)
 
     def prefill(self, candidates: Sequence[Candidate]) -> None:
-        """Attention of chunks, long ones and short ones behind a prefix."""
+        """Try attention of chunks: long ones, and short ones after a prefix."""
         s = self._shape
         pool, blocks = self._pool(max(sum(chunk) for chunk in s.prefills))
         cut_for = prefill.tiling_for(s.heads, s.kv_heads, self._device)
@@ -199,7 +199,7 @@ class Tuner:
             self._try(size, work, candidates)
 
     def products(self, candidates: Sequence[Candidate]) -> None:
-        """Products of few rows; gate, up and SiLU in one."""
+        """Try products of few rows; gate, up and SiLU in one kernel."""
         s = self._shape
         qkv = (s.heads + 2 * s.kv_heads) * s.dim
         sizes = {"qkv": (s.hidden, qkv), "output": (s.heads * s.dim, s.hidden), "down": (s.inner, s.hidden)}
@@ -220,7 +220,7 @@ class Tuner:
                 self._try(Tried(kernel, f"{name}, {rows} rows", work=weights[0].nbytes), work, candidates)
 
     def _try(self, size: Tried, work: Callable[[], None], candidates: Sequence[Candidate]) -> None:
-        """`work` does the work of `size` once for each layer."""
+        """Try candidates; `work` does the work of `size` once for each layer."""
         layers = self._shape.layers
         in_use_s = self._measured(Candidate("in use"), work) / layers
         self._add(replace(size, seconds=in_use_s))
@@ -238,7 +238,7 @@ class Tuner:
         print(f"  {tried.what}: {tried.settings}: {time_us}, {tried.ratio:.2f}", file=sys.stderr, flush=True)
 
     def _measured(self, candidate: Candidate, work: Callable[[], None]) -> float:
-        """Seconds of `work`; infinite where it does not fit."""
+        """Return the seconds of `work`; infinite if it does not fit."""
         with candidate.in_use():
             try:
                 work()
@@ -250,7 +250,7 @@ class Tuner:
             return timed_s(self._device, recorded(self._device, work), _REPEATS)
 
     def _pool(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """A pool for so many tokens, and its blocks in no order."""
+        """Return a pool for `tokens` tokens, and its blocks in random order."""
         s = self._shape
         count = -(-tokens // s.page)
         blocks = torch.randperm(count, device=self._device).to(torch.int32)
@@ -268,7 +268,7 @@ class Tuner:
 
 
 def best(tried: Sequence[Tried]) -> list[tuple[str, str, float]]:
-    """For each kernel the settings best for all its sizes, and the geometric mean of their ratios."""
+    """Return for each kernel the settings best for all its sizes, and the geometric mean of their ratios."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for one in tried:
         ratios.setdefault((one.kernel, one.settings), []).append(one.ratio)
@@ -282,7 +282,7 @@ def best(tried: Sequence[Tried]) -> list[tuple[str, str, float]]:
 
 
 def as_markdown(tried: Sequence[Tried]) -> str:
-    """Best settings first, then all."""
+    """Return the best settings first, then all."""
     means = [(kernel, settings, f"{ratio:.3f}") for kernel, settings, ratio in best(tried)]
     rows = [
         (one.what, one.settings, f"{one.seconds * 1e6:.1f}", one.rate, f"{one.ratio:.3f}")
@@ -296,7 +296,7 @@ def as_markdown(tried: Sequence[Tried]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Prompts for serving: token ids alone, since the weights mean nothing."""
+"""Prompts for serving: only token ids, because the weights mean nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Prompt = tuple[list[int], int]
-"""Token ids, and how many to answer with."""
+"""Token ids, and the length of the answer."""
 
 SHAREGPT_INPUT_MEAN, SHAREGPT_OUTPUT_MEAN = 161.31, 337.99
-"""Tokens, of the ShareGPT sample in the vLLM paper (arXiv 2309.06180, figure 11)."""
+"""Mean tokens in the ShareGPT sample of the vLLM paper (arXiv 2309.06180, figure 11)."""
 _SIGMA = 1.0
-"""Of the logarithms: our choice, as the paper plots and does not give them; means are kept."""
+"""Standard deviation of the logarithms: our choice, because the paper only plots them; the means are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that all come at once."""
+    """Requests that are all sent at once."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -33,7 +33,7 @@ class Workload:
 
 
 def sharegpt_like(requests: int, vocab: int, seed: int, *, scale: float = 1.0, longest: int = 2048) -> Workload:
-    """Unrelated prompts with log-normal lengths of ShareGPT's means, times `scale`, cut at `longest`."""
+    """Return unrelated prompts with log-normal lengths and ShareGPT's means, times `scale`, cut at `longest`."""
     draw = random.Random(seed)
     prompts = []
     for _ in range(requests):
@@ -45,7 +45,7 @@ def sharegpt_like(requests: int, vocab: int, seed: int, *, scale: float = 1.0, l
 def shared_prefix(
     requests: int, vocab: int, seed: int, *, groups: int, prefix_tokens: int, scale: float = 1.0, longest: int = 2048
 ) -> Workload:
-    """Prompts of which every `groups`-th begins with the same `prefix_tokens`; the rest, and answers, ShareGPT-like."""
+    """Return prompts; every `groups`-th begins with the same `prefix_tokens`. Other lengths are ShareGPT-like."""
     draw = random.Random(seed)
     prefixes = [_ids(draw, prefix_tokens, vocab) for _ in range(groups)]
     prompts = []
@@ -60,5 +60,5 @@ def _ids(draw: random.Random, count: int, vocab: int) -> list[int]:
 
 
 def _length(draw: random.Random, mean: float, longest: int) -> int:
-    """Log-normal of this mean (before the cut), at least 1."""
+    """Return a log-normal length of this mean (before the cut), at least 1."""
     return min(longest, max(1, round(draw.lognormvariate(math.log(mean) - _SIGMA**2 / 2, _SIGMA))))

@@ -1,4 +1,4 @@
-"""What a connection makes of a server's bytes, however they are cut, and whether it may be used again."""
+"""A connection's reading of a server's bytes, cut anywhere, and whether the connection may be reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.contract.http.pool import MARGIN_S, MAX_IDLE_S, Address, Pool
 
 
 class Transport(asyncio.Transport):
-    """Takes what is written."""
+    """Records written data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,13 @@ class Transport(asyncio.Transport):
 
 
 class Heard:
-    """A sink that writes down what it hears."""
+    """A sink that records its calls."""
 
     def __init__(self) -> None:
         self.status = 0
         self.fields: Fields = []
         self.data = b""
+        self.pieces: list[bytes] = []
         self.outcome = "open"
 
     def head(self, status: int, fields: Fields, now_s: float) -> None:
@@ -66,6 +67,7 @@ class Heard:
         assert self.status, "a body before its head"
         assert self.outcome == "open"
         self.data += data
+        self.pieces.append(data)
 
     def end(self, now_s: float) -> None:
         assert self.outcome == "open"
@@ -170,6 +172,15 @@ def test_what_is_not_http_is_a_loss_at_once(sent: bytes) -> None:
     assert exchange.transport.is_aborted
 
 
+def test_what_one_read_brings_of_a_body_is_one_piece_and_comes_before_the_loss() -> None:
+    exchange = Exchange()
+    exchange.read([HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n2\r\nbc\r\n"])
+    assert exchange.heard.pieces == [b"abc"]
+    exchange.read([b"1\r\nd\r\n1\r\ne\r\nno size\r\n"])
+    assert exchange.heard.pieces == [b"abc", b"de"]
+    assert exchange.heard.outcome.startswith("not HTTP")
+
+
 @pytest.mark.parametrize(("begin", "more"), ENDLESS.values(), ids=ENDLESS)
 def test_what_is_no_body_is_bounded(begin: bytes, more: bytes) -> None:
     exchange = Exchange().read([begin] if begin else [])
@@ -262,14 +273,14 @@ def test_a_connection_whose_reader_was_slow_is_read_again_when_it_is_idle() -> N
     exchange = Exchange().read([LENGTH[:-2]])
     exchange.connection.pause(exchange.heard)
     assert exchange.transport.is_paused
-    exchange.read([b"lo"])  # was read before the pause
+    exchange.read([b"lo"])  # these bytes were read before the pause
     assert (exchange.is_kept, exchange.transport.is_paused) == (True, False)
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------
 
 
-def test_how_long_a_server_keeps_a_connection_is_learnt_from_its_end() -> None:
+def test_a_servers_idle_timeout_is_learnt_from_connections_that_it_ends() -> None:
     now_s = [100.0]
     exchange = Exchange(now_s).read([LENGTH])
     pool = exchange.pool
@@ -343,7 +354,7 @@ async def test_connections_made_ahead_serve_after_used_ones_and_teach_nothing_of
     assert pool.kept_s == kept_s
 
 
-def test_as_many_connections_are_missed_as_were_in_use_lately() -> None:
+def test_the_pool_misses_as_many_connections_as_were_in_use_lately() -> None:
     now_s = [100.0]
     pool = Exchange(now_s).pool
     used = [Connection(pool) for _ in range(7)]

@@ -1,4 +1,4 @@
-"""A model behind the real scheduler and prefix cache, of which every logit is kept."""
+"""Runs a model behind the real scheduler and prefix cache, and keeps every logit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Answer:
-    """What a request got."""
+    """A request's tokens and logits."""
 
     cached_tokens: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def bits(self) -> torch.Tensor:
-        """The logits as integers: equal where the bits are."""
+        """The logits as integers, which are equal if and only if the bits are."""
         return torch.stack(self.logits).view(torch.int32)
 
 
@@ -44,9 +44,9 @@ def serve(
     tiers: Tiers | None = None,
     wait: Callable[[], object] = _never,
 ) -> list[Answer]:
-    """All of them together, until each has ended; steps of at most `step_tokens` tokens.
+    """Serve all requests together to their ends, in steps of at most `step_tokens` tokens.
 
-    `wait`: called while nothing can be computed because blocks are on their way from the tiers.
+    `wait`: called when nothing can be computed because blocks are still on their way from the tiers.
     """
     scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=step_tokens, max_running=8, max_waiting=100), tiers)
     answers = {request.id: Answer() for request in requests}
@@ -68,6 +68,6 @@ def serve(
 
 
 def empty(backend: TorchBackend, index: IndexKind = IndexKind.HASH) -> PrefixCache:
-    """An empty cache over the backend's pool, in which nothing may be read that was not written."""
+    """Return an empty cache over the backend's pool, filled so that reading an unwritten slot shows."""
     backend.pool.data.fill_(torch.nan)
     return PrefixCache(backend.pool.block_count, backend.pool.block_size, index=index)

@@ -1,4 +1,4 @@
-"""`exact`: a request's logits, bit for bit, whatever is cached, however its prompt is cut, whatever runs beside it."""
+"""`exact`: a request's logits are equal bit for bit with any cache, any cut of its prompt, and any other requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backend import torch_exact
 from engine.backend.torch_backend import TorchBackend
 from engine.backend.torch_exact import KEYS
 from engine.cache.index import IndexKind
 from engine.model.config import ARCHITECTURES
 from engine.model.decoder import Decoder, load_decoder
-from engine.model.exact import HEIGHTS, NotExact, agreeing_heights, cancelling, check_exp
+from engine.model.exact import HEIGHTS, NotExact, agreeing_classes, agreeing_heights, cancelling, check_exp
 from engine.sched.request import Request
-from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
+from tests.engine.backend.exact_serving import BLOCK_SIZE, Answer, empty, serve
 from tests.engine.model.helpers import GREEDY, VOCAB, hf_model, save, tokens
 from tests.engine.model.test_transformers_oracle import CASES
 
@@ -30,7 +31,7 @@ def request(number: int, prompt: list[int], outputs: int = OUTPUTS, salt: str = 
 
 
 def beside(count: int) -> list[Request]:
-    """Other requests, of other lengths."""
+    """Return other requests, of other lengths."""
     return [request(100 + i, tokens(5 + 9 * i, seed=50 + i), OUTPUTS + i) for i in range(count)]
 
 
@@ -58,7 +59,7 @@ def test_the_cases_are_of_every_architecture() -> None:
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", 150), ("float16", None)])
 def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path) -> None:
-    """Chunks and hits that end beside the edges of tiles and blocks; decoding over an edge; an answer read again."""
+    """Chunks and hits that end next to the edges of tiles and blocks; decoding over an edge; an answer read again."""
     model = loaded("Mistral", tmp_path, dtype, sliding_window=window, max_position_embeddings=512)
     backend = TorchBackend(model, block_count=400, block_size=BLOCK_SIZE, exact=True)
     prompt = tokens(2 * KEYS + 40, seed=3)
@@ -94,7 +95,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
     step_tokens=st.integers(8, 90),
 )
 def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shared: int, step_tokens: int) -> None:
-    """Prompts with a common beginning, in steps of any size: each as if it had the engine to itself."""
+    """Prompts with a common prefix, in steps of any size: each gets the same as alone on the engine."""
     common = tokens(shared, seed=9)
     prompts = [[*common, *tokens(length, seed=20 + i)] for i, length in enumerate(lengths)]
     together = serve(wide, empty(wide), [request(i, p) for i, p in enumerate(prompts)], step_tokens)
@@ -105,7 +106,7 @@ def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shar
 
 @pytest.mark.parametrize("split", range(BLOCK_SIZE, 3 * BLOCK_SIZE + 2))
 def test_a_hit_that_ends_within_a_block_changes_no_bit(wide: TorchBackend, split: int) -> None:
-    """The radix index reuses the first rows of a block, by copying them; a match of less than one is none."""
+    """The radix index reuses the first rows of a block by copying them."""
     prompt = tokens(3 * BLOCK_SIZE + 2, seed=31)
     (cold,) = serve(wide, empty(wide), [request(1, prompt)], 64)
     cache = empty(wide, IndexKind.RADIX)
@@ -131,18 +132,37 @@ def test_equal_prompts_of_two_salts_share_nothing(wide: TorchBackend) -> None:
 
 
 BOUND = 1e-5
-"""Of the largest logit: without `exact`, greedy tokens may differ where the two best logits are nearer than this."""
+"""Share of the largest logit: without `exact`, greedy tokens may differ if the two best logits are closer than this."""
 
 
-def test_without_exact_greedy_tokens_differ_only_where_two_logits_are_near(tmp_path: Path) -> None:
-    """Half of the vocabulary is nearly the other half, so that there are gaps on both sides of the bound."""
+def with_near_logits(folder: Path) -> TorchBackend:
+    """Return a backend without `exact`. Half of the vocabulary is nearly equal to the other half, so that there are
+    gaps on both sides of the bound."""
     theirs = hf_model("Llama")
     with torch.no_grad():
         head = theirs.lm_head.weight
         factor = 1 + torch.logspace(-9, -2, len(head[1::2]))[:, None]
         head[1::2] = head[0:-1:2] * factor
-    backend = TorchBackend(load_decoder(save(theirs, tmp_path)), block_count=80, block_size=BLOCK_SIZE)
+    return TorchBackend(load_decoder(save(theirs, folder)), block_count=80, block_size=BLOCK_SIZE)
+
+
+def near_and_far(warm: Answer, cold: Answer) -> tuple[int, int]:
+    """Count the positions up to the first greedy token that differs: those whose two best logits are closer than the
+    bound, and the others. Fails if the differing one is not close."""
     near = far = 0
+    for ours, theirs in zip(warm.logits, cold.logits, strict=True):
+        best, second = theirs.topk(2).values.tolist()
+        is_near = best - second < BOUND * float(theirs.abs().max())
+        near, far = near + is_near, far + (not is_near)
+        if int(ours.argmax()) != int(theirs.argmax()):
+            assert is_near, (best, second)
+            break  # after this token the two texts differ
+    return near, far
+
+
+def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path) -> None:
+    backend = with_near_logits(tmp_path)
+    seen = []
     for seed in range(6):
         prompt = tokens(22, seed=seed)
         (cold,) = serve(backend, empty(backend), [request(1, prompt)], 64)
@@ -151,19 +171,14 @@ def test_without_exact_greedy_tokens_differ_only_where_two_logits_are_near(tmp_p
             serve(backend, cache, [request(2, [*prompt[:split], 1])], 64)
             warm, *_ = serve(backend, cache, [request(1, prompt), *beside(2)], 23)
             assert warm.cached_tokens == split
-            for ours, theirs_ in zip(warm.logits, cold.logits, strict=True):
-                best, second = theirs_.topk(2).values.tolist()
-                is_near = best - second < BOUND * float(theirs_.abs().max())
-                near, far = near + is_near, far + (not is_near)
-                if int(ours.argmax()) != int(theirs_.argmax()):
-                    assert is_near, (best, second)
-                    break  # from here on the two read other texts
+            seen.append(near_and_far(warm, cold))
+    near, far = map(sum, zip(*seen, strict=True))
     assert near, "no gap under the bound: the model does not try it"
     assert far
 
 
 def in_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """rows @ w, term after term."""
+    """Compute rows @ w, term after term."""
     total = torch.zeros(len(rows), w.shape[1])
     for column, weights in zip(rows.t(), w, strict=True):
         total = total + column[:, None] * weights
@@ -193,6 +208,40 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
     assert agreeing_heights(lambda rows: (other if len(rows) == 8 else one_order)(rows), x, heights) == (4, 16)
     last_differs = lambda rows: torch.cat((one_order(rows[:-1]), other(rows[-1:])))  # noqa: E731
     assert agreeing_heights(last_differs, x, heights) == (1,)
+    lowest_differs = lambda rows: (other if len(rows) == 4 else one_order)(rows)  # noqa: E731
+    assert agreeing_classes(lowest_differs, x, heights) == [(4,), (8, 16)]
+    assert agreeing_heights(lowest_differs, x, heights) == (8, 16), "the others agree, whatever the first does"
+
+
+@pytest.mark.parametrize("agreed", [(1,), (4,), (16, 64)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_library_that_agrees_with_itself_at_few_rows_alone(
+    agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six heads share their keys, or three: more than the rows of the library's products."""
+    model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
+    plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
+    prompt = tokens(KEYS + 22, seed=1)
+    (expected,) = serve(plain, empty(plain), [request(1, prompt)], 64)
+    monkeypatch.setattr(
+        torch_exact, "agreeing_classes", lambda _multiply, _x, heights: [tuple(h for h in heights if h in agreed)]
+    )
+    backend = TorchBackend(model, block_count=160, block_size=BLOCK_SIZE, exact=True)
+    (cold,) = serve(backend, empty(backend), [request(1, prompt)], 256)
+    cache = empty(backend)
+    serve(backend, cache, [request(2, prompt[:60])], 64)
+    warm, *_ = serve(backend, cache, [request(1, prompt), *beside(2)], 19)
+    assert warm.cached_tokens > 0
+    assert torch.equal(warm.bits(), cold.bits())
+    for ours, theirs in zip(cold.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_library_that_never_agrees_with_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded("Llama", tmp_path)
+    monkeypatch.setattr(torch_exact, "agreeing_classes", lambda *_: [])
+    with pytest.raises(NotExact, match="batched products"):
+        TorchBackend(model, block_count=8, block_size=BLOCK_SIZE, exact=True)
 
 
 def test_a_projection_with_no_agreeing_height_is_multiplied_row_by_row(tmp_path: Path) -> None:
@@ -227,5 +276,5 @@ def test_an_exp_that_depends_on_the_place_is_found(monkeypatch: pytest.MonkeyPat
 def test_exact_is_refused_off_the_cpu(tmp_path: Path) -> None:
     model = loaded("Llama", tmp_path)
     model.device = torch.device("meta")
-    with pytest.raises(ValueError, match="cpu alone"):
+    with pytest.raises(ValueError, match="only on cpu"):
         TorchBackend(model, block_count=8, block_size=BLOCK_SIZE, exact=True)

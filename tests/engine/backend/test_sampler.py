@@ -1,4 +1,4 @@
-"""The sampler against plain numpy, and its independence of everything but logits, seed and index."""
+"""The sampler against plain numpy, and its dependence on logits, seed and index alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def request(sampling: SamplingParams, prompt: Any = (0,), output: Any = ()) -> R
 
 
 def naive_probabilities(logits: list[float], p: SamplingParams) -> Any:
-    """Definitions word for word, in float64: min_p, then top_k, then top_p over what is left."""
+    """Apply the definitions literally, in float64: min_p, then top_k, then top_p over the rest."""
 
     def distribution(kept: set[int]) -> Any:
         weights = [math.exp((logits[i] - max(logits)) / p.temperature) if i in kept else 0.0 for i in range(VOCAB)]
@@ -158,7 +158,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
 
 
 def test_the_least_repetition_penalty_leaves_the_order_of_logits() -> None:
-    """Also with as large logits as a bias makes."""
+    """This also holds for logits as large as a bias makes them."""
     logits = torch.tensor([[150.0, 149.0, -150.0, -149.0, 1.0]])
     p = SamplingParams(temperature=0.01, repetition_penalty=MIN_REPETITION_PENALTY, seed=5)
     assert sample(logits, [request(p, prompt=range(5))])[0].token == 0

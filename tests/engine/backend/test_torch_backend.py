@@ -1,4 +1,4 @@
-"""The torch backend: reuse of blocks, mixed steps, and its manners as a `Backend`."""
+"""The torch backend: reuse of blocks, mixed steps, and the contract of `Backend`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def poisoned(model: Decoder, block_count: int) -> TorchBackend:
 
 @given(prompt=st.integers(2, 45), cached=st.integers(0, 44), chunk_tokens=st.integers(1, 30), seed=st.integers(0, 9))
 def test_warm_equals_cold(model: Decoder, prompt: int, cached: int, chunk_tokens: int, seed: int) -> None:
-    """A prompt over reused blocks, and the first rows of another, gives the cold logits, with every other row poisoned
-    and other sequences around."""
+    """A prompt over reused blocks, and over the first rows of another block, gives the cold logits. All other rows are
+    poisoned, and other sequences run in the same steps."""
     cached = min(cached, prompt - 1)
     backend = poisoned(model, 60)
     text = tokens(prompt, seed)
@@ -166,7 +166,7 @@ def test_an_unknown_device_is_refused(folder: Path, device: str) -> None:
 
 
 def test_an_absent_cuda_device_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="device 'cuda:99' is not there"):
+    with pytest.raises(ModelError, match="device 'cuda:99' does not exist"):
         load_decoder(folder, device="cuda:99")
 
 

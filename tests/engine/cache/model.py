@@ -11,7 +11,7 @@ from engine.cache.sequence import CachedSequence
 from engine.sched.request import KeySpan
 
 Prefix = tuple[str, tuple[int, ...]]
-"""Salt, and tokens from the first to the last one that a block holds."""
+"""A salt, and the tokens of a chain up to the last one that a block holds."""
 
 
 @dataclass(eq=False)
@@ -24,23 +24,23 @@ class User:
     sequence: CachedSequence
     computed: int = 0
     canonical: list[int] = field(default_factory=list)
-    """The cached block for each leading block hit or committed: kept for this request, its own or not."""
+    """The cached block for each leading block hit or committed: kept for this request, even if it is not its own."""
     source: int | None = None
-    """Kept for this request until it commits: the block that rows are copied from."""
+    """The block that rows are copied from: kept for this request until it commits."""
     tail: int | None = None
-    """Its block that was indexed though it was not full."""
+    """The request's block that was indexed though it was not full."""
     is_stale: bool = False
-    """Admitted before a reset."""
+    """Whether it was admitted before a reset."""
 
 
 def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Leading tokens that the two have in common."""
+    """Return how many leading tokens the two have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass
 class Model:
-    """What must be cached, with what content, and who may lose it."""
+    """Knows what must be cached, with what content, and which blocks may be evicted."""
 
     cache: PrefixCache
     kind: IndexKind = IndexKind.HASH
@@ -62,7 +62,7 @@ class Model:
         return hits
 
     def expected_tokens(self, user: User) -> int:
-        """What the index finds: whole blocks, and behind them, with a radix tree, the first rows of any block."""
+        """Return the tokens that the index must find: whole blocks and, with a radix tree, rows of a further one."""
         whole = self.expected_hits(user) * self.cache.block_size
         if self.kind is not IndexKind.RADIX or not whole:
             return whole
@@ -70,9 +70,9 @@ class Model:
         return max([whole, *(shared(tokens, known) for salt, tokens in self.cached if salt == user.salt)])
 
     def admitted(self, user: User, cached_tokens: int, free_before: int, is_tight: bool) -> None:
-        """The cache admitted the user: were hits right, and evictions those of leaf-first LRU?
+        """Check that the hits of an admission are right, and the evictions those of leaf-first LRU.
 
-        `is_tight`: no block was left to keep beside those that the user needs.
+        `is_tight`: no block was left to keep besides those that the user needs.
         """
         hits, expected, source = self.expected_hits(user), self.expected_tokens(user), user.sequence.source
         rows = cached_tokens - hits * self.cache.block_size
@@ -99,7 +99,7 @@ class Model:
             self.content[user.sequence.blocks[hits]] = (user.salt, tuple(user.tokens[:cached_tokens]))
 
     def taken(self, blocks: list[int], free_before: int) -> None:
-        """The cache gave these blocks to a request, in this order."""
+        """Check and note the blocks that the cache gave to a request, in this order."""
         by_block = {block: prefix for prefix, block in self.cached.items()}
         for n, block in enumerate(blocks):
             evicted = by_block.get(block)
@@ -117,7 +117,7 @@ class Model:
             self.content.pop(block, None)
 
     def write(self, user: User, end: int) -> None:
-        """A step computes the user's tokens up to `end`."""
+        """Note that a step computes the user's tokens up to `end`."""
         size = self.cache.block_size
         for position in range(user.computed, end):
             block = user.sequence.blocks[position // size]
@@ -140,7 +140,7 @@ class Model:
                 user.tail = self.store(tail, user.sequence.blocks[user.computed // size])
 
     def store(self, prefix: Prefix, block: int) -> int:
-        """The block that is cached for this prefix from now on, in the place of one that has fewer of its rows."""
+        """Return the block that is cached for this prefix from now on. It replaces a block with fewer of the rows."""
         size, (salt, tokens) = self.cache.block_size, prefix
         for n in range((len(tokens) - 1) // size * size + 1, len(tokens)):
             self.cached.pop((salt, tokens[:n]), None)
@@ -158,13 +158,13 @@ class Model:
         return any(self.cached[prefix] == block for prefix in self.idle_since)
 
     def rest(self, block: int, depth: int) -> None:
-        """A request needs the block no more: if it is cached and nobody uses it, it is idle. Deep ones go first."""
+        """Make the block idle if it is cached and no request uses it any more. Deeper blocks are evicted first."""
         used = {b for other in self.users for b in (*other.canonical, other.source, other.tail)}
         for prefix in [prefix for prefix, b in self.cached.items() if b == block and b not in used]:
             self.idle_since[prefix] = (self.clock, -depth)
 
     def attach(self, user: User, block: int) -> None:
-        """Keys of the user that lie at this block; those shorter than any block lie with the next one."""
+        """Anchor the user's keys that belong at this block. Keys shorter than a block go with the next key."""
         size = self.cache.block_size
         at = [span.tokens // size - 1 for span in user.spans]
         first = next((b for b in at if b >= 0), None)
@@ -193,7 +193,7 @@ class Model:
         return freed
 
     def check(self) -> None:
-        """Everything that must hold between operations."""
+        """Check everything that must hold between operations."""
         self.cache.check_integrity()
         size = self.cache.block_size
         for user in self.users:

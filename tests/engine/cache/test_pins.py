@@ -1,4 +1,4 @@
-"""Pinned chains: against a model that knows for each pin what it covers and until when."""
+"""Pinned chains, compared with a model that knows for each pin what it covers and until when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Chain = tuple[int, ...]
 
 
 def serve(cache: PrefixCache, tokens: list[int], salt: str = "") -> CachedSequence | None:
-    """A request that is computed, and still there."""
+    """Compute a request and return its sequence, not yet released."""
     sequence = cache.open(tokens, salt)
     if cache.admit(sequence, len(tokens)) is None:
         return None
@@ -27,7 +27,7 @@ def serve(cache: PrefixCache, tokens: list[int], salt: str = "") -> CachedSequen
 
 
 def hits(cache: PrefixCache, tokens: list[int], salt: str = "") -> int:
-    """Whole blocks of the prompt that are there."""
+    """Return how many whole blocks of the prompt are cached."""
     return len(cache.find(cache.open(tokens, salt), len(tokens) // BLOCK))
 
 
@@ -46,7 +46,7 @@ class PinMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.pinned = 0
         self.promised: dict[tuple[str, Chain], list[float]] = {}
-        """Salt and tokens of what is pinned -> until when, and for how long from each use on."""
+        """Salt and tokens of a pinned chain -> until when, and for how long from each use on."""
 
     @rule(
         tokens=PROMPTS,
@@ -59,7 +59,7 @@ class PinMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         self.pinned += 1
-        lifetime_s += self.pinned / 2**20  # no two end at the same time, so the order of their ends is known
+        lifetime_s += self.pinned / 2**20  # no two pins end at the same time, so the order of their ends is known
         wanted = min(blocks, len(tokens) // BLOCK)
         before = {other: self.held(other) for other in SALTS}
         kept = self.cache.keep(sequence, blocks, lifetime_s)
@@ -71,9 +71,11 @@ class PinMachine(RuleBasedStateMachine):
             self.promise((salt, tuple(tokens[: kept * BLOCK])), self.now_s + lifetime_s, lifetime_s)
         others = [other for other in SALTS if other != salt]
         for other in others:
-            assert self.held(other) in (before[other], *range(self.held(salt), before[other])), "who has less loses"
+            assert self.held(other) in (before[other], *range(self.held(salt), before[other])), (
+                "a salt that has less loses nothing"
+            )
         if kept < wanted:
-            assert max(map(self.held, others)) <= self.held(salt) + len(others), "who is refused has a fair part"
+            assert max(map(self.held, others)) <= self.held(salt) + 1, "a refused salt has its fair part"
 
     def promise(self, chain: tuple[str, Chain], until_s: float, lifetime_s: float) -> None:
         held = self.promised.setdefault(chain, [0.0, 0.0])
@@ -90,7 +92,10 @@ class PinMachine(RuleBasedStateMachine):
         return sum((salt, tuple(tokens[:end])) in covered for end in range(BLOCK, len(tokens) + 1, BLOCK))
 
     def level(self, salt: str, tokens: list[int]) -> None:
-        """Salts are cut to the least height that is enough, or that leaves them no fewer than the one that asks."""
+        """Cut salts to the least height that takes no more than is missing and leaves them no fewer than the asker.
+
+        If some is missing still, single salts lose one block more while they have two more than the salt that asks.
+        """
         others = {other: self.held(other) for other in SALTS if other != salt}
         free = self.most - sum(map(self.held, SALTS))
         missing = len(tokens) // BLOCK - self.covered_of(salt, tokens) - free
@@ -100,12 +105,16 @@ class PinMachine(RuleBasedStateMachine):
             cuts = {other: max(0, held - height) for other, held in others.items()}
             total = sum(cuts.values())
             if total <= missing and self.held(salt) + free + total <= height:
+                mine = self.held(salt) + free + total
                 for other, cut in cuts.items():
-                    self.cut(other, others[other] - cut)
+                    goal = others[other] - cut
+                    if goal == height and total < missing and mine + 1 < height:  # it has two more than the salt
+                        goal, total, mine = goal - 1, total + 1, mine + 1
+                    self.cut(other, goal)
                 return
 
     def cut(self, salt: str, goal: int) -> None:
-        """Ends of the chains that end the soonest go first, as far as no other chain has them."""
+        """Drop the ends of the chains whose time ends soonest, as far as no other chain has them."""
         while self.held(salt) > goal:
             for chain in sorted([c for c in self.promised if c[0] == salt], key=lambda c: self.promised[c][0]):
                 if self.held(salt) <= goal or chain not in self.promised:
@@ -127,7 +136,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), lifetime_s=st.sampled_from([5.0, 50.0]))
     def pin_unasked(self, tokens: list[int], salt: str, lifetime_s: float) -> None:
-        """Has a part of its own: what was asked for keeps its own, which the invariant sees."""
+        """Pin unasked, which has separate room: pins that were asked for keep theirs, which the invariant checks."""
         sequence = self.use(tokens, salt)
         if sequence is not None:
             self.cache.keep(sequence, 7, lifetime_s, is_asked=False)
@@ -141,7 +150,7 @@ class PinMachine(RuleBasedStateMachine):
         assert self.cache.pool.available == available + min(blocks, exclusive)
 
     def use(self, tokens: list[int], salt: str) -> CachedSequence | None:
-        """What a request reuses is renewed: all but its last token may be."""
+        """Renew what a request reuses, which may be all except its last token."""
         reused = min(hits(self.cache, tokens, salt), (len(tokens) - 1) // BLOCK) * BLOCK
         lacks = self.cache.lacks(self.cache.open(tokens, salt), len(tokens))
         sequence = serve(self.cache, tokens, salt)
@@ -198,7 +207,7 @@ def cache_of(blocks: int, pinned: int) -> PrefixCache:
 
 
 def flood(cache: PrefixCache, first: int) -> None:
-    """Prompts of their own that take every block there is."""
+    """Serve new prompts that take every block of the pool."""
     for i in range(first, first + 20):
         sequence = serve(cache, [100 + i] * 8)
         assert sequence is not None
@@ -237,12 +246,23 @@ def test_tenants_share_what_may_be_pinned_and_one_alone_has_it_all() -> None:
     assert (pin(1, "a"), held()) == (12, [12, 0, 0])
     assert (pin(2, "b"), held()) == (6, [6, 6, 0])
     assert (pin(3, "c"), held()) == (4, [4, 4, 4])
-    assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # who has a fair part takes nobody's
+    assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # a salt with its fair part takes no other salt's blocks
     assert (pin(4, "a"), held()) == (0, [4, 4, 4])
     cache.check_integrity()
 
 
-def test_a_part_is_cut_where_it_ends_the_soonest_and_from_its_end() -> None:
+def test_what_is_missing_is_taken_from_single_tenants_if_a_cut_of_all_is_too_much() -> None:
+    cache = cache_of(64, 13)
+    for token, salt, blocks, kept in ((1, "a", 6, 6), (2, "b", 6, 6), (3, "c", 2, 2)):
+        sequence = serve(cache, [token] * 12, salt)
+        assert sequence is not None
+        assert cache.keep(sequence, blocks, 10.0) == kept
+        cache.release(sequence)
+    assert [cache.pins.blocks_of(salt) for salt in (b"a", b"b", b"c")] == [5, 6, 2]
+    cache.check_integrity()
+
+
+def test_a_pin_is_cut_from_its_end_and_the_soonest_to_expire_first() -> None:
     cache = cache_of(64, 12)
     for token, lifetime_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
         sequence = serve(cache, [token] * 8, "a")
@@ -261,7 +281,7 @@ def test_a_part_is_cut_where_it_ends_the_soonest_and_from_its_end() -> None:
     cache.check_integrity()
 
 
-def test_pins_are_shortened_the_soonest_to_end_first_where_blocks_are_needed() -> None:
+def test_if_blocks_are_needed_pins_that_expire_soonest_are_shortened_first() -> None:
     cache = cache_of(32, 16)
     for token, lifetime_s in ((1, 30.0), (2, 10.0), (3, 20.0)):
         sequence = serve(cache, [token] * 8)

@@ -1,9 +1,11 @@
-"""Examples that name what the stateful test covers in general, and values that other programs rely on."""
+"""Examples of what the stateful test covers in general, and values that other programs rely on."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -23,10 +25,13 @@ def span(key: int, tokens: int) -> KeySpan:
     return KeySpan(PrefixKey(key), tokens)
 
 
-def run(cache: PrefixCache, tokens, spans=(), salt="", is_checked=True):
-    """A request from admission to release; returns its cached tokens."""
+def run(
+    cache: PrefixCache, tokens: Sequence[int], spans: Sequence[KeySpan] = (), salt: str = "", is_checked: bool = True
+) -> int:
+    """Serve a request from admission to release; return its cached tokens."""
     sequence = cache.open(tokens, salt, spans)
     cached = cache.admit(sequence, len(tokens))
+    assert cached is not None, "there is room"
     cache.commit(sequence, len(tokens))
     cache.release(sequence)
     if is_checked:
@@ -34,7 +39,7 @@ def run(cache: PrefixCache, tokens, spans=(), salt="", is_checked=True):
     return cached
 
 
-def test_two_identical_prompts_in_one_batch_keep_their_own_blocks():
+def test_two_identical_prompts_in_one_batch_keep_their_own_blocks() -> None:
     """mini-sglang frees the second request's pages here while it still reads them (reference: its `cache_req`)."""
     cache = PrefixCache(blocks_total=8, block_size=4)
     a, b = cache.open(range(8)), cache.open(range(8))
@@ -59,7 +64,7 @@ def test_two_identical_prompts_in_one_batch_keep_their_own_blocks():
     assert run(cache, [*range(8), 100, 101, 102, 103, 5]) == 12
 
 
-def test_what_is_released_comes_free_with_the_last_step_begun_before():
+def test_what_is_released_comes_free_with_the_last_step_begun_before() -> None:
     cache = PrefixCache(blocks_total=8, block_size=4)
     before, between = cache.open(range(8)), cache.open(range(10, 14))
     assert cache.admit(before, 8) == cache.admit(between, 4) == 0
@@ -77,7 +82,7 @@ def test_what_is_released_comes_free_with_the_last_step_begun_before():
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_prompt_of_whole_blocks_leaves_its_last_block_to_compute(blocks):
+def test_prompt_of_whole_blocks_leaves_its_last_block_to_compute(blocks: int) -> None:
     cache = PrefixCache(blocks_total=10, block_size=4)
     tokens = list(range(4 * blocks))
     assert run(cache, tokens) == 0
@@ -85,7 +90,7 @@ def test_prompt_of_whole_blocks_leaves_its_last_block_to_compute(blocks):
     assert run(cache, [*tokens, 99]) == 4 * blocks
 
 
-def test_partial_blocks_are_reused_before_anything_cached_is_evicted():
+def test_partial_blocks_are_reused_before_anything_cached_is_evicted() -> None:
     cache = PrefixCache(blocks_total=3, block_size=4)
     run(cache, [1, 2, 3, 4, 5])
     run(cache, [6, 7, 8])
@@ -93,7 +98,7 @@ def test_partial_blocks_are_reused_before_anything_cached_is_evicted():
     assert run(cache, [1, 2, 3, 4, 5]) == 4
 
 
-def test_eviction_takes_the_tail_of_the_oldest_chain_first():
+def test_eviction_takes_the_tail_of_the_oldest_chain_first() -> None:
     cache = PrefixCache(blocks_total=6, block_size=2)
     old, new = [1, 1, 2, 2, 3, 3], [4, 4, 5, 5, 6, 6]
     run(cache, old)
@@ -103,14 +108,14 @@ def test_eviction_takes_the_tail_of_the_oldest_chain_first():
     assert cache.count_hits(cache.open([*new, 0]), 7) == 6
 
 
-def test_salts_share_nothing():
+def test_salts_share_nothing() -> None:
     cache = PrefixCache(blocks_total=8, block_size=2)
     assert run(cache, [1, 2, 3, 4, 5], salt="a") == 0
     assert run(cache, [1, 2, 3, 4, 5], salt="b") == 0
     assert run(cache, [1, 2, 3, 4, 5], salt="a") == 4
 
 
-def test_disabled_cache_reuses_and_reports_nothing():
+def test_disabled_cache_reuses_and_reports_nothing() -> None:
     cache = PrefixCache(blocks_total=8, block_size=2, index=IndexKind.OFF)
     for _ in range(2):
         assert run(cache, [1, 2, 3, 4, 5], [span(1, 4)]) == 0
@@ -118,7 +123,7 @@ def test_disabled_cache_reuses_and_reports_nothing():
     assert len(cache.pool.free_blocks()) == 8
 
 
-def test_reset_frees_idle_blocks_and_bars_used_ones():
+def test_reset_frees_idle_blocks_and_bars_used_ones() -> None:
     cache = PrefixCache(blocks_total=8, block_size=2)
     run(cache, [1, 2, 3, 4, 5])
     running = cache.open([8, 8, 9, 9, 1])
@@ -132,7 +137,7 @@ def test_reset_frees_idle_blocks_and_bars_used_ones():
     assert len(cache.pool.free_blocks()) == 8
 
 
-def test_digests_are_the_documented_bytes():
+def test_digests_are_the_documented_bytes() -> None:
     tokens = [1, 2, 70000, 4, 5]
     root = hashlib.sha256(b"tenant").digest()
     first = hashlib.sha256(root + struct.pack("<2i", 1, 2)).digest()
@@ -140,33 +145,33 @@ def test_digests_are_the_documented_bytes():
     assert PrefixCache(4, 2).open(tokens, "tenant").digests == [first, second]
 
 
-def test_sizes_below_one_are_refused():
+def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="blocks_total"):
         PrefixCache(0, 16)
 
 
-def test_key_is_held_while_its_whole_blocks_are():
+def test_key_is_held_while_its_whole_blocks_are() -> None:
     cache = PrefixCache(blocks_total=3, block_size=4)
     run(cache, range(12), [span(1, 2), span(2, 5), span(3, 11), span(4, 12)])
-    keys = (1, 2, 3, 4)
+    keys = tuple(map(PrefixKey, (1, 2, 3, 4)))
     assert cache.held_keys() == (keys, (), ())
     assert cache.take_changes() == KeyChanges((), tuple((key, Tier.GPU) for key in keys))
     run(cache, [50, 51])
-    assert cache.take_changes() == KeyChanges(removed=(4,))
+    assert cache.take_changes() == KeyChanges(removed=keys[3:])
     run(cache, [50, 51, 52, 53, 54, 55, 56, 57])
-    assert cache.take_changes() == KeyChanges(removed=(3,))
+    assert cache.take_changes() == KeyChanges(removed=keys[2:3])
     run(cache, [70] * 12)
-    assert cache.take_changes() == KeyChanges(removed=(2, 1))
+    assert cache.take_changes() == KeyChanges(removed=keys[1::-1])
 
 
-def test_changes_that_cancel_out_are_not_reported():
+def test_changes_that_cancel_out_are_not_reported() -> None:
     cache = PrefixCache(blocks_total=2, block_size=4)
     run(cache, range(8), [span(1, 4)])
     cache.reset()
     assert cache.take_changes() == KeyChanges()
 
 
-def test_crowded_block_passes_keys_on_to_the_next():
+def test_crowded_block_passes_keys_on_to_the_next() -> None:
     cache = PrefixCache(blocks_total=400, block_size=4)
     for n in range(3 * MAX_KEYS_PER_BLOCK):
         tokens = [1, 2, 3, 4, 1000 + n, 0, 0, 0, 5]
@@ -180,7 +185,7 @@ def test_crowded_block_passes_keys_on_to_the_next():
     prompt=st.integers(1, 40),
     block_size=st.integers(1, 9),
 )
-def test_anchors_cover_only_whole_blocks_of_the_prompt(counts, prompt, block_size):
+def test_anchors_cover_only_whole_blocks_of_the_prompt(counts: list[int], prompt: int, block_size: int) -> None:
     found = anchors([span(i, n) for i, n in enumerate(counts)], prompt, block_size)
     indexes = [index for index, _ in found]
     assert indexes == sorted(indexes)
@@ -193,7 +198,7 @@ def test_anchors_cover_only_whole_blocks_of_the_prompt(counts, prompt, block_siz
 
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 12), max_size=4))
-def test_forks_of_a_sequence_are_as_if_hashed_alone(length: int, answers: list[int]):
+def test_forks_of_a_sequence_are_as_if_hashed_alone(length: int, answers: list[int]) -> None:
     cache = PrefixCache(8, 4)
     shared = cache.open(range(length), "tenant", (span(7, 8),))
     for number, more in enumerate(answers):
@@ -203,8 +208,8 @@ def test_forks_of_a_sequence_are_as_if_hashed_alone(length: int, answers: list[i
         assert (fork.digests, fork.contents, fork.anchors) == (alone.digests, alone.contents, alone.anchors)
 
 
-def test_cached_blocks_are_nothing_that_the_garbage_collector_walks():
-    """Engines have a million of them, and a collection stops the engine."""
+def test_cached_blocks_are_nothing_that_the_garbage_collector_walks() -> None:
+    """An engine has a million cached blocks, and a collection stops the engine."""
 
     cache = PrefixCache(blocks_total=10_001, block_size=4)
     with frozen():
@@ -216,12 +221,12 @@ def test_cached_blocks_are_nothing_that_the_garbage_collector_walks():
     cache.check_integrity()
 
 
-def test_a_reset_keeps_the_columns_which_are_frozen():
+def test_a_reset_keeps_the_columns_which_are_frozen() -> None:
     cache = PrefixCache(blocks_total=8, block_size=4)
-    indexed = cache._indexed
-    columns = [indexed.digests, indexed.parents, indexed.keys, cache._index.of, cache._index.contents]
+    indexed, index = cache._indexed, cast(Any, cache._index)
+    columns = [indexed.digests, indexed.parents, indexed.keys, index.of, index.contents]
     run(cache, range(9), [span(1, 4)])
     cache.reset()
-    after = [indexed.digests, indexed.parents, indexed.keys, cache._index.of, cache._index.contents]
+    after = [indexed.digests, indexed.parents, indexed.keys, index.of, index.contents]
     assert all(a is b for a, b in zip(columns, after, strict=True))
     assert run(cache, range(9)) == 0

@@ -1,8 +1,9 @@
-"""Examples of the radix tree that name what the stateful test covers in general."""
+"""Examples with the radix tree of what the stateful test covers in general."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,8 +18,10 @@ def radix(blocks: int, block_size: int) -> PrefixCache:
     return PrefixCache(blocks, block_size, index=IndexKind.RADIX)
 
 
-def run(cache: PrefixCache, prompt, answer=(), salt="", is_checked=True) -> int:
-    """A request from admission to release; returns its cached tokens."""
+def run(
+    cache: PrefixCache, prompt: Sequence[int], answer: Sequence[int] = (), salt: str = "", is_checked: bool = True
+) -> int:
+    """Serve a request from admission to release; return its cached tokens."""
     tokens = [*prompt, *answer]
     sequence = cache.open(prompt, salt)
     cached = cache.admit(sequence, len(prompt))
@@ -39,7 +42,7 @@ def tree(cache: PrefixCache) -> RadixIndex:
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64, 256])
-def test_as_many_tokens_are_saved_as_are_shared_and_a_full_hit_computes_one(block_size: int):
+def test_saved_tokens_equal_shared_tokens_and_a_full_hit_computes_one(block_size: int) -> None:
     cache = radix(8192 // block_size + 64, block_size)
     system = list(range(2003))
     assert run(cache, [*system, 9001], [1, 2]) == 0
@@ -49,7 +52,7 @@ def test_as_many_tokens_are_saved_as_are_shared_and_a_full_hit_computes_one(bloc
     assert run(cache, [*system[:1500], *range(5000, 5500)]) == 1500
 
 
-def test_an_edge_is_split_where_two_prompts_first_differ_and_is_whole_again_without_the_second():
+def test_an_edge_is_split_where_two_prompts_first_differ_and_is_whole_again_without_the_second() -> None:
     cache = radix(6, 4)
     run(cache, range(10))
     run(cache, [*range(6), 50, 51])
@@ -59,7 +62,7 @@ def test_an_edge_is_split_where_two_prompts_first_differ_and_is_whole_again_with
     assert run(cache, [*range(6), 50, 51]) == 7
 
 
-def test_a_conversation_leaves_one_block_that_is_not_full():
+def test_a_conversation_leaves_one_block_that_is_not_full() -> None:
     cache = radix(40, 4)
     prompt = list(range(7))
     for turn in range(6):
@@ -70,8 +73,8 @@ def test_a_conversation_leaves_one_block_that_is_not_full():
     assert len(cache.pool.idle_blocks()) == cache.blocks_for(len(prompt) - 1)
 
 
-def test_rows_are_not_shared_where_their_block_is_the_last_one_left():
-    """The request would otherwise never start: the rows it copies and the block it copies them to do not both fit."""
+def test_rows_are_not_shared_if_only_their_block_is_left() -> None:
+    """Otherwise the request would never start: the block with the rows and its copy do not both fit."""
     cache = radix(3, 4)
     run(cache, range(10))
     assert run(cache, [*range(9), 70, 71]) == 8
@@ -80,7 +83,7 @@ def test_rows_are_not_shared_where_their_block_is_the_last_one_left():
     assert run(cache, [*range(9), 70, 71]) == 9
 
 
-def test_the_block_that_rows_are_copied_from_is_kept_until_the_step_has_ended():
+def test_the_block_that_rows_are_copied_from_is_kept_until_the_step_has_ended() -> None:
     cache = radix(4, 4)
     run(cache, range(6))
     reader = cache.open([*range(5), 70])
@@ -98,19 +101,20 @@ def test_the_block_that_rows_are_copied_from_is_kept_until_the_step_has_ended():
     cache.check_integrity()
 
 
-def test_salts_and_resets_hide_rows_too():
+def test_salts_and_resets_hide_rows_too() -> None:
     cache = radix(20, 4)
     assert run(cache, range(6), salt="a") == 0
     assert run(cache, range(6), salt="b") == 0
     assert run(cache, range(6), salt="a") == 5
     cache.reset()
     assert not tree(cache).roots
+    assert not tree(cache)._salts, "what is forgotten takes no memory"
     assert run(cache, range(6), salt="a") == 0
 
 
 @pytest.mark.parametrize("eviction", Eviction)
-def test_a_sequence_that_waits_finds_what_is_there_after_edges_were_split_merged_and_lost(eviction: Eviction):
-    """It goes on from where it last left the tree; the same as one that begins at the root."""
+def test_a_sequence_that_waits_finds_what_is_there_after_edges_were_split_merged_and_lost(eviction: Eviction) -> None:
+    """It goes on from where it last left the tree, and finds the same as a sequence that begins at the root."""
     rng = random.Random(4)
     cache = PrefixCache(30, 3, index=IndexKind.RADIX, eviction=eviction)
     prompts = [[rng.randrange(2) for _ in range(rng.randrange(2, 30))] for _ in range(40)]
@@ -125,7 +129,7 @@ def test_a_sequence_that_waits_finds_what_is_there_after_edges_were_split_merged
     assert found > 200
 
 
-def test_the_garbage_collector_walks_edges_and_not_blocks():
+def test_the_garbage_collector_walks_edges_and_not_blocks() -> None:
     cache = radix(10_001, 4)
     with frozen():
         for i in range(100):

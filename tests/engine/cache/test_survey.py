@@ -1,4 +1,4 @@
-"""What operators see of a cache: a survey against the blocks themselves, and what was evicted too soon."""
+"""What operators see of a cache: a survey, compared with the blocks themselves, and what was evicted too soon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = st.lists(
 
 
 def answer(cache: PrefixCache, prompt: list[int], salt: str = "", *, keep: bool = False) -> int | None:
-    """Admit the prompt, compute all of it, release it; the tokens reused."""
+    """Admit the prompt, compute all of it and release it; return the tokens reused."""
     sequence = cache.open(prompt, salt)
     cached = cache.admit(sequence, len(prompt))
     if cached is not None:
@@ -96,7 +96,7 @@ def test_a_cache_that_is_off_is_surveyed_too() -> None:
 
 
 def test_a_working_set_larger_than_the_pool_is_evicted_too_soon() -> None:
-    """Five prompts in turn through room for four: LRU evicts each just before it comes again."""
+    """Five prompts come in turn, with room for four: LRU evicts each just before it comes again."""
     cache = PrefixCache(16, BLOCK)
     prompts = [[i] * 16 for i in range(5)]
     for prompt in prompts * 4:
@@ -117,15 +117,29 @@ def test_prompts_that_come_once_are_never_missed() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.lists(st.integers(0, 400), max_size=200))
 def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[int]) -> None:
-    """Digests may be forgotten, but none is made up: against a set."""
+    """Digests may be forgotten, but none is made up, compared with a set."""
     ghosts, noted = EvictedLately(blocks), set[int]()
     for i, number in enumerate(numbers):
         digest = root_digest(str(number).encode())
         if i % 3:
-            ghosts.note([digest])
+            ghosts.note([digest], [number])
             noted.add(number)
-        elif ghosts.take([digest], 0):
+        elif uses := ghosts.take([digest], 0):
             assert number in noted
+            assert uses == bytes([min(number, 15)])
             noted.discard(number)
     ghosts.clear()
-    assert ghosts.take([root_digest(str(number).encode()) for number in numbers], 0) == 0
+    assert ghosts.take([root_digest(str(number).encode()) for number in numbers], 0) == b""
+
+
+def test_blocks_of_a_chain_before_a_known_one_were_evicted_since() -> None:
+    """A chain's end is evicted first; another digest may have overwritten a place in the table."""
+    ghosts, chain = EvictedLately(1000), [root_digest(str(number).encode()) for number in range(30)]
+    ghosts.note([chain[3], chain[11]], [7, 2])
+    assert ghosts.take(chain, 0) == bytes([7] * 4 + [2] * 8), "uses are those of the next known one"
+    assert ghosts.take(chain, 0) == b"", "they are forgotten"
+    ghosts.note([chain[20]], [1])
+    assert ghosts.has(chain[20])
+    assert ghosts.take(chain, 12) == b"", "what is behind eight unknown ones is not looked for"
+    assert ghosts.take(chain, 13) == bytes([1] * 8)
+    assert not ghosts.has(chain[20])

@@ -1,4 +1,4 @@
-"""The engine loop over a backend, and what it answers."""
+"""Runs the engine loop over a backend, and collects its answers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from tests.engine.model.helpers import GREEDY, tokens
 
 BLOCKS, BLOCK_SIZE, MAX_RUNNING, STEP_TOKENS = 60, 4, 6, 32
 TWO_LAYERS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-"""Of a Qwen2; the second has a window."""
+"""Config of a Qwen2 with two layers; the second has a window."""
+DEADLINE_S = 240.0
+"""For all answers of a run. The interpreter takes seconds on an idle machine."""
 Answer = list[tuple[int, float | None]]
 """Tokens with their log-probabilities."""
 
 
 def cuda_backend(model: Decoder, device: Device, *, graphs: int = 0, forward: Forward | None = None) -> CudaBackend:
-    """With the model in plain torch, or another forward pass; `graphs`: largest batch captured."""
+    """Return a backend with the model in plain torch, or another forward pass; `graphs`: largest captured batch."""
     pool = KvPool(model.config, BLOCKS, BLOCK_SIZE, dtype=model.dtype, device=model.device)
     pool.data.fill_(torch.nan)
     tiling = tiling_for(model.config.heads, model.config.kv_heads, model.device)
@@ -52,31 +54,36 @@ def with_kernels(model: Decoder) -> Forward:
 
 
 def prompts() -> list[Request]:
-    """Two of them share a prefix of several blocks, some sample; they end at different steps."""
+    """Return requests that end at different steps, with no more tokens than that takes.
+
+    Two share a prefix of several blocks, and some sample.
+    """
     shared = tokens(13, 1)
     sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
     filtered = SamplingParams(temperature=1.2, top_k=7, seed=4, logprobs=2)
     penalised = SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
     return [
-        Request(1, [*shared, 5], 9, GREEDY),
-        Request(2, [*shared, 6, 7], 12, sampled),
+        Request(1, [*shared, 5], 5, GREEDY),
+        Request(2, [*shared, 6, 7], 7, sampled),
         Request(3, tokens(37, 2), 4, GREEDY),
-        Request(4, tokens(2, 3), 15, filtered),
-        Request(5, tokens(9, 4), 8, penalised),
-        Request(6, [*shared, 8], 6, GREEDY, frozenset(range(0, 97, 9))),
+        Request(4, tokens(2, 3), 9, filtered),
+        Request(5, tokens(9, 4), 6, penalised),
+        Request(6, [*shared, 8], 4, GREEDY, frozenset(range(0, 97, 9))),
         Request(7, tokens(5, 6), 1, GREEDY),
     ]
 
 
 async def answers(backend: Backend, requests: Sequence[Request], blocks: int = BLOCKS) -> dict[int, Answer]:
-    """What the engine loop answers with this backend, the requests a moment apart.
+    """Return the engine loop's answers with this backend. The requests come a moment apart.
 
-    With fewer blocks than all there are, some must be preempted.
+    With fewer `blocks` than the default, some requests must be preempted.
     """
     cache = PrefixCache(blocks, BLOCK_SIZE)
     config = SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=MAX_RUNNING, max_waiting=20)
     scheduler = Scheduler(cache, config)
-    loop = EngineLoop(scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"), step_deadline_s=60.0)
+    loop = EngineLoop(
+        scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"), step_deadline_s=DEADLINE_S
+    )
     found: dict[int, Answer] = {}
 
     async def ask(request: Request) -> None:
@@ -85,7 +92,7 @@ async def answers(backend: Backend, requests: Sequence[Request], blocks: int = B
 
     stepping = asyncio.create_task(loop.run())
     try:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
             for request in requests:
                 group.create_task(ask(request))
                 await asyncio.sleep(0.002)

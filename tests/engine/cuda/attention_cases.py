@@ -1,4 +1,4 @@
-"""Random steps for the attention kernels, with NaN wherever nothing may be read, and the answer in plain float32."""
+"""Random steps for the attention kernels, with NaN in all memory that must not be read, and float32 references."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from tests.engine.cuda.cutting import prefill_tensors
 LAYERS = 3
 LAYER = 1
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 6e-2}
-"""Of outputs of up to 4: two units in the last place. Triton's interpreter truncates to bfloat16, devices round."""
+"""Tolerance for outputs of up to 4: two units in the last place. Triton's interpreter truncates to bfloat16, devices
+round."""
 
 UNSHRUNK = (Phase.explicit, Phase.generate)
-"""For settings(phases=): to make a failing example smaller takes the interpreter minutes."""
+"""For settings(phases=): shrinking a failing example would take minutes in the interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Vectors:
 
 
 def sequence(shape: Shape, tokens: int, seed: int) -> Vectors:
-    """Random vectors for `tokens` positions; scores spread enough that the softmax is neither flat nor one key's."""
+    """Return random vectors for `tokens` positions. The softmax of their scores is neither flat nor a single peak."""
     made = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(tokens, heads, shape.dim, generator=made).to(shape.dtype)
@@ -61,7 +62,7 @@ def sequence(shape: Shape, tokens: int, seed: int) -> Vectors:
 
 
 def expected(shape: Shape, whole: Vectors, positions: Sequence[int]) -> Tensor:
-    """Attention at these positions in float32: [positions, heads * dim]."""
+    """Return the attention at these positions in float32: [positions, heads * dim]."""
     at = torch.tensor(positions)
     keys = torch.arange(int(at.max()) + 1)
     seen = keys <= at[:, None]
@@ -74,13 +75,13 @@ def expected(shape: Shape, whole: Vectors, positions: Sequence[int]) -> Tensor:
 
 
 def poison(scratch: PartSums) -> None:
-    """Fill all of it with NaN."""
+    """Fill the scratch with NaN."""
     for part in (scratch.sums, scratch.peaks, scratch.totals):
         part.fill_(float("nan"))
 
 
 class Paged:
-    """Sequences in pages all over a pool. All that no query may see is NaN, and so are other layers."""
+    """Sequences in pages all over a pool. Memory that no query may see is NaN, and so are other layers."""
 
     def __init__(self, shape: Shape, device: torch.device, *, seed: int = 0, spare: int = 2) -> None:
         self.shape = shape
@@ -91,11 +92,11 @@ class Paged:
     def pool(self, sequences: Sequence[Vectors], lengths: Sequence[int], width: int = 0) -> tuple[Tensor, Tensor]:
         """The pool and its tables [sequences, pages], with each sequence's first `lengths` tokens written.
 
-        Table entries behind the last page, up to `width`, name a block that the pool does not have.
+        Table entries after the last page, up to `width`, name a block that the pool does not have.
         """
         shape, page = self.shape, self.shape.page
         counts = [-(-length // page) for length in lengths]
-        # Block 0, which a masked load would name, is nobody's.
+        # No sequence has block 0, which a masked load would name.
         blocks = 1 + torch.randperm(sum(counts) + self._spare, generator=self._random)
         pool = torch.full(
             (1 + len(blocks), LAYERS, 2, page, shape.kv_heads, shape.dim), float("nan"), dtype=shape.dtype
@@ -119,10 +120,10 @@ class Paged:
         forget: bool = False,
         tiling: Tiling | None = None,
     ) -> list[Tensor]:
-        """Attention of chunks (sequence, start, end), each [end - start, heads * dim], on the CPU.
+        """Return the kernel's attention of chunks (sequence, start, end), each [end - start, heads * dim], on the CPU.
 
-        `padding`: rows more than the chunks need. `forget`: what is before the window of a chunk's first token is NaN
-        too, as if its block had been taken by another sequence. `tiling`: another cut than the kernel's own.
+        `padding`: number of additional rows. `forget`: tokens before the window of a chunk's first token are NaN too,
+        as if another sequence had taken their block. `tiling`: another cut than the kernel's own.
         """
         shape = self.shape
         tiling = tiling or tiling_for(shape.heads, shape.kv_heads, self.device)
@@ -148,7 +149,8 @@ class Paged:
         scratch: PartSums | None = None,
         forget: bool = False,
     ) -> Tensor:
-        """Attention of the last of `length` tokens for each (sequence, length): [rows, heads * dim], on the CPU."""
+        """Return the kernel's attention of the last of `length` tokens for each (sequence, length), on the CPU:
+        [rows, heads * dim]."""
         shape = self.shape
         pool, tables = self.pool([s for s, _ in rows], [length for _, length in rows], width)
         if forget and shape.window is not None:
@@ -165,11 +167,12 @@ class Paged:
         return out.cpu()
 
     def _rows(self, parts: Sequence[Tensor], padding: int) -> Tensor:
-        """Queries as they come from a fused projection: rows of a wider matrix, whose rest is NaN."""
+        """Return queries in the layout of a fused projection: rows of a wider matrix, whose rest is NaN."""
         q = torch.cat(list(parts)).flatten(1)
         wide = torch.full((len(q) + padding, q.shape[1] + 16), float("nan"), dtype=q.dtype)
         wide[: len(q), : q.shape[1]] = q
-        return wide.to(self.device)[:, : q.shape[1]].unflatten(1, (self.shape.heads, self.shape.dim))
+        rows: Tensor = wide.to(self.device)[:, : q.shape[1]].unflatten(1, (self.shape.heads, self.shape.dim))
+        return rows
 
     def _forget(self, pool: Tensor, table: Tensor, before: int) -> None:
         for position in range(max(before, 0)):

@@ -1,4 +1,4 @@
-"""Launches of the attention kernels on the "meta" device, for `compiling.compiled`: as many heads as Llama 8B has."""
+"""Launches of the attention kernels on the "meta" device, for `compiling.compiled`, with the heads of Llama 8B."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WINDOWS = (None, 4096)
 
 
 def sample() -> None:
-    """Llama 8B, and odd heads with a window."""
+    """Launch for Llama 8B, and for odd heads with a window."""
     launch(torch.bfloat16, 128, None)
     launch(torch.float16, 80, 4096)
 
 
 def small() -> None:
-    """Heads of fewer dimensions than a product on tensor cores sums over."""
+    """Launch for heads of fewer dimensions than a product on tensor cores sums over."""
     launch(torch.float32, 8, 9)
     launch(torch.bfloat16, 8, None)
 
@@ -43,7 +43,7 @@ def float32() -> None:
 
 
 def launch(dtype: torch.dtype, dim: int, window: int | None) -> None:
-    """A prefill of 100 tokens and a decode of 100 rows, in a pool larger than a card's memory."""
+    """Launch a prefill of 100 tokens and a decode of 100 rows, in a pool larger than a card's memory."""
     qkv = _meta(100, (HEADS + 2 * KV_HEADS) * dim, dtype=dtype)
     q = qkv[:, : HEADS * dim].view(100, HEADS, dim)
     out = _meta(100, HEADS * dim, dtype=dtype)

@@ -1,9 +1,11 @@
-"""Compile kernels down to machine code for real cards, without one.
+"""Compiles kernels down to machine code for real cards, without a card.
 
-`compiled(scenario, arch)` runs a scenario, "module:function", in a process of its own: the function launches kernels on
+`compiled(arch, *scenarios)` runs scenarios, "module:function", in a process of its own: a function launches kernels on
 tensors of the "meta" device as a user would, and each launch is compiled, not run. So what is compiled is what a card
-would be given: the same types, alignments, settings. It is another process because Triton decides at import between its
-compiler and the interpreter that the other tests use.
+would be given: the same types, alignments, settings.
+
+It is another process because Triton decides at import between its compiler and the interpreter that the other tests
+use. It is one process for several scenarios because torch and Triton take it three seconds of a core to import.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
-"""Shared memory of one program at most, by card; CUDA C++ programming guide, "Technical Specifications". sm_80 has
-163 KiB, but its settings are those of 8.6 and 8.9 too."""
+"""Most shared memory of one program, by card; CUDA C++ programming guide, "Technical Specifications". sm_80 has
+163 KiB, but its settings are also used for 8.6 and 8.9."""
 _FIRST = re.compile(r"\bgriddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:global|volatile)|\bcp\.async|\bbra\b|\bret\b")
-"""What of these comes first in a kernel's PTX."""
+"""Matches the first of these instructions in a kernel's PTX."""
 DEADLINE_S = 590
-"""All variants of a type take a minute of one core."""
+"""Limit of one process. All variants of a type take a minute of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +40,41 @@ class Compiled:
 
     name: str
     registers: int
-    """Of one thread."""
+    """Registers of one thread."""
     spill_bytes: int
-    """Stored to memory for want of registers."""
+    """Bytes stored to memory for lack of registers."""
     shared_bytes: int
     warps: int
     mma: int
-    """Products on tensor cores in the kernel's PTX, as Ampere has them."""
+    """Number of Ampere's tensor core products in the kernel's PTX."""
     wgmma: int
-    """The same as only Hopper has them: several times as large, twice as fast."""
+    """Number of Hopper's tensor core products, which are several times as large and twice as fast."""
     wide_copies: int
-    """cp.async of 16 bytes in the kernel's PTX: what a pipelined load becomes that is as wide as it can be."""
+    """Number of cp.async of 16 bytes in the kernel's PTX: pipelined loads of the greatest width."""
     begins_early: bool
-    """Whether it is launched before the kernel before it has ended."""
+    """Whether the kernel is launched before the previous kernel has ended."""
     waits_first: bool
-    """Whether it waits for that before the first access to memory and the first branch, so whatever it has to do."""
+    """Whether it waits for that end before its first memory access and its first branch, and so in all cases."""
 
 
-def compiled(scenario: str, arch: int) -> list[Compiled]:
-    """What the scenario launches, compiled for sm_`arch`. Fails with the compiler's words where it does not compile."""
+def compiled(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
+    """What each scenario launches, compiled for sm_`arch`. Fails with the compiler's words if one does not compile."""
     root = Path(__file__).parents[3]
     with tempfile.TemporaryDirectory() as cache:
         environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environ |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-        # Triton's warning: it would fuse multiplies and adds, so round otherwise than torch does, as its version likes.
+        # Makes Triton's warning an error: it would fuse multiplies and adds, and so round differently from torch.
         unfused = "error:TRITON_DEFAULT_FP_FUSION:UserWarning"
-        command = [sys.executable, "-W", unfused, "-m", "tests.engine.cuda.compiling", scenario, str(arch)]
+        command = [sys.executable, "-W", unfused, "-m", "tests.engine.cuda.compiling", str(arch), *scenarios]
         done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    return [Compiled(**kernel) for kernel in json.loads(done.stdout)]
+    return {name: [Compiled(**kernel) for kernel in kernels] for name, kernels in json.loads(done.stdout).items()}
 
 
 def check(kernels: list[Compiled], arch: int) -> None:
-    """That they fit the card: shared memory, and no registers spilled. Prints what they take.
+    """Check that the kernels fit the card's shared memory and spill no registers. Prints their resources.
 
-    And that those for Hopper are launched before the one before has ended, and wait for it.
+    Also check that kernels for Hopper are launched before the previous kernel has ended, and wait for it.
     """
     assert kernels
     for kernel in kernels:
@@ -83,7 +86,7 @@ def check(kernels: list[Compiled], arch: int) -> None:
 
 
 class _Card:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -101,22 +104,24 @@ class _Card:
 
 
 @contextlib.contextmanager
-def _recording(arch: int) -> Iterator[list[Compiled]]:
-    """Launches within are compiled for sm_`arch`, not run; the list grows with each new kernel."""
+def _recording(arch: int, known: dict[str, Compiled]) -> Iterator[dict[str, Compiled]]:
+    """Launches within are compiled for sm_`arch`, not run; yields their kernels by hash.
+
+    `known`: the kernels of this process so far, which grow here. Triton compiles none of them twice.
+    """
     import triton
     from triton.runtime.jit import JITFunction
 
-    seen: dict[str, Compiled] = {}
-    kernels: list[Compiled] = []
+    kernels: dict[str, Compiled] = {}
 
     def launcher(self: JITFunction, grid: object) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None:
             log = io.StringIO()
             with contextlib.redirect_stdout(log):
                 kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
-            if kernel.hash not in seen:
-                seen[kernel.hash] = _describe(kernel, log.getvalue())
-                kernels.append(seen[kernel.hash])
+            if kernel.hash not in known:
+                known[kernel.hash] = _describe(kernel, log.getvalue())
+            kernels[kernel.hash] = known[kernel.hash]
 
         return launch
 
@@ -126,12 +131,13 @@ def _recording(arch: int) -> Iterator[list[Compiled]]:
         yield kernels
 
 
-def _describe(kernel: object, log: str) -> Compiled:
+def _describe(kernel: Any, log: str) -> Compiled:
     registers = re.search(r"Used (\d+) registers", log)
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert registers, f"ptxas reported no registers: {log}"
     assert spilled, f"ptxas reported no spills: {log}"
-    ptx = kernel.asm["ptx"]
+    ptx, first = kernel.asm["ptx"], _FIRST.search(kernel.asm["ptx"])
+    assert first, "the kernel does nothing"
     return Compiled(
         name=kernel.metadata.name,
         registers=int(registers[1]),
@@ -142,17 +148,21 @@ def _describe(kernel: object, log: str) -> Compiled:
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"\bcp\.async\.cg\.", ptx)),
         begins_early=kernel.metadata.launch_pdl,
-        waits_first=_FIRST.search(ptx)[0] == "griddepcontrol.wait",
+        waits_first=first[0] == "griddepcontrol.wait",
     )
 
 
 def main() -> None:
-    """Compile the scenario named first for the card named second; writes JSON."""
-    module, function = sys.argv[1].split(":")
-    arch = int(sys.argv[2])
-    with _recording(arch) as kernels:
-        getattr(importlib.import_module(module), function)()
-    json.dump([asdict(kernel) for kernel in kernels], sys.stdout)
+    """Compile for the card named first the scenarios named after it; writes JSON."""
+    arch = int(sys.argv[1])
+    known: dict[str, Compiled] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for scenario in sys.argv[2:]:
+        module, function = scenario.split(":")
+        with _recording(arch, known) as kernels:
+            getattr(importlib.import_module(module), function)()
+        found[scenario] = [asdict(kernel) for kernel in kernels.values()]
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels run on the card where there is one, else on the CPU in Triton's interpreter."""
+"""Kernels run on the card if there is one, else on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tests.interpreted import interpret_kernels
 interpret_kernels()
 
 _HUGE = 1e30
-"""Its square overflows in float32."""
+"""A value whose square overflows in float32."""
 _HUGE_IN_HALF = 6e4
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run."""
+    """The device on which kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="package", autouse=True)
 def nobody_reads_unwritten_memory() -> Iterator[None]:
-    """Fill what `torch.empty` gives with huge numbers.
+    """Fill the tensors of `torch.empty` with huge numbers.
 
-    New memory is mostly 0, so a test that reads what nobody wrote passes on most machines and fails on some.
+    New memory is mostly 0, so a test that reads unwritten memory passes on most machines and fails on some.
     Triton's interpreter computes with NumPy, where an overflow is a warning, and so an error in a test.
     """
     with pytest.MonkeyPatch.context() as patch:

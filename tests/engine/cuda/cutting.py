@@ -1,4 +1,4 @@
-"""Prompt chunks as the tensors that the prefill kernel takes, without the engine's builder of steps."""
+"""Turns prompt chunks into the prefill kernel's tensors, without the engine's builder of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.backend.cuda.tiling import Tiling
 
 
 def prefill_tensors(tiling: Tiling, chunks: Sequence[tuple[int, int]], tables: Tensor) -> PrefillTensors:
-    """`chunks`: tokens of each, and tokens before it; `tables` [chunks, pages]: their blocks, on the device meant."""
+    """`chunks`: (tokens, tokens before the chunk) each. `tables` [chunks, pages]: blocks, on the device to use."""
     starts, cut = [0, *accumulate(tokens for tokens, _ in chunks)], tiling.cut(chunks)
 
     def ints(values: Sequence[int]) -> Tensor:

@@ -70,8 +70,8 @@ def all_kernels() -> None:
 
 
 def step_without_attention() -> None:
-    """Prefill and decode rows through two layers in the shape of Llama 3 8B. Whatever asks a tensor for its values
-    fails here: there are none."""
+    """Run prefill and decode rows through two layers in the shape of Llama 3 8B. Reading a tensor's values fails here,
+    because there are none."""
     _run(_NoAttention())
 
 
@@ -81,7 +81,7 @@ def whole_step() -> None:
 
 
 class _NoAttention:
-    """Leaves the outputs as they are."""
+    """Does not write the outputs."""
 
     def begin(self, step: StepTensors) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Devices without a card: one that computes on the CPU, at once, and one whose memory and events follow a script."""
+"""A device without a card: it computes on the CPU at once, and its memory and events follow a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="with a card,
 
 
 def plain(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    """The coroutine test as one that needs no plug-in: a machine with a card may lack it."""
+    """Wrap a coroutine test so that it needs no plug-in, which a machine with a card may lack."""
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
@@ -32,7 +32,7 @@ def plain(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., Non
 
 @dataclass
 class CpuEvent:
-    """Passed when it was recorded, unless it is held."""
+    """An event that passes when it is recorded, unless it is held."""
 
     at_s: float
     held: threading.Event | None = None
@@ -47,7 +47,7 @@ class CpuEvent:
 
 
 class CpuGraph:
-    """Does the captured work again, on the addresses it was captured with."""
+    """Repeats the captured work on the captured addresses."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -60,7 +60,7 @@ class CpuGraph:
 
 @dataclass
 class CpuDevice:
-    """`Device` on the CPU: what is launched has run when the launch returns, but its results come when they are let."""
+    """`Device` on the CPU: work has run when its launch returns, but `held` can delay its events."""
 
     free: int = 1 << 30
     total: int = 2 << 30
@@ -70,10 +70,10 @@ class CpuDevice:
     held: threading.Event | None = None
     """Events recorded from now on pass when this is set; None: at once."""
     graph_bytes: int = 0
-    """What each graph takes of the memory."""
+    """Bytes that each graph takes."""
     synchronized: int = 0
     peak: int = 0
-    """What any work takes for a while."""
+    """Bytes that any work takes temporarily."""
 
     @property
     def torch(self) -> torch.device:

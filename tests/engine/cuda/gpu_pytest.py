@@ -1,4 +1,4 @@
-"""pytest as `make gpu-test` starts it, in a process of its own."""
+"""Runs pytest in a separate process with the settings of `make gpu-test`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def gpu_pytest(*arguments: str, timeout_s: float, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Its end; `environ` is added to the environment."""
+    """Run pytest and return the ended process; `environ` is added to the environment."""
     command = [sys.executable, "-m", "pytest", "-c", "tests/engine/cuda/gpu.ini", "--rootdir=."]
     plain = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     return subprocess.run(

@@ -1,12 +1,13 @@
 """A pytest plug-in for `make gpu-test`: time on a card is short and may end at any moment.
 
-A failure is printed when it happens, not at the end, which a run that is killed never sees. And the first test that
-leaves CUDA in an error from which it does not recover ends the run: all behind it would fail with that error.
+A failure is printed when it happens, because a killed run never reaches its end. The first test that leaves CUDA in an
+unrecoverable error ends the run, because all later tests would fail with that error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def pytest_runtest_makereport(
     """Print what failed."""
     report = yield
     if report.failed:
-        terminal = item.config.pluginmanager.get_plugin("terminalreporter")
+        terminal: Any = item.config.pluginmanager.get_plugin("terminalreporter")
         terminal.ensure_newline()
         terminal.write_line(f"{item.nodeid}, {report.when}: {report.longreprtext}")
     return report

@@ -1,4 +1,4 @@
-"""Outputs that show what a kernel wrote: NaN inside, and rows before and behind that must stay as they are."""
+"""Outputs that show what a kernel wrote: NaN inside, and rows before and after that must not change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GUARD = 77.0
 
 
 class Poisoned:
-    """`tensor` [rows, columns] in the middle of a larger one; full of NaN."""
+    """`tensor` [rows, columns] full of NaN, in the middle of a larger tensor."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (rows + 2 * _GUARD_ROWS, columns)
@@ -19,7 +19,7 @@ class Poisoned:
 
     @staticmethod
     def holding(values: Tensor) -> Poisoned:
-        """One whose tensor is a copy of `values` [rows, columns]."""
+        """Return a Poisoned whose tensor is a copy of `values` [rows, columns]."""
         rows, columns = values.shape
         poisoned = Poisoned(rows, columns, values.dtype, values.device)
         poisoned.tensor.copy_(values)
@@ -32,14 +32,14 @@ class Poisoned:
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Normal values, the same for the same seed."""
+    """Return normal values, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def units_off(found: Tensor, exact: Tensor, sizes: Tensor | None = None) -> float:
-    """Largest distance, in units in the last place that found's type has at `sizes` (None: the exact values), but at
-    least at 2^-6."""
+    """Return the largest distance in units in the last place of found's type. The unit is that at `sizes` (None: the
+    exact values), but at least that at 2^-6."""
     sizes = exact if sizes is None else sizes
     spacing = torch.finfo(found.dtype).eps * sizes.abs().clamp(min=2.0**-6).log2().floor().exp2()
     return float(((found.to(exact.dtype) - exact).abs() / spacing).max())

@@ -1,4 +1,4 @@
-"""`CudaDecoder` behind the face that `tests.engine.model.helpers.drive` drives, and attention in plain torch."""
+"""`CudaDecoder` with the interface for `tests.engine.model.helpers.drive`, and attention in plain torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.engine.cuda.cutting import prefill_tensors
 from tests.engine.model.helpers import Driven, drive, shuffled_blocks, tokens
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-"""Distance of a row of logits over its length."""
+"""Tolerated distance of a row of logits, relative to its length."""
 TRUNCATED = 0.2
-"""The same for bfloat16 in Triton's interpreter, which truncates where devices round: also after each matrix product
+"""The same for bfloat16 in Triton's interpreter, which truncates while devices round, also after each matrix product
 of few rows."""
 BLOCK_SIZE = 4
 PADDING_BLOCK = 10**6
-"""Fills tables behind a sequence's last block: reading it is an error anywhere."""
+"""Fills tables after a sequence's last block, so that reading there is an error."""
 
 
 def step_of(
@@ -39,9 +39,9 @@ def step_of(
     device: torch.device,
     padding_rows: int = 0,
 ) -> StepTensors:
-    """The step's tensors: chunks of one token behind a context as decode rows, then `padding_rows` empty ones.
+    """Return the step's tensors. Chunks of one token after a context are decode rows, then come `padding_rows` rows.
 
-    Its rows are the sampling chunks' last, in the order of `chunks`.
+    Its logits are for the sampling chunks' last rows, in the order of `chunks`.
     """
     with device:
         return _step_of(config, block_size, chunks, padding_rows)
@@ -105,7 +105,7 @@ class Steps:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """As `TorchBackend.logits`."""
+        """Return the same as `TorchBackend.logits`."""
         model = self._decoder.model
         step = step_of(model.config, self.pool.block_size, chunks, device=model.device, padding_rows=self._padding_rows)
         poison(self._buffers)
@@ -113,14 +113,14 @@ class Steps:
 
 
 def poison(buffers: DecoderBuffers) -> None:
-    """Fill all of them with NaN."""
+    """Fill the buffers with NaN."""
     for name in buffers.__slots__:
         getattr(buffers, name).fill_(torch.nan)
 
 
 def check_mixed_steps(model: Decoder, attention: AttentionKernels) -> None:
-    """Both backends compute the tokens that the reference chose, in steps where first chunks of prompts, later chunks,
-    decode rows and padding rows meet; then their logits agree, and they have written the same slots."""
+    """Check that both backends' logits agree, and that they write the same slots, for the tokens that the reference
+    chose. The steps mix first and later chunks of prompts, decode rows and padding rows."""
     steps = Steps(model, attention, block_count=30, block_size=BLOCK_SIZE, padding_rows=1)
     both = _Both(TorchBackend(model, block_count=30, block_size=BLOCK_SIZE), steps)
     both.reference.pool.data.fill_(torch.nan)
@@ -138,7 +138,7 @@ def check_mixed_steps(model: Decoder, attention: AttentionKernels) -> None:
 
 
 class _Both:
-    """Runs every step on both; the sequences follow the reference."""
+    """Runs every step on both backends; the sequences follow the reference."""
 
     def __init__(self, reference: TorchBackend, steps: Steps) -> None:
         self.reference, self.steps, self.pool = reference, steps, reference.pool
@@ -178,7 +178,7 @@ class TorchAttention:
 
 
 def attended(q: Tensor, pages: Tensor, table: Tensor, length: int, window: int | None) -> Tensor:
-    """q [n, heads, dim], the last of `length` tokens; pages [block, 2, slot, kv_head, dim] -> [n, heads * dim]."""
+    """q [n, heads, dim] of the last n of `length` tokens; pages [block, 2, slot, kv_head, dim] -> [n, heads * dim]."""
     used = table[: -(-length // pages.shape[2])].long()
     k, v = pages[used].transpose(1, 2).flatten(0, 1)[:length].float().unbind(1)
     positions = torch.arange(length, device=q.device)

@@ -27,7 +27,7 @@ def test_silu_mul(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_extreme_gates(device: torch.device) -> None:
-    """Where the exponential overflows or vanishes, silu is 0 or the gate."""
+    """If the exponential overflows or vanishes, silu is 0 or the gate."""
     gates = torch.tensor([-1e4, -200.0, 0.0, 200.0, 1e4], device=device)
     out = torch.full((1, 5), torch.nan, device=device)
     silu_mul(torch.cat((gates, torch.full_like(gates, 2.0)))[None], out)

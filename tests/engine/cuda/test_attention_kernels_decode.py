@@ -1,4 +1,4 @@
-"""Paged decode against plain float32, and what its bits may not depend on."""
+"""Paged decode against plain float32, and the independence of its bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,14 +34,14 @@ shapes = st.builds(
 def test_the_driver_is_asked_once_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter([80, 90, 120])
     active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=next(asked)))
-    monkeypatch.setattr(attend.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     devices = [torch.device("cuda", index) for index in (97, 98, 99)]
     assert [attend.is_hopper(device) for device in devices] == [False, True, False]
     assert [attend.is_hopper(device) for device in devices] == [False, True, False]
 
 
 def check(shape: Shape, found: torch.Tensor, rows: list[tuple[Vectors, int]]) -> None:
-    """Rows equal float32 attention; a row of length 0 is zero."""
+    """Check that rows equal float32 attention, and that a row of length 0 is zero."""
     for out, (whole, length) in zip(found, rows, strict=True):
         exact = expected(shape, whole, [length - 1])[0] if length else torch.zeros(len(out))
         assert (out.float() - exact).abs().max() <= TOLERANCE[shape.dtype], length
@@ -49,7 +50,7 @@ def check(shape: Shape, found: torch.Tensor, rows: list[tuple[Vectors, int]]) ->
 @given(shape=shapes, tokens=st.lists(lengths | st.just(0), min_size=1, max_size=2), width=st.integers(0, 99))
 @settings(max_examples=10, phases=UNSHRUNK)
 def test_rows_equal_float32(device: torch.device, shape: Shape, tokens: list[int], width: int) -> None:
-    """Also where pages before the window, other layers, unwritten slots and the scratch are NaN."""
+    """Pages before the window, other layers, unwritten slots and the scratch are NaN."""
     rows = [(sequence(shape, max(length, 1), seed), length) for seed, length in enumerate(tokens)]
     check(shape, Paged(shape, device).decode(rows, width=width, forget=True), rows)
 
@@ -86,7 +87,7 @@ def test_every_head_dimension(device: torch.device, dim: int, dtype: torch.dtype
 def test_a_rows_bits_do_not_depend_on_its_batch(
     device: torch.device, shape: Shape, tokens: list[int], width: int
 ) -> None:
-    """Nor on padding rows, the tables' width or the scratch's size."""
+    """They do not depend on padding rows, the tables' width or the scratch's size either."""
     rows = [(sequence(shape, length, seed), length) for seed, length in enumerate(tokens)]
     scratch = decode_scratch(len(rows) + 3, 128 * shape.page, shape.heads, shape.dim, device)
     padded = [*rows, (rows[0][0], 0)]
@@ -98,8 +99,8 @@ def test_a_rows_bits_do_not_depend_on_its_batch(
 
 @given(length=st.sampled_from([255, 256, 257, 320, 511, 512, 513]) | st.integers(200, 900), window=windows)
 @settings(max_examples=5, phases=UNSHRUNK)
-def test_parts_grow_where_a_sequence_has_too_many(device: torch.device, length: int, window: int | None) -> None:
-    """With at most 4 parts of at least 64 tokens instead of 32 of 256, so that the interpreter gets there."""
+def test_parts_grow_if_a_sequence_has_too_many(device: torch.device, length: int, window: int | None) -> None:
+    """The test has at most 4 parts of at least 64 tokens instead of 32 of 256, to be fast in the interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "MAX_PARTS", 4)
         patch.setattr(kernel, "PART_TOKENS", 64)
@@ -118,7 +119,7 @@ def test_a_context_of_more_than_the_most_parts(device: torch.device, monkeypatch
 
 @given(tokens=st.integers(1, 200_000), more=st.integers(0, 200_000))
 def test_parts_of_a_longer_sequence_are_as_many_or_more(tokens: int, more: int) -> None:
-    """So the count for the longest is room for all."""
+    """So scratch for the longest sequence is enough for all."""
     assert 1 <= part_count(tokens) <= part_count(tokens + more) <= kernel.MAX_PARTS
 
 

@@ -1,4 +1,4 @@
-"""Paged prefill against plain float32, and what its bits may not depend on."""
+"""Paged prefill against plain float32, and the independence of its bits."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ small = st.builds(
 
 @st.composite
 def parts_of(draw: st.DrawFn) -> tuple[int, int]:
-    """Start and end of a chunk: nothing, a page's edge or anything before it; one token or some tiles of keys."""
+    """Draw start and end of a chunk. It starts at 0, at a page's edge or anywhere; it may have a single token."""
     start = draw(st.sampled_from([0, 0, 16, 64, 65]) | st.integers(0, 150))
     return start, start + draw(st.sampled_from([1, 2, 63, 64]) | st.integers(1, 90))
 
 
 @st.composite
 def behind(draw: st.DrawFn) -> tuple[int, int]:
-    """Start and end of a short chunk far from its sequence's start."""
-    start = draw(st.integers(130, 400))
+    """Draw start and end of a short chunk far from its sequence's start."""
+    start = draw(st.integers(130, 200))
     return start, start + draw(st.sampled_from([1, 32, 33]) | st.integers(1, 50))
 
 
@@ -60,11 +60,11 @@ def close(shape: Shape, found: Tensor, exact: Tensor) -> bool:
 
 
 @given(shape=shapes, parts=st.lists(parts_of(), min_size=1, max_size=3), padding=st.integers(0, 2))
-@settings(max_examples=12, phases=UNSHRUNK)
+@settings(max_examples=6, phases=UNSHRUNK)
 def test_chunks_of_many_prompts_equal_float32(
     device: torch.device, shape: Shape, parts: list[tuple[int, int]], padding: int
 ) -> None:
-    """Also where pages before the window, other layers, unwritten slots and padding rows are NaN."""
+    """Pages before the window, other layers, unwritten slots and padding rows are NaN."""
     chunks = [(sequence(shape, end, seed), start, end) for seed, (start, end) in enumerate(parts)]
     found = Paged(shape, device).prefill(chunks, padding=padding, forget=True)
     for out, (whole, start, end) in zip(found, chunks, strict=True):
@@ -97,7 +97,7 @@ def test_every_head_dimension(device: torch.device, dim: int, dtype: torch.dtype
 @example(shape=Shape(), cuts={16, 128})
 @settings(max_examples=5, phases=UNSHRUNK)
 def test_a_prompts_bits_do_not_depend_on_where_it_is_cut(device: torch.device, shape: Shape, cuts: set[int]) -> None:
-    """A warm prompt computes what its cold run computed after the cached blocks: with the same bits."""
+    """After the cached blocks a warm prompt gets the same bits as a cold run."""
     whole = sequence(shape, 170, 0)
     (cold,) = Paged(shape, device).prefill([(whole, 0, 170)])
     edges = [0, *sorted(cuts), 170]
@@ -125,7 +125,7 @@ def test_a_chunks_bits_do_not_depend_on_the_other_chunks(
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_slices_of_a_tile_are_its_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Settings for wide heads give a program fewer rows than a tile has."""
+    """With the settings for wide heads a program has fewer rows than a tile."""
     launch = Launch(rows=rows, tile=INTERPRETED.tile, warps=4, stages=1)
     monkeypatch.setattr(kernel, "INTERPRETED", launch)
     monkeypatch.setattr(kernel, "launch_for", lambda *_, **__: launch)
@@ -138,7 +138,7 @@ def test_slices_of_a_tile_are_its_rows(device: torch.device, monkeypatch: pytest
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are parted from the second tile of keys on, where a card would only part thousands."""
+    """Cut keys into parts from the second tile of keys on; a card does so only for thousands of keys."""
     monkeypatch.setattr(tiling, "PART_KEYS", INTERPRETED.tile)
     monkeypatch.setattr(tiling, "OVERHEAD_KEYS", 1)
     monkeypatch.setattr(tiling, "SCRATCH_PROGRAMS", 1)  # 16 slots, so that some chunks take more than one launch
@@ -146,13 +146,15 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_parts")
 @given(shape=small, parts=st.lists(behind(), min_size=1, max_size=3), padding=st.integers(0, 2))
-@example(shape=Shape(group=4), parts=[(100, 400), (300, 340)], padding=1)
-@example(shape=Shape(group=4), parts=[(300, 340), (350, 390), (380, 382)], padding=0)
-@settings(max_examples=8, phases=UNSHRUNK, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(shape=Shape(group=4), parts=[(70, 200), (130, 170)], padding=1)
+@example(shape=Shape(group=4), parts=[(130, 170), (140, 180), (190, 192)], padding=0)
+@settings(
+    max_examples=4, phases=UNSHRUNK, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_short_chunks_behind_long_prefixes_equal_float32(
     device: torch.device, shape: Shape, parts: list[tuple[int, int]], padding: int
 ) -> None:
-    """Tiles cut along the keys, beside others that are not; each chunk with the bits that it has alone."""
+    """Some tiles are cut along the keys and others are not; each chunk has the same bits as alone."""
     chunks = [(sequence(shape, end, seed), start, end) for seed, (start, end) in enumerate(parts)]
     cut = Tiling(query_tile(shape.heads, shape.kv_heads), shape.kv_heads, processors=132)
     assert any(cut.parts(end - start, end) > 1 for start, end in parts)
@@ -168,7 +170,7 @@ def test_short_chunks_behind_long_prefixes_equal_float32(
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("chunk", [(8092, 8192), (7900, 8192), (0, 2048)])
 def test_the_sizes_of_llama_8b(device: torch.device, chunk: tuple[int, int], window: int | None) -> None:
-    """As a card cuts them; the interpreter would take minutes."""
+    """Only on a card: the interpreter would take minutes."""
     if device.type == "cpu":
         pytest.skip("needs a CUDA device")
     shape = Shape(kv_heads=8, group=4, dim=128, dtype=torch.bfloat16, window=window)
@@ -179,7 +181,7 @@ def test_the_sizes_of_llama_8b(device: torch.device, chunk: tuple[int, int], win
 
 
 def test_a_window_wider_than_the_prompt_changes_no_bit(device: torch.device) -> None:
-    """Tiles that are seen whole take a shorter way where there is no window."""
+    """Without a window, fully visible tiles take a shorter path."""
     whole = sequence(Shape(), 150, 0)
     (plain,) = Paged(Shape(), device).prefill([(whole, 20, 150)])
     (windowed,) = Paged(Shape(window=151), device).prefill([(whole, 20, 150)])
@@ -187,7 +189,7 @@ def test_a_window_wider_than_the_prompt_changes_no_bit(device: torch.device) -> 
 
 
 def test_blocks_beyond_what_32_bits_count(device: torch.device) -> None:
-    """A pool of more than 2^31 elements; on the CPU a sparse file, of which only the pages in use take room."""
+    """The pool has more than 2^31 elements. On the CPU it is a sparse file, in which only the used pages take room."""
     shape = Shape(kv_heads=8, dim=128, page=64, dtype=torch.float16)
     block = 2 * shape.page * shape.kv_heads * shape.dim
     blocks = 2**31 // block + 2

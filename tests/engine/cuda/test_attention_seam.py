@@ -1,5 +1,5 @@
-"""Which attention a model gets, and what the optional libraries are told: stand-ins with their interfaces compute in
-plain torch what those arguments mean by the libraries' documentation."""
+"""The choice of a model's attention, and the arguments to optional libraries. Stand-ins with the libraries' interfaces
+interpret the arguments by the libraries' documentation, in plain torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Decoder:
-    """No window in its first layer, one in its second."""
+    """A model with a window only in its second layer."""
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     folder = save(hf_model("Qwen2", num_hidden_layers=2, **window), tmp_path_factory.mktemp("model"))
     return load_decoder(folder, device=str(device))
 
 
 class Wrapper:
-    """FlashInfer 0.6's BatchPrefillWithPagedKVCacheWrapper, as much of it as is used."""
+    """The used part of FlashInfer 0.6's BatchPrefillWithPagedKVCacheWrapper."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype == torch.uint8
@@ -94,7 +94,7 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     num_splits: int = 0,
 ) -> Tensor:
-    """FlashAttention 3's, over pages and chunks of several lengths."""
+    """FlashAttention 3's function, over pages and chunks of several lengths."""
     assert causal
     assert num_splits == 1
     assert softmax_scale == q.shape[-1] ** -0.5
@@ -137,7 +137,7 @@ def test_flash_attention_is_told_what_the_step_is(model: Decoder) -> None:
 
 @pytest.fixture
 def needs(model: Decoder) -> AttentionNeeds:
-    """What every library serves."""
+    """Needs that every library can serve."""
     return AttentionNeeds(
         config=replace(model.config, head_dim=128),
         dtype=torch.bfloat16,
@@ -151,7 +151,7 @@ def needs(model: Decoder) -> AttentionNeeds:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Both libraries import."""
+    """Make both libraries importable."""
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer())
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attn_interface())
     return monkeypatch
@@ -241,7 +241,7 @@ def is_wrong(self: Wrapper, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor) -
 
 
 def knows_no_such_argument(self: Wrapper, *_: object) -> None:
-    """As an older version's."""
+    """An older version's interface."""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from engine.backend.tiers.base import BlockPair, BlockRun, Direction
 from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.backend.tiers.fences import FenceError
 from engine.backend.tiers.rates import CopyRate
-from engine.backend.tiers.runs import batch
+from engine.backend.tiers.runs import batch, jobs
 from tests.engine.cuda.copy_script import BLOCK_BYTES, BLOCK_S, ScriptedEngine
 
 DEMOTE, PROMOTE = Direction.DEMOTE, Direction.PROMOTE
@@ -55,13 +55,33 @@ def test_batches_hold_every_pair_once_in_as_few_runs_as_there_are(asked: list[Bl
     assert firsts == sorted(firsts)
 
 
-def test_neighbours_move_in_one_run_even_where_eviction_names_them_backwards() -> None:
+def test_neighbours_move_in_one_run_even_if_eviction_names_them_backwards() -> None:
     asked = pairs((9, 3), (8, 2), (7, 1), (4, 0))
     assert batch(DEMOTE, asked, 8) == [BlockRun(DEMOTE, 7, 1, 3), BlockRun(DEMOTE, 4, 0, 1)]
 
 
+def test_runs_go_to_the_engine_as_jobs_that_are_as_large_as_may_be() -> None:
+    runs = [BlockRun(DEMOTE, 10 * i, 0, blocks) for i, blocks in enumerate((3, 1, 1, 2, 4, 1))]
+    assert [[run.blocks for run in job] for job in jobs(runs, 4)] == [[3, 1], [1, 2], [4], [1]]
+    copier, engine, _ = make(job_bytes=4 * BLOCK_BYTES)
+    copier.promote(pairs((0, 9), (2, 7), (4, 5), (6, 3), (8, 1)))
+    assert [len(job) for job in engine.jobs] == [4, 1]
+
+
+def test_runs_of_a_job_that_have_moved_are_kept_if_another_one_fails() -> None:
+    copier, engine, _ = make()
+    copier.promote(pairs((0, 9), (2, 7), (4, 5)))
+    engine.end(engine.in_flight[1], fails=True)
+    assert copier.poll() == [], "the others may still move"
+    engine.end_all()
+    (finished,) = copier.poll()
+    assert (finished.done, finished.dropped) == (tuple(pairs((0, 9), (4, 5))), tuple(pairs((2, 7))))
+    assert finished.error == "the link is down"
+    assert copier.bytes_per_s(PROMOTE) == pytest.approx(BLOCK_BYTES / BLOCK_S)
+
+
 def test_what_is_in_flight_is_bounded_and_refilled() -> None:
-    copier, engine, _ = make(run_bytes=2 * BLOCK_BYTES, in_flight_bytes=5 * BLOCK_BYTES)
+    copier, engine, _ = make(job_bytes=2 * BLOCK_BYTES, in_flight_bytes=5 * BLOCK_BYTES)
     copier.demote([BlockPair(i, i) for i in range(12)])
     assert [run.blocks for run in engine.started] == [2, 2]
     assert copier.in_flight_bytes(DEMOTE) == 4 * BLOCK_BYTES
@@ -71,7 +91,7 @@ def test_what_is_in_flight_is_bounded_and_refilled() -> None:
 
 
 def test_a_block_larger_than_the_bounds_still_moves() -> None:
-    copier, engine, _ = make(run_bytes=1, in_flight_bytes=1)
+    copier, engine, _ = make(job_bytes=1, in_flight_bytes=1)
     copier.promote(pairs((0, 5), (1, 6)))
     assert [run.blocks for run in engine.started] == [1]
     for _ in range(2):
@@ -98,7 +118,7 @@ def test_a_copy_waits_for_the_steps_it_names_and_others_pass_it() -> None:
 
 
 class TestBugsOfOtherEngines:
-    """Silent corruption that others had: here the fence says no, or the order is forced."""
+    """Silent corruption in other engines: here the fence refuses, or the order is forced."""
 
     def test_a_freed_block_is_not_reused_while_it_is_stored(self) -> None:
         """vLLM 45357 and 52360: a store read blocks that preemption had freed and a step wrote again."""
@@ -117,7 +137,7 @@ class TestBugsOfOtherEngines:
         copier.promote(pairs((5, 3)))
 
     def test_a_host_slot_is_not_evicted_before_its_load_has_ended(self) -> None:
-        """SGLang 31427: the host's copy was evicted, and its memory refilled, under a load still under way."""
+        """SGLang 31427: the host's copy was evicted, and its memory refilled, during a load."""
         copier, engine, _ = make()
         copier.promote(pairs((4, 9)))
         assert not copier.fences.is_slot_idle(4)
@@ -152,7 +172,7 @@ class TestBugsOfOtherEngines:
 
     def test_a_cancelled_load_keeps_its_blocks_until_its_bytes_have_landed(self) -> None:
         """vLLM 47653: blocks of an aborted request went to another while a transfer was still writing them."""
-        copier, engine, _ = make(run_bytes=BLOCK_BYTES, in_flight_bytes=BLOCK_BYTES)
+        copier, engine, _ = make(job_bytes=BLOCK_BYTES, in_flight_bytes=BLOCK_BYTES)
         copy = copier.promote(pairs((0, 10), (1, 11)))
         copier.cancel(copy)
         assert copier.poll() == []
@@ -164,7 +184,7 @@ class TestBugsOfOtherEngines:
         assert copier.fences.is_block_idle(11)
 
     def test_one_block_is_not_promised_twice(self) -> None:
-        """mini-sglang: pages in use stood in the free list twice."""
+        """mini-sglang: pages in use were in the free list twice."""
         copier, engine, _ = make()
         with pytest.raises(FenceError, match="a promote writes the same pool block twice"):
             copier.promote(pairs((0, 3), (1, 3)))
@@ -214,7 +234,7 @@ def test_a_cancelled_copy_that_waits_for_a_step_ends_at_once() -> None:
 
 
 def test_the_queue_costs_what_was_asked_for_and_has_not_ended() -> None:
-    copier, engine, _ = make(run_bytes=BLOCK_BYTES, in_flight_bytes=2 * BLOCK_BYTES)
+    copier, engine, _ = make(job_bytes=BLOCK_BYTES, in_flight_bytes=2 * BLOCK_BYTES)
     assert copier.seconds_for(PROMOTE, 4) is None
     copier.promote(pairs((0, 0)))
     engine.end_all()
@@ -231,7 +251,7 @@ def test_the_queue_costs_what_was_asked_for_and_has_not_ended() -> None:
 
 
 def test_a_stalled_copy_is_noticed_before_it_ends() -> None:
-    copier, engine, clock = make()
+    copier, engine, clock = make(job_bytes=BLOCK_BYTES)
     copier.promote(pairs((0, 0)))
     engine.end_all()
     copier.poll()
@@ -268,7 +288,7 @@ def test_a_rate_follows_the_link_with_its_half_life() -> None:
     assert rate.bytes_per_s() == pytest.approx((500_000 + 1000) / 1.5)
 
 
-@pytest.mark.parametrize("name", ["run_bytes", "in_flight_bytes", "half_life_bytes"])
+@pytest.mark.parametrize("name", ["job_bytes", "in_flight_bytes", "half_life_bytes"])
 def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         CopyLimits(**{name: 0})

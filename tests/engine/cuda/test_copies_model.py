@@ -1,5 +1,5 @@
-"""Random steps and copies, ended in any order, against dicts: every copy moves what its source held, and nothing that
-a step or another copy still uses is touched."""
+"""Random steps and copies that end in any order, against dicts. Every copy moves its source's content, and touches
+nothing that a step or another copy still uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.backend.tiers.fences import FenceError
 from tests.engine.cuda.copy_script import BLOCK_BYTES, ScriptedEngine, ScriptedRun
 
 BLOCKS, SLOTS = 7, 6
-LIMITS = CopyLimits(run_bytes=2 * BLOCK_BYTES, in_flight_bytes=3 * BLOCK_BYTES)
+LIMITS = CopyLimits(job_bytes=2 * BLOCK_BYTES, in_flight_bytes=3 * BLOCK_BYTES)
 pool_ids = st.integers(0, BLOCKS - 1)
 slot_ids = st.integers(0, SLOTS - 1)
 demotions = st.lists(st.builds(BlockPair, pool_ids, slot_ids), min_size=1, max_size=4)
@@ -26,7 +26,7 @@ directions = st.sampled_from(Direction)
 
 @dataclass
 class Step:
-    """In flight: its writes are torn until it ends."""
+    """A step in flight: its writes are invalid until it ends."""
 
     number: int
     reads: set[int]
@@ -34,7 +34,7 @@ class Step:
 
 
 class Copies(RuleBasedStateMachine):
-    """The caller: it launches steps, asks for copies, and believes what `poll` tells it."""
+    """The caller: it launches steps, requests copies, and relies on the results of `poll`."""
 
     copies = Bundle("copies")
 
@@ -43,7 +43,7 @@ class Copies(RuleBasedStateMachine):
         self.engine = ScriptedEngine(BLOCKS, SLOTS)
         self.copier = BlockCopier(self.engine, clock=lambda: 0.0, limits=LIMITS)
         self.believed = {Direction.DEMOTE: dict(enumerate(self.engine.pool))}
-        """By the direction that reads it: what each place holds once steps and copies have ended."""
+        """Direction that reads -> place -> content after all steps and copies have ended."""
         self.believed[Direction.PROMOTE] = dict(enumerate(self.engine.host))
         self.steps: list[Step] = []
         self.launched = 0
@@ -127,7 +127,7 @@ class Copies(RuleBasedStateMachine):
         assert {s for s in range(SLOTS) if not fences.is_slot_idle(s)} == slot_writers | slot_readers
 
     def teardown(self) -> None:
-        """All copies end, each once, and leave no fence."""
+        """Check that all copies end, each once, and leave no fence."""
         while self.steps:
             self.end_step()
         for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The same copier over real memory: what goes down comes back bit for bit."""
+"""The same copier over real memory: demoted blocks come back bit for bit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda import copies
-from engine.backend.cuda.copies import CudaCopyEngine, HostMemoryError, HostPool, copy_engine, drain, measure_rates
-from engine.backend.tiers.base import BlockPair, CopyError, Direction
+from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostMemoryError, HostPool, drain, measure_rates
+from engine.backend.tiers.base import BlockPair, CopyEngine, CopyError, Direction
 from engine.backend.tiers.copier import BlockCopier, CopyLimits
+from engine.tiers.threads import ThreadedCopies
 from tests.engine.cuda.copy_script import ScriptedEngine
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -27,11 +28,21 @@ BLOCKS, SLOTS = 11, 9
 
 
 def random_pool(dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
-    """Every bit pattern, those that are no numbers too: [block, layer, 2, slot, kv_head, dim]."""
+    """Return random bit patterns, including NaN: [block, layer, 2, slot, kv_head, dim]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BLOCKS, 2, 2, 4, 1, 6)
     integers = torch.randint(0, 256, (*shape[:-1], 6 * dtype.itemsize), generator=generator, dtype=torch.uint8)
     return integers.view(dtype).to(device)
+
+
+@contextmanager
+def engine_for(pool: torch.Tensor, host: HostPool) -> Iterator[CopyEngine]:
+    """The copy engine that the host tier uses for the pool's device."""
+    if pool.device.type == "cuda":
+        yield CudaCopyEngine(pool, host)
+    else:
+        with closing(ThreadedCopies(CpuBlockMover(pool, host), "test")) as engine:
+            yield engine
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,14 +52,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @given(st.sampled_from(DTYPES), st.integers(1, SLOTS), st.integers(0, 99), st.integers(1, 3))
 def test_a_round_trip_keeps_every_bit(device: str, dtype: torch.dtype, count: int, seed: int, run: int) -> None:
-    """Blocks go down, the pool is poisoned, and they come back to other places: equal there, and nothing else moved."""
+    """Blocks go down, the pool is poisoned, and the blocks come back elsewhere unchanged. Nothing else is written."""
     pool = random_pool(dtype, device, seed)
     before = bits(pool).clone()
     chosen = random.Random(seed)
     down, slots = chosen.sample(range(BLOCKS), count), chosen.sample(range(SLOTS), count)
     up = chosen.sample(range(BLOCKS), count)
-    with closing(HostPool(pool, SLOTS)) as host:
-        copier = BlockCopier(copy_engine(pool, host), time.monotonic, CopyLimits(run_bytes=run * host.slot_bytes))
+    with closing(HostPool(pool, SLOTS)) as host, engine_for(pool, host) as engine:
+        copier = BlockCopier(engine, time.monotonic, CopyLimits(job_bytes=run * host.slot_bytes))
         copier.demote([BlockPair(b, s) for b, s in zip(down, slots, strict=True)])
         assert len(drain(copier, 10)[0].done) == count
         pool.fill_(torch.nan)
@@ -64,12 +75,11 @@ def test_a_round_trip_keeps_every_bit(device: str, dtype: torch.dtype, count: in
 @pytest.mark.parametrize("device", DEVICES)
 def test_rates_of_both_directions_are_measured(device: str) -> None:
     pool = torch.zeros((8, 1 << 16), device=device)
-    host = HostPool(pool, 8)
-    copier = BlockCopier(copy_engine(pool, host), time.monotonic)
-    measure_rates(copier, 8, deadline_s=30)
+    with closing(HostPool(pool, 8)) as host, engine_for(pool, host) as engine:
+        copier = BlockCopier(engine, time.monotonic)
+        measure_rates(copier, 8, deadline_s=30)
     assert all((copier.bytes_per_s(direction) or 0) > 0 for direction in Direction)
     assert copier.open_copies == 0
-    host.close()
 
 
 def test_a_copy_that_fails_while_measuring_is_an_error() -> None:
@@ -91,23 +101,23 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="needs at least 1 slot, got 0"):
         HostPool(pool, 0)
     with pytest.raises(ValueError, match="as large as a host slot"):
-        copy_engine(torch.zeros((4, 2, 9)), HostPool(pool, 1))
+        CpuBlockMover(torch.zeros((4, 2, 9)), HostPool(pool, 1))
     with pytest.raises(ValueError, match="contiguous"):
-        copy_engine(torch.zeros((4, 8, 2)).transpose(1, 2), HostPool(pool, 1))
+        CpuBlockMover(torch.zeros((4, 8, 2)).transpose(1, 2), HostPool(pool, 1))
     with pytest.raises(HostMemoryError, match=r"of 4503599627370496 blocks of 64 bytes .* lower its size"):
         HostPool(pool, 1 << 52)
 
 
 @dataclass
 class FakeStream:
-    """In the place of a CUDA stream, where there is none: a list of what was put on it."""
+    """A stand-in for a CUDA stream: a list of the recorded work."""
 
     queued: list[str] = field(default_factory=list)
 
 
 @dataclass
 class FakeEvent:
-    """Passed when the test says so, 3 ms after the one before it."""
+    """An event that passes when the test says so, 3 ms after the event before it."""
 
     streams: list[FakeStream]
     current: list[torch.device]
@@ -132,7 +142,7 @@ class FakeEvent:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The cards that `torch.cuda.device` names at the moment, in the place of really naming them."""
+    """Fake `torch.cuda.device`; the list has the cards that it currently names."""
     named: list[torch.device] = []
 
     @contextmanager
@@ -147,7 +157,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch, current: list[torch.device]) -> list[FakeEvent]:
-    """CUDA's streams and events faked; all events made, in order."""
+    """Fake CUDA's streams and events; the list has all events in order of creation."""
     made: list[FakeEvent] = []
 
     def event(enable_timing: bool) -> FakeEvent:
@@ -197,7 +207,7 @@ def test_an_error_of_the_card_ends_the_copy(events: list[FakeEvent]) -> None:
 
 @dataclass
 class FakeCudart:
-    """Registers memory, or refuses."""
+    """A stand-in that registers memory, or refuses."""
 
     status: int
     current: list[torch.device]
@@ -216,7 +226,7 @@ class FakeCudart:
 
 
 class OnCard:
-    """A pool that says it is on a card."""
+    """A pool that claims to be on a card."""
 
     device = torch.device("cuda", 1)
 
@@ -244,13 +254,13 @@ def test_memory_of_a_cards_tier_is_page_locked_and_let_go(
 def test_memory_that_nobody_closed_is_let_go_with_its_last_user(
     monkeypatch: pytest.MonkeyPatch, current: list[torch.device]
 ) -> None:
-    """Registered memory that was freed would fail the next registration at its address. A copy engine outlives the
-    pool's object where its owner keeps the engine alone."""
+    """If registered memory were freed, the next registration at its address would fail. A copy engine outlives the
+    pool's object if its owner keeps only the engine."""
     cudart = FakeCudart(0, current)
     monkeypatch.setattr(copies, "_cudart", lambda: cudart)
     pool: Any = OnCard()
     host = HostPool(pool, 3)
-    memory = copies._Memory(torch.empty((2, 8, 8)), host)
+    memory = copies._Memory(torch.empty((2, 2, 8)), host)
     del host
     gc.collect()
     assert len(cudart.registered) == 1
@@ -265,7 +275,7 @@ def test_a_promotion_runs_beside_computing() -> None:
     """While the device computes on the current stream, a promotion begins and ends."""
     pool = torch.zeros((4, 1 << 22), device="cuda")
     host = HostPool(pool, 4)
-    copier = BlockCopier(copy_engine(pool, host), time.monotonic)
+    copier = BlockCopier(CudaCopyEngine(pool, host), time.monotonic)
     measure_rates(copier, 4, deadline_s=30)
     matrix = torch.randn((8192, 8192), device="cuda")
     busy = torch.cuda.Event()

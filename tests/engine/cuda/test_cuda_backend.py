@@ -1,4 +1,4 @@
-"""The CUDA backend on a device that computes on the CPU, its kernels in Triton's interpreter, against the torch one."""
+"""The CUDA backend on a CPU device, with kernels in Triton's interpreter, against the torch backend."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def model(folder: Path) -> Decoder:
 @pytest.mark.parametrize("graphs", [0, MAX_RUNNING])
 @plain
 async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, graphs: int) -> None:
-    """Mixed steps, reused prefixes, requests that sample, are penalised, want log-probabilities, and stop early; two
-    steps in flight."""
+    """Mixed steps, reused prefixes, sampling, penalties, log-probabilities, early stops; two steps in flight."""
     device = CpuDevice()
     expected = await answers(TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE), prompts())
     found = await answers(cuda_backend(model, device, graphs=graphs), prompts())
@@ -60,7 +59,7 @@ async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, grap
 
 @plain
 async def test_requests_that_lose_their_blocks_go_on_in_others(model: Decoder) -> None:
-    """A pool too small for all of them: some are preempted, and computed again."""
+    """The pool is too small for all requests: some are preempted, and computed again."""
 
     def requests() -> list[Request]:
         sampled = SamplingParams(seed=9, top_k=20)
@@ -72,7 +71,7 @@ async def test_requests_that_lose_their_blocks_go_on_in_others(model: Decoder) -
 
 @plain
 async def test_with_the_kernels_too(folder: Path, device: torch.device) -> None:
-    """In the interpreter, or on the card where there is one; one decode token alone is a graph."""
+    """In the interpreter, or on the card if there is one; a step of one decode token is a graph."""
 
     def requests() -> list[Request]:
         return [Request(1, tokens(11, 1), 5, GREEDY), Request(2, [*tokens(11, 1), 6], 3, SamplingParams(seed=8))]
@@ -100,16 +99,16 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 @plain
 async def test_a_step_is_launched_before_the_one_before_has_ended(model: Decoder) -> None:
-    """Its decode tokens are those that the device chose, which the host has not seen."""
+    """Its decode tokens are the device's choices, which the host has not seen."""
     device = CpuDevice()
     backend = cuda_backend(model, device)
     one, two = Request(1, tokens(6, 1), 5, GREEDY), Request(2, tokens(5, 2), 5, SamplingParams(seed=3))
     device.held = held = threading.Event()
     first = asyncio.create_task(backend.run(StepPlan((prefill(one, [0, 1]), prefill(two, [2, 3])))))
     await asyncio.sleep(0)
-    # Another order, and only one of them goes on.
+    # In another order, and only one of the two requests continues.
     second = asyncio.create_task(backend.run(StepPlan((decode(two, PENDING, [2, 3], 0),))))
-    # Its launch has written the slot of the token that it was not told.
+    # Its launch has written the slot of the token that the host did not know.
     await wait_until(lambda: bool(backend.pool.data[3, :, :, 1].isfinite().all()))
     assert not first.done()
     assert not second.done()
@@ -131,7 +130,7 @@ async def test_a_step_is_launched_before_the_one_before_has_ended(model: Decoder
 
 @plain
 async def test_the_first_rows_of_a_block_are_copied_before_the_step_writes(model: Decoder) -> None:
-    """In a step that goes on in the source, too."""
+    """This also holds if another request writes to the source in the same step."""
     text = tokens(14, 1)
     one, two = Request(1, text[:6], 5, GREEDY), Request(2, text[:13], 5, GREEDY)
     results = []
@@ -156,7 +155,7 @@ async def test_results_come_in_order_and_a_failed_step_is_told_in_its_turn(model
     first = asyncio.create_task(backend.run(StepPlan((prefill(one, [0, 1]),))))
     await asyncio.sleep(0)
     await wait_until(lambda: backend._choices is not None)
-    # A token that no step has chosen: this one fails at its launch, while the first is still on the device.
+    # No step has chosen this token: the step fails at its launch, while the first is still on the device.
     second = asyncio.create_task(backend.run(StepPlan((decode(two, PENDING, [2, 3], 0),))))
     await wait_until(lambda: backend._choices is None)
     await asyncio.sleep(0.01)
@@ -167,7 +166,7 @@ async def test_results_come_in_order_and_a_failed_step_is_told_in_its_turn(model
     with pytest.raises(ValueError, match="chose no token for request 2"):
         await second
     assert device.synchronized == 1
-    # What the failed step would have chosen is no longer there for the next one either.
+    # The next step cannot have the failed step's choices either.
     with pytest.raises(ValueError, match="chose no token for request 1"):
         await backend.run(StepPlan((decode(one, PENDING, [0, 1], 0),)))
     assert list((await backend.run(StepPlan((prefill(two, [4, 5]),)))).sampled) == [2]
@@ -176,7 +175,7 @@ async def test_results_come_in_order_and_a_failed_step_is_told_in_its_turn(model
 
 @plain
 async def test_a_token_that_the_model_lacks_costs_one_step(model: Decoder) -> None:
-    """On a card, a lookup out of range would end every later step too."""
+    """On a card, a lookup out of range would also fail every later step."""
     backend = cuda_backend(model, CpuDevice())
     bad = Request(1, [3, model.config.vocab_size], 5, GREEDY)
     with pytest.raises(ValueError, match="token id 97 is out of range; the model has 97 tokens"):
@@ -226,7 +225,7 @@ async def test_a_step_without_samples_has_a_result_too(model: Decoder) -> None:
 
 
 def test_what_is_done_before_requests_come_is_done_by_the_thread_that_serves_them(model: Decoder) -> None:
-    """What cuBLAS keeps by thread is made, and counted, at the start; and lives as long as the graphs that use it."""
+    """cuBLAS's memory for a thread is made, and counted, at the start, and exists as long as the graphs that use it."""
     plain_forward, threads = torch_forward(model, 20), []
 
     def forward(step: StepTensors, pool: torch.Tensor) -> torch.Tensor:
@@ -260,7 +259,7 @@ def test_a_step_writes_only_its_own_slots_padding_rows_none(model: Decoder) -> N
 
 
 def test_a_backend_with_graphs_gives_its_pool_back_at_once(model: Decoder) -> None:
-    """Most of a card's memory: it does not wait for the garbage collector."""
+    """The pool is most of a card's memory, so its release must not wait for the garbage collector."""
     backend = cuda_backend(model, CpuDevice(), graphs=2)
     pool = weakref.ref(backend.pool)
     gc.disable()

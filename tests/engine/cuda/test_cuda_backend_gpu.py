@@ -69,7 +69,7 @@ def expected_answers(folder: Path) -> Any:
 
 @pytest.mark.parametrize("graphs", [0, MAX_RUNNING])
 def test_answers_are_those_of_the_cpu(folder: Path, model: Decoder, graphs: int) -> None:
-    """float32, so that only order of summation differs; the model's logits lie further apart than that."""
+    """In float32 only the order of summation differs, and the model's logits are further apart than that."""
     agree(asyncio.run(answers(on_card(model, graphs), prompts())), expected_answers(folder))
 
 

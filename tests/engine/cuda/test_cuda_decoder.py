@@ -59,8 +59,8 @@ def test_logits_with_the_kernels_attention(folders: dict[str, Path], device: tor
 
 
 def test_warm_equals_cold_bit_for_bit(folders: dict[str, Path], device: torch.device) -> None:
-    """A prompt whose first blocks are cached has the logits of one that computed them in chunks ending at the same
-    places, although everything else in pool and buffers is poisoned."""
+    """A prompt whose first blocks are cached has the same logits as one computed in chunks that end at the same places.
+    All else in pool and buffers is poisoned."""
     model = load(folders["Mistral"], device, "bfloat16")
     text, cached = tokens(19), 12
     steps = Steps(model, triton_attention(model), block_count=20, block_size=BLOCK_SIZE)
@@ -84,7 +84,7 @@ def poisoned_pool(model: Decoder, block_count: int) -> Tensor:
 
 @torch.inference_mode()
 def test_which_rows_of_logits(folders: dict[str, Path], device: torch.device) -> None:
-    """All rows, some in any order, and none: keys and values are stored all the same."""
+    """All rows, some in any order, and none: keys and values are stored in each case."""
     model = load(folders["Qwen2"], device)
     decoder, attention = CudaDecoder(model), TorchAttention(model.config)
     step = step_of(model.config, BLOCK_SIZE, [chunk(tokens(6), [5, 2])], device=device)
@@ -104,7 +104,7 @@ def test_which_rows_of_logits(folders: dict[str, Path], device: torch.device) ->
 
 @torch.inference_mode()
 def test_nothing_but_the_named_rows_of_buffers_is_used(folders: dict[str, Path], device: torch.device) -> None:
-    """A step smaller than its buffers leaves the rest of them as it was, and answers within them."""
+    """A step smaller than its buffers does not touch the rest of them."""
     model = load(folders["Qwen3"], device, "bfloat16")
     decoder = CudaDecoder(model)
     buffers = decoder.buffers(9, 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.backend.tiers.base import BlockPair
 from engine.backend.tiers.copier import BlockCopier
-from engine.backend.tiers.fetch import Held, Prefill, choose, first_token_s
+from engine.backend.tiers.fetch import Held, Prefill, choose, compute_s, first_token_s
 from engine.contract.load import StepCost
 from tests.engine.cuda.copy_script import BLOCK_S, ScriptedEngine
 
@@ -46,9 +46,31 @@ def test_the_choice_is_the_best_of_all_cuts(question: tuple[Prefill, Held]) -> N
     assert choice.first_token_s <= choice.recompute_s
 
 
+@given(questions(), st.floats(0.001, 0.1), st.sampled_from([0.0, 0.3, 1.0]))
+def test_beside_the_steps_of_others_the_choice_is_still_the_best(
+    question: tuple[Prefill, Held], next_s: float, further: float
+) -> None:
+    """It is the best to within a block, because blocks end during steps. A waiting prompt begins after a step."""
+    prefill, held = replace(question[0], next_s=next_s, further_s=further * next_s), question[1]
+    choice = choose(prefill, held)
+    best_s = min(first_token_s(prefill, held, blocks) for blocks in range(held.blocks + 1))
+    block_s = held.block_tokens * (prefill.cost.token_s + prefill.cost.attention_s * prefill.prompt_tokens)
+    per_step_s = prefill.cost.base_s * held.block_tokens / prefill.step_tokens
+    assert best_s <= choice.first_token_s <= best_s + block_s + per_step_s + 1e-9
+    if choice.fetched_blocks and prefill.begins_s(held.queue_s + choice.fetched_blocks * held.block_s) > 0:
+        begins_s = choice.first_token_s - compute_s(
+            prefill, prefill.cached_tokens + choice.fetched_blocks * held.block_tokens
+        )
+        waits = begins_s > prefill.queue_s + 1e-9
+        assert not waits or begins_s >= next_s - 1e-9
+        if waits and prefill.further_s > 1e-6:
+            steps = (begins_s - next_s) / prefill.further_s
+            assert abs(steps - round(steps)) < 1e-6
+
+
 @given(questions())
 def test_a_tier_is_not_waited_for_when_computing_is_faster(question: tuple[Prefill, Held]) -> None:
-    """Its queue alone outlasts the whole prefill."""
+    """The tier's queue alone takes longer than the whole prefill."""
     prefill, held = question
     recompute_s = first_token_s(prefill, held, 0)
     assert choose(prefill, replace(held, queue_s=recompute_s + 1e-6)).fetched_blocks == 0
@@ -75,7 +97,7 @@ def held(tokens: int, bytes_per_s: float, queue_s: float = 0.0) -> Held:
     ids=["PCIe 5 x16", "a fast NVMe", "a slow one"],
 )
 def test_rates_decide(bytes_per_s: float, fetches: bool) -> None:
-    """SGLang 26305: fetching 8k tokens from a file tier took longer than computing them, and was done all the same."""
+    """SGLang 26305: 8k tokens were fetched from a file tier although computing them was faster."""
     prefill = Prefill(prompt_tokens=8192, cached_tokens=0, step_tokens=8192, cost=COST)
     choice = choose(prefill, held(8176, bytes_per_s))
     assert choice.fetched_blocks == (511 if fetches else 0)
@@ -96,7 +118,7 @@ def test_the_tiers_costs_are_those_of_its_copies() -> None:
 
 
 def test_a_copy_that_stalls_is_given_up_for_computing() -> None:
-    """Asked again while the copy is under way: what is left to fetch, at the rate as it is by now."""
+    """A further call during the copy considers the rest of the fetch at the present rate."""
     engine, now_s = ScriptedEngine(64, 64), [0.0]
     copier = BlockCopier(engine, lambda: now_s[0])
     copier.promote([BlockPair(0, 0)])
@@ -115,7 +137,7 @@ def test_a_copy_that_stalls_is_given_up_for_computing() -> None:
 
 
 def test_a_slow_tier_is_used_while_the_request_has_to_wait_anyway() -> None:
-    """As many blocks as come before the device is free, and one that then takes less than computing it would."""
+    """It fetches the blocks that come before the device is free, and one more if that is faster than computing it."""
     waiting = Prefill(prompt_tokens=8192, cached_tokens=0, step_tokens=8192, cost=COST, queue_s=0.1)
     slow = held(8176, 3e9)
     in_time = int(0.1 / slow.block_s)

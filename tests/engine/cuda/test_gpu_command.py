@@ -41,7 +41,7 @@ def test_behind():
 
 
 def run(folder: Path, *chosen: str) -> subprocess.CompletedProcess[str]:
-    """Of those tests, under gpu-test's settings."""
+    """Run tests under gpu-test's settings."""
     (folder / "test_it.py").write_text(TESTS)
     return gpu_pytest(*(f"{folder / 'test_it.py'}::{name}" for name in chosen), timeout_s=100)
 
@@ -63,7 +63,7 @@ def test_the_test_that_loses_the_card_is_the_last(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_without_a_card_it_fails_and_says_so() -> None:
-    """Else it would pass in Triton's interpreter, and seem to have run on a card."""
+    """Otherwise it would pass in Triton's interpreter, and seem to have run on a card."""
     done = subprocess.run(
         ["make", "gpu-test", f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

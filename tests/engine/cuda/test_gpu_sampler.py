@@ -1,4 +1,4 @@
-"""The sampler of the CUDA backend chooses as the reference does, row by row, and never waits for the device."""
+"""The CUDA backend's sampler chooses the same tokens as the reference in each row, and never waits for the device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(p: SamplingParams, prompt: Any = (), output: Any = ()) -> Request:
 
 
 def next_chunk(request: Request) -> SequenceChunk:
-    """The chunk that ends at the request's last known token."""
+    """Return the chunk that ends at the request's last known token."""
     known = [*request.prompt_tokens, *request.output_tokens]
     return SequenceChunk(request, len(known) - 1, known[-1:], [0], True, True)
 
@@ -57,12 +57,12 @@ ON_CARD = torch.cuda.is_available()
 
 @functools.cache
 def runs_on() -> Device:
-    """The card where there is one."""
+    """Return the card if there is one."""
     return CudaDevice(torch.device("cuda", 0)) if ON_CARD else CpuDevice()
 
 
 def chosen(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
-    """The way of the backend: packed, chosen, fetched, read."""
+    """Choose tokens like the backend: pack, choose, fetch, read."""
     chunks = [next_chunk(r) for r in requests]
     host = HostSampling.of(chunks, logits.shape[1])
     device = runs_on()
@@ -78,7 +78,7 @@ def chosen(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
 
 
 def tops_agree(have: SampledToken, want: SampledToken) -> bool:
-    """On a card the last bit may differ, and which of equally probable tokens are named is open."""
+    """Compare alternatives. On a card the last bit may differ, and any of equally probable tokens may be named."""
     if not ON_CARD:
         return have.top == want.top
     theirs = dict(want.top)
@@ -88,7 +88,7 @@ def tops_agree(have: SampledToken, want: SampledToken) -> bool:
 
 
 def on_a_border(logits: torch.Tensor, requests: list[Request]) -> bool:
-    """Whether rounding could decide: a uniform, or top_p, that meets a cumulative probability."""
+    """Return whether rounding could decide, because a uniform or top_p is at a cumulative probability."""
     for row, r in zip(logits, requests, strict=True):
         p = r.sampling
         if p.temperature == 0:
@@ -133,7 +133,7 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[Any], random: Any) -> No
 @pytest.mark.parametrize("top_k", [1, 3, 255, 256, 257, 900])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_selection_and_sorting_keep_the_same_tokens(top_k: int, top_p: float) -> None:
-    """A vocabulary larger than what is selected, full of ties."""
+    """The vocabulary is larger than the selection, and full of ties."""
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randint(-8, 8, (40, 1000), generator=generator) / 2
     asked = [SamplingParams(temperature=2.0, top_k=top_k, top_p=top_p, seed=seed) for seed in range(40)]
@@ -148,7 +148,7 @@ def test_draws_only_from_what_is_kept() -> None:
 
 
 def test_the_index_counts_tokens_that_the_host_has_not_seen() -> None:
-    """The draw of a step planned ahead is that of a step planned with all tokens known."""
+    """A step planned ahead draws the same as a step planned with all tokens known."""
     p = SamplingParams(seed=5)
     known = request(p, output=[3, 4])
     behind = request(p, output=[3])
@@ -177,7 +177,7 @@ def test_the_work_asked_for_decides_what_runs() -> None:
 
 
 class NoTransfers(torch.utils._python_dispatch.TorchDispatchMode):
-    """Fails for operations that make the host wait for a value on the device, or that copy from the host."""
+    """Raises for operations that make the host wait for a value on the device, or that copy from the host."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "item", "_to_copy", "lift_fresh", "equal", "unique")
 
@@ -192,7 +192,7 @@ class NoTransfers(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """On a device whose tensors have no values at all, every kind of sampling goes through."""
+    """Every kind of sampling works on a device whose tensors have no values."""
     asked = [
         SamplingParams(temperature=0),
         SamplingParams(logprobs=3),

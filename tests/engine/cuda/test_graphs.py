@@ -1,4 +1,4 @@
-"""CUDA graphs on a device that replays on the CPU: which sizes there are, their bounds, and fixed addresses."""
+"""CUDA graphs on a device that replays on the CPU: their sizes, bounds, and fixed addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGITS = torch.zeros(16, 3)
 
 
 def forward(step: StepTensors) -> Tensor:
-    """Something of every input: token and position, slot and first block, length."""
+    """Return logits that depend on every input: token and position, slot and first block, length."""
     assert step.decode is not None
     assert step.prefill is None
     assert step.rows is None
@@ -63,7 +63,7 @@ def chunks(count: int, start: int) -> list[SequenceChunk]:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("start", [2, 30])
 def test_a_replay_is_the_step(count: int, start: int) -> None:
-    """Padded to a captured size, after other steps left other inputs at the same addresses."""
+    """The step is padded to a captured size, after other steps left other inputs at the same addresses."""
     device = CpuDevice()
     graphs = Graphs(device, forward, 8, WIDTHS)
     graphs.capture(1 << 20)
@@ -82,8 +82,8 @@ def test_a_replay_is_the_step(count: int, start: int) -> None:
 
 
 def test_capturing_runs_each_size_once_before_and_once_as_a_graph() -> None:
-    """Kernels compile at their first launch, which no graph may hold, and a graph's first replay uploads it; all the
-    while no row writes anything."""
+    """Kernels compile at their first launch, which no graph may contain, and a graph's first replay uploads it. No row
+    writes anything meanwhile."""
     calls: list[tuple[int, int, bool]] = []
 
     def watched(step: StepTensors) -> Tensor:
@@ -112,11 +112,13 @@ def test_what_is_not_captured_is_not_found() -> None:
 
 
 def test_capturing_stops_at_its_share_of_memory() -> None:
-    device, said = CpuDevice(free=100 << 20, graph_bytes=3 << 20), []
+    device, said = CpuDevice(free=100 << 20, graph_bytes=3 << 20), list[str]()
     graphs = Graphs(device, forward, 8, WIDTHS)
     graphs.capture(8 << 20, said.append)
     assert graphs.captured == 3
-    assert said == ["CUDA graphs took 9 MiB, more than planned: 3 of 8 are captured, longer sequences decode without"]
+    assert said == [
+        "CUDA graphs took 9 MiB, more than planned: 3 of 8 are captured, longer sequences decode without them"
+    ]
     # Narrow tables and large batches come first.
     assert graphs.find(8, 4) == DecodeShape(8, 4)
     assert graphs.find(1, 4) is None
@@ -124,7 +126,7 @@ def test_capturing_stops_at_its_share_of_memory() -> None:
 
 
 def fail_in_the_wake(error: Exception) -> None:
-    """As torch ends a capture in which `error` was raised."""
+    """Raise like torch at the end of a capture in which `error` was raised."""
     try:
         raise error
     finally:
@@ -144,7 +146,7 @@ def raise_it(error: Exception) -> None:
         RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
-def test_capturing_ends_where_memory_does(error: Exception, fail: Callable[[Exception], None]) -> None:
+def test_capturing_ends_when_memory_runs_out(error: Exception, fail: Callable[[Exception], None]) -> None:
     def failing(step: StepTensors) -> Tensor:
         if len(step.tokens) == 2:
             fail(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -14,12 +15,19 @@ pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute
 KERNELS = {"_prefill", "_add_tile_parts", "_attend_parts", "_add_parts"}
 
 
-def attention(scenario: str, arch: int) -> list[Compiled]:
-    return compiled(f"tests.engine.cuda.attention_launches:{scenario}", arch)
+@cache
+def attention(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
+    found = compiled(arch, *(f"tests.engine.cuda.attention_launches:{name}" for name in scenarios))
+    return {name.partition(":")[2]: kernels for name, kernels in found.items()}
+
+
+def in_use(arch: int) -> dict[str, list[Compiled]]:
+    """`sample`, and for Hopper `small`."""
+    return attention(arch, "sample", "small") if arch == 90 else attention(arch, "sample")
 
 
 def is_fast(kernels: list[Compiled], arch: int) -> bool:
-    """Keys are read ahead and multiplied on tensor cores: prefill on Hopper's, decode has too few rows for them."""
+    """Return whether keys are prefetched and multiplied on tensor cores. Decode has too few rows for Hopper's."""
     prefill, parts = ([kernel for kernel in kernels if kernel.name == name] for name in ("_prefill", "_attend_parts"))
     return (
         all(kernel.wide_copies for kernel in prefill + parts)
@@ -30,7 +38,7 @@ def is_fast(kernels: list[Compiled], arch: int) -> bool:
 
 @pytest.mark.parametrize("arch", list(SHARED_BYTES))
 def test_variants_in_use_fit_without_spills(arch: int) -> None:
-    kernels = attention("sample", arch)
+    kernels = in_use(arch)["sample"]
     check(kernels, arch)
     assert {kernel.name for kernel in kernels} == KERNELS
     assert is_fast(kernels, arch)
@@ -38,7 +46,7 @@ def test_variants_in_use_fit_without_spills(arch: int) -> None:
 
 def test_small_heads_compile() -> None:
     """The interpreter multiplies matrices of any size."""
-    kernels = attention("small", 90)
+    kernels = in_use(90)["small"]
     check(kernels, 90)
     assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, 2) | {"_prefill": 4})
 
@@ -47,10 +55,10 @@ def test_small_heads_compile() -> None:
 @pytest.mark.parametrize("arch", list(SHARED_BYTES))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_variant_fits_without_spills(arch: int, dtype: str) -> None:
-    kernels = attention(dtype, arch)
+    kernels = attention(arch, dtype)[dtype]
     check(kernels, arch)
     variants = len(DIMS) * len(WINDOWS)
-    # Prefill has one for whole tiles and one for parts, whose sum no window changes.
+    # Prefill has variants for whole tiles and for parts. The sum of parts does not depend on the window.
     expected = dict.fromkeys(KERNELS, variants) | {"_prefill": 2 * variants, "_add_tile_parts": len(DIMS)}
     assert Counter(kernel.name for kernel in kernels) == Counter(expected)
     assert dtype == "float32" or is_fast(kernels, arch)

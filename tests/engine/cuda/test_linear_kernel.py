@@ -14,7 +14,7 @@ from tests.engine.cuda.poisoned import Poisoned, random, units_off
 HALF = [torch.float16, torch.bfloat16]
 UNITS_OFF = {torch.float16: 1, torch.bfloat16: 2}
 """One rounding; Triton's interpreter truncates to bfloat16 where devices round."""
-# Rows, inputs, outputs: one of each, whole tiles, beyond a tile in both directions.
+# (rows, inputs, outputs): one of each, whole tiles, beyond a tile in both directions.
 SHAPES = [
     (1, 1, 1),
     (2, 40, 3),
@@ -27,7 +27,7 @@ SHAPES = [
 
 
 def poisoned_behind(values: Tensor) -> Tensor:
-    """A copy, in memory that goes on with NaN."""
+    """Return a copy in memory that continues with NaN."""
     flat = torch.full((values.numel() + 5000,), torch.nan, dtype=values.dtype, device=values.device)
     flat[: values.numel()] = values.flatten()
     return flat[: values.numel()].view(values.shape)
@@ -43,7 +43,7 @@ def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch
     out = Poisoned(rows, outputs, dtype, device)
     linear(x, weight, bias, out.tensor)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    # Sums in float32: what cancels leaves errors of the terms' size.
+    # Sums in float32: terms that cancel leave errors of the terms' size.
     sizes = exact.abs().maximum((x.double().abs() @ weight.double().abs().T) * 2.0**-6)
     assert units_off(out.tensor, exact, sizes) <= UNITS_OFF[dtype]
     assert out.guards_stand()

@@ -1,4 +1,4 @@
-"""What `CudaDevice` makes of torch's and the driver's counters, with counters of our own."""
+"""`CudaDevice`'s use of torch's and the driver's memory counters, with fake counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Counters:
         return self.used + self.cached
 
     def take(self, size: int) -> None:
-        """As the caching allocator: first from what is kept."""
+        """Allocate like the caching allocator: first from the kept memory."""
         from_cache = min(size, self.cached)
         self.used, self.cached = self.used + size, self.cached - from_cache
         self.peak = max(self.peak, self.reserved)
@@ -80,8 +80,8 @@ def test_the_peak_is_what_work_needed_at_once_and_what_libraries_kept(counters: 
     assert device.peak_bytes(lambda: counters.take(12)) == 12
 
 
-def test_who_waits_for_an_event_names_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a thread that never named one would open a context, and take its memory, on the first."""
+def test_a_wait_for_an_event_names_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a thread that never named a card would open a context, and take its memory, on the first card."""
     current: list[torch.device] = []
     waited: list[torch.device] = []
 

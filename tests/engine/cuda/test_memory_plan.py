@@ -1,12 +1,13 @@
-"""Who gets which memory of a card, and what the error says where it is too little; bringing up the whole backend."""
+"""The division of a card's memory, the errors if it is too little, and the start of the whole backend."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from engine.backend.cuda.memory import GRAPH_BYTES, CudaStartError, DeviceMemory
 from engine.backend.cuda.packing import Uploads
 from engine.backend.cuda.start import Starter
 from engine.backend.cuda.trial import largest_step, warm_up_steps
+from engine.backend.torch_kv import KvPool
 from engine.model.checkpoint import make_checkpoint
 from engine.model.config import ModelConfig
 from engine.sched.plan import SequenceChunk, StepPlan
@@ -95,7 +97,7 @@ def starter(settings: EngineSettings, *, free: int = 200 * MIB, peak: int = 10 *
 
 
 def brought_up(started: Starter, taken: int = 30 * MIB) -> tuple[Any, int]:
-    """All of the start, where weights and buffers have taken `taken`."""
+    """Do the whole start, with `taken` bytes of weights and buffers."""
     model = started.load()
     assert isinstance(started.device, CpuDevice)
     started.device.free -= taken
@@ -103,14 +105,14 @@ def brought_up(started: Starter, taken: int = 30 * MIB) -> tuple[Any, int]:
 
 
 def graph_bytes() -> int:
-    """For 64 tokens a sequence, blocks of 16: one width of 4 blocks, batches of 1 and 2."""
+    """Return the bytes for 64 tokens a sequence, blocks of 16: one width of 4 blocks, batches of 1 and 2."""
     assert len(decode_shapes(2, (4,))) == 2
     return 2 * GRAPH_BYTES + inputs_bytes(2, (4,))
 
 
 @interpreted
 def test_the_pool_gets_its_share_of_what_is_left(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """200 MiB free, 30 taken for good, 10 at the worst moment, and the graphs: the pool has half of the rest."""
+    """Of 200 MiB free, 30 are taken for good, 10 at the peak, and some by graphs: the pool gets half of the rest."""
     caplog.set_level(logging.INFO)
     backend, blocks = brought_up(starter(settings(checkpoint, kv_memory_share=0.5)))
     block_bytes = 2 * 16 * 16 * 4  # key and value of 16 tokens, one head of 16, float32
@@ -161,7 +163,7 @@ def test_out_of_memory_says_what_to_lower(
 
 @interpreted
 def test_a_rest_that_holds_no_block_is_refused(checkpoint: Path) -> None:
-    """To lower the pool's share would not help."""
+    """Lowering the pool's share would not help."""
     with pytest.raises(CudaStartError, match=r"KV pool of 1 blocks .*activations: lower --max-step-tokens"):
         brought_up(starter(settings(checkpoint)), taken=190 * MIB - graph_bytes() - 1000)
 
@@ -196,7 +198,7 @@ def test_what_the_allocator_refuses_is_explained_too(
 
 @interpreted
 def test_the_pool_that_the_allocator_refuses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = start.KvPool
+    real = KvPool
 
     def only_the_trial(config: ModelConfig, blocks: int, *args: Any, **kwargs: Any) -> Any:
         return real(config, blocks, *args, **kwargs) if blocks == 1 else out_of_memory()
@@ -215,12 +217,14 @@ def test_too_little_left_behind_the_pool_is_explained_too(checkpoint: Path, monk
 
 @interpreted
 def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sequences that the pool holds. Capturing has emptied torch's cache, which no request is to fill again."""
+    """Its sequences fit the pool. Capturing has emptied torch's cache, which no request should have to fill."""
     started, ran = starter(settings(checkpoint, kv_pool_tokens=32)), []
     warm_up = CudaBackend.warm_up
 
     def watched(self: CudaBackend, plan: StepPlan) -> None:
-        ran.append((self.pool.data.shape[0], sum(len(chunk.tokens) for chunk in plan.chunks), len(device.graphs)))
+        ran.append(
+            (self.pool.data.shape[0], sum(len(chunk.tokens) for chunk in plan.chunks), len(cast(Any, device).graphs))
+        )
         warm_up(self, plan)
 
     device = started.device
@@ -233,9 +237,9 @@ def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, mon
 
 @interpreted
 def test_no_step_while_serving_locks_more_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To lock pages takes milliseconds. What tells steps apart here is the width of their tables.
+    """Locking pages takes milliseconds. The steps here differ by the width of their tables.
 
-    Nobody computed the prompts, so the pool is set to 0: in memory as it comes, a step may overflow.
+    The prompts were not computed, so the pool is set to 0: with arbitrary memory a step may overflow.
     """
     make_checkpoint(tmp_path, **(SHAPE | {"max_position": 4096}))
     monkeypatch.setattr("engine.backend.cuda.backend.Uploads", partial(Uploads, first_bytes=64))
@@ -272,7 +276,7 @@ def test_an_attention_that_is_not_there_is_refused_by_flag(checkpoint: Path) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_a_card_that_is_not_there_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(StartError, match="--device cuda:3 is not there; torch sees none"):
+    with pytest.raises(StartError, match="--device cuda:3 does not exist; torch sees none"):
         model_backend(EngineSettings(model=checkpoint, device="cuda:3"))
 
 
@@ -312,7 +316,7 @@ def test_steps_made_by_hand_stay_within_bounds(step: int, running: int, longest:
     ("name", "capability", "text"),
     [
         ("cuda", (7, 5), r"--device cuda has compute capability 7.5; this engine needs 8.0 \(Ampere\) or later"),
-        ("cuda:2", (9, 0), "--device cuda:2 is not there; torch sees cuda:0 to cuda:1"),
+        ("cuda:2", (9, 0), "--device cuda:2 does not exist; torch sees cuda:0 to cuda:1"),
     ],
 )
 def test_cards_that_cannot_be_used_are_refused(
@@ -327,8 +331,32 @@ def test_cards_that_cannot_be_used_are_refused(
 
 def test_a_machine_without_a_c_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "some-cc")
-    monkeypatch.setattr(start.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     start._require_compiler()
     monkeypatch.delenv("CC")
     with pytest.raises(CudaStartError, match="needs a C compiler, for Triton: install gcc"):
         start._require_compiler()
+
+
+@interpreted
+def test_the_charts_page_quotes_what_a_start_on_a_card_says(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator searches the page for the text of a log."""
+    with caplog.at_level(logging.INFO):
+        starter(settings(checkpoint)).load()
+    with pytest.raises(CudaStartError) as too_little:
+        MEMORY.check([Want("weights", 30 * GIB, "a smaller --model")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CudaStartError) as no_card:
+        start._cuda_device("cuda")
+    chart = Path(__file__).parents[3] / "charts" / "warmroute"
+    page = (chart / "ENGINES.md").read_text().partition("## GPUs")[2].partition("\n## ")[0]
+    for words, said in (
+        ("loading", caplog.text),
+        ("too little memory", str(too_little.value)),
+        ("in use by others", str(too_little.value)),
+        ("--device cuda does not exist; torch sees none", str(no_card.value)),
+    ):
+        assert f"`{words}`" in page
+        assert words in said

@@ -45,7 +45,7 @@ def test_sum_and_norm(rows: int, columns: int, dtype: torch.dtype, in_place: boo
     out = x if in_place else Poisoned(rows, columns, dtype, device)
     add_rms_norm(x.tensor, residual.tensor, weight, EPS, out.tensor)
     assert units_off(residual.tensor, added.double() + before.double()) <= 1
-    # Of the sum as it was rounded, as the reference norms it.
+    # The reference, too, norms the rounded sum.
     assert units_off(out.tensor, exact(residual.tensor, weight)) <= UNITS_OFF[dtype]
     assert out.guards_stand()
     assert residual.guards_stand()

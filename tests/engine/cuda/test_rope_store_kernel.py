@@ -50,7 +50,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a launch was given and what it left."""
+    """A launch's inputs and results."""
 
     given: Tensor
     """[T, all heads, dim]"""
@@ -58,7 +58,7 @@ class Run:
     pool: Tensor
     slots: Tensor
     expected: Tensor
-    """Like `given`, with all but the values normed and turned, by the reference in float32."""
+    """Like `given`, with queries and keys normed and rotated by the reference in float32."""
 
 
 def run(case: Case, device: torch.device, slots: list[int]) -> Run:
@@ -77,7 +77,7 @@ def run(case: Case, device: torch.device, slots: list[int]) -> Run:
     )  # fmt: skip
     assert qkv.guards_stand()
     left = qkv.tensor.view(given.shape)
-    # Keys and values are read from the pages; here they stay as they were.
+    # Keys and values are stored in pages; here they must not change.
     assert torch.equal(left[:, case.heads :], given[:, case.heads :])
     expected = given.clone()
     turned = expected[:, : -case.kv_heads]
@@ -89,14 +89,14 @@ def run(case: Case, device: torch.device, slots: list[int]) -> Run:
 
 
 def turned_off(found: Tensor, expected: Tensor) -> float:
-    """`units_off` at the length of each turned pair: one of the two may be a small difference of large products."""
+    """Return `units_off` at the length of each rotated pair: one value may be a small difference of large products."""
     pairs = expected.reshape(*expected.shape[:-1], -1, 2)
     return units_off(found, expected, pairs.norm(dim=-1, keepdim=True).expand_as(pairs).flatten(-2))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_queries_turn_in_place_and_keys_and_values_reach_their_slots(case: Case, device: torch.device) -> None:
-    """Nothing of the pool but the named slots of the layer is written, and none for slot -1."""
+    """Only the named slots of the layer are written, and none for slot -1."""
     size = case.block_size
     slots = [4 * size, -1, 0, BLOCKS * size - 1, -1]
     done = run(case, device, slots)
@@ -113,7 +113,7 @@ def test_queries_turn_in_place_and_keys_and_values_reach_their_slots(case: Case,
 
 
 def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
-    """Between norm, weight and turn too: that is what `expected` does; rounding once at the end differs from it."""
+    """It also rounds between norm, weight and rotation, like `expected`; rounding once at the end would differ."""
     case = Case(12, 2, 64, dtype=torch.float16, normed=True)
     done = run(case, device, [0, 1, 2, 3, 4])
     assert (done.queries != done.expected[:, :12].half()).float().mean() < 0.01
@@ -123,7 +123,7 @@ def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
 
 
 def test_a_pool_of_more_elements_than_32_bits_count(device: torch.device) -> None:
-    """Its last block is written. Memory that nothing touches is not taken on the CPU; a card has the 4 GiB."""
+    """The last block is written. On the CPU untouched memory is not allocated; a card has the 4 GiB."""
     dim, size = 8, 4
     blocks = 2**31 // (2 * size * dim) + 1
     pool = torch.empty((blocks, 1, 2, size, 1, dim), dtype=torch.float16, device=device)

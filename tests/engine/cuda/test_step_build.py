@@ -1,4 +1,4 @@
-"""Chunks as arrays: every token has the place, position and table that the plan gives it, whatever came before."""
+"""Chunks as arrays: every token has the slot, position and table of the plan, after any earlier steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chunk_of(request_id: int, start: int, count: int, blocks: list[int], *, deco
 
 @st.composite
 def steps(draw: Any) -> list[list[SequenceChunk]]:
-    """Steps in a row; a request may come back with more blocks, other blocks, or fewer."""
+    """Draw steps in a row; a request may come back with more blocks, other blocks, or fewer."""
     found = []
     for _ in range(draw(st.integers(1, 4))):
         ids = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5, unique=True))
@@ -200,7 +200,12 @@ def test_a_buffer_is_written_again_only_when_it_was_read() -> None:
 def test_packed_arrays_are_aligned_and_buffers_grow() -> None:
     device = CpuDevice()
     uploads = Uploads(device, buffers=2, first_bytes=64)
-    arrays = [np.arange(3, dtype=np.int32), np.array([], dtype=np.float64), np.arange(20).reshape(4, 5), np.ones(1)]
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.arange(3, dtype=np.int32),
+        np.array([], dtype=np.float64),
+        np.arange(20).reshape(4, 5),
+        np.ones(1),
+    ]
     for _ in range(3):
         packed = uploads.send(arrays)
         for view, array in zip(packed.views, arrays, strict=True):

@@ -1,4 +1,4 @@
-"""The cut of prompt chunks: every token once, every part once, no more sums than there is room for."""
+"""The cut of prompt chunks: every token once, every part once, no more sums than the scratch holds."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_card_is_filled_but_no_more(tokens: int, context: int, parts: int) -> 
 
 
 def test_the_tests_own_tensors_lie_where_the_tables_do() -> None:
-    """A kernel on a card takes no other; `with device:` would not move those that come from numpy."""
+    """A kernel on a card takes only tensors on the card; `with device:` would not move tensors from numpy."""
     tables = torch.empty((2, 600), dtype=torch.int32, device="meta")
     found = prefill_tensors(LLAMA_8B_ON_AN_H200, [(100, 8092), (300, 0)], tables)
     arrays = (found.tables, found.query_starts, found.contexts, found.tiles, found.merged)

@@ -1,4 +1,4 @@
-"""A forward pass over `StepTensors` in plain torch: quick where kernels would be interpreted."""
+"""A forward pass over `StepTensors` in plain torch, for tests in which interpreted kernels would be slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.cuda.stepping import TorchAttention
 
 
 def torch_forward(model: Decoder, max_rows: int) -> Forward:
-    """As `CudaDecoder.forward`; the logits lie in one buffer that the next step overwrites."""
+    """Return a forward like `CudaDecoder.forward`; the next step overwrites its logits."""
     attention = TorchAttention(model.config)
     logits = model.weights.embedding.new_empty(max_rows, model.config.vocab_size)
 
@@ -34,7 +34,7 @@ def torch_forward(model: Decoder, max_rows: int) -> Forward:
 
 
 def store(slots: Tensor, pages: Tensor, kv: Tensor) -> None:
-    """kv [T, 2, kv_heads, dim] into pages [block, 2, slot, kv_head, dim], where `slots` are not -1."""
+    """Store kv [T, 2, kv_heads, dim] into pages [block, 2, slot, kv_head, dim], except for slots of -1."""
     block_size = pages.shape[2]
     for slot, one in zip(slots.tolist(), kv, strict=True):
         if slot >= 0:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.looptime
 
 
 class Script:
-    """A backend that does in each step what it is told: fail, or answer token 7 after a wait."""
+    """A scripted backend: each step fails, or answers token 7 after a wait."""
 
     max_in_flight = 1
 
@@ -49,7 +49,7 @@ class Script:
 
 
 class Bench:
-    """A loop with all that it moves."""
+    """A loop with its scheduler, cache and backend."""
 
     def __init__(
         self, backend: Backend, *, max_waiting: int = 8, max_running: int = 4, step_deadline_s: float = 60.0
@@ -180,7 +180,7 @@ async def fail_once(bench: Bench, request_id: int) -> None:
 
 
 async def test_after_many_failed_steps_in_a_row_the_loop_ends() -> None:
-    """As after an error that a card does not recover from; the last request still hears of its own step."""
+    """As after an error that a card does not recover from. The last request still gets its own step's error."""
     lost = RuntimeError("device lost")
     bench = Bench(Script(*[lost] * 99))
     async with running(bench) as task:
@@ -216,7 +216,7 @@ async def test_a_step_between_failed_ones_keeps_the_loop() -> None:
 
 
 class Hanging(Script):
-    """Its second step does not end, nor what is given behind it."""
+    """A backend whose second step, and the steps after it, never end."""
 
     def __init__(self, max_in_flight: int) -> None:
         super().__init__()

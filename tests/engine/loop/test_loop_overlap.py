@@ -1,4 +1,4 @@
-"""The step loop over a backend that takes two steps: what overlaps, and that nobody can tell from the tokens."""
+"""The step loop over a backend that takes two steps: what overlaps, and that the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import looptime
 import pytest
@@ -30,7 +31,7 @@ STEP_TOKENS = 16
 
 
 class Bench:
-    """A loop with all that it moves."""
+    """A loop with its scheduler, cache and backend."""
 
     def __init__(self, *, in_flight: int = 2, blocks: int = 60, block_size: int = 4, **device: object) -> None:
         self.cache = PrefixCache(blocks, block_size)
@@ -46,7 +47,7 @@ class Bench:
         return self.metrics.registry.get_sample_value(name, {"model_name": "m"})
 
     def is_clean(self) -> bool:
-        """Nothing is held, fenced or owed."""
+        """Whether nothing is held, fenced or pending."""
         self.cache.check_integrity()
         return self.cache.pool.available == self.cache.pool.total and not self.scheduler.has_work
 
@@ -103,7 +104,7 @@ async def test_the_device_waits_only_for_what_the_host_takes_beyond_a_step(host_
 
 @pytest.mark.looptime
 async def test_a_device_that_answers_at_once_is_given_what_was_planned() -> None:
-    """Its tokens must not become known between the planning of the next step and the call that gives it."""
+    """The tokens must not become known between the planning of the next step and the call that starts it."""
     bench = Bench(step_s=lambda number: 0.0)
     async with running(bench), bench.loop.submit([Request(1, [1, 2, 3], 12)]) as stream:
         assert tokens_of(await read_all(stream), 1) == oracle(Request(1, [1, 2, 3], 12))
@@ -238,7 +239,7 @@ ARRIVALS = st.lists(
 @given(ARRIVALS, st.integers(24, 60), st.sampled_from([0.0, STEP_S / 3]), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=60)
 def test_tokens_are_those_of_the_loop_that_waits_for_every_step(
-    arrivals, blocks: int, host_s: float, rng: random.Random
+    arrivals: Any, blocks: int, host_s: float, rng: random.Random
 ) -> None:
     paces = [rng.choice([0.0, 0.2, 1.0, 3.0]) * STEP_S for _ in range(50)]
     seen = {n: play(arrivals, blocks, n, lambda number: paces[number % 50], host_s) for n in (1, 2)}
@@ -247,12 +248,14 @@ def test_tokens_are_those_of_the_loop_that_waits_for_every_step(
         assert seen[2][key] == tokens
 
 
-def play(arrivals, blocks: int, in_flight: int, step_s: Callable[[int], float], host_s: float) -> dict[int, list[int]]:
-    """Request id -> its tokens, or as many of them as its client wanted."""
+def play(
+    arrivals: Any, blocks: int, in_flight: int, step_s: Callable[[int], float], host_s: float
+) -> dict[int, list[int]]:
+    """Return request id -> its tokens, or as many of them as its client read."""
     seen: dict[int, list[int]] = {}
     bench = Bench(in_flight=in_flight, blocks=blocks, step_s=step_s, host_s=host_s)
 
-    async def user(number: int, arrival) -> None:
+    async def user(number: int, arrival: Any) -> None:
         half_steps, parts, max_tokens, stop, sampling, choices, leaves = arrival
         await asyncio.sleep(half_steps * STEP_S / 2)
         prompt = [token for part in parts for token in part]

@@ -1,4 +1,4 @@
-"""A real model behind a backend that takes two steps: the tokens are those of the engine that waits for each."""
+"""A real model behind a backend that takes two steps gives the same tokens as an engine that waits for each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def requests() -> list[Request]:
-    """Greedy, seeded, filtered and penalised; twins; prompts of several chunks; stops; room for a few at a time."""
+    """Return varied requests: greedy, seeded, filtered, penalised, equal prompts, prompts of several chunks, stops."""
     greedy = SamplingParams(temperature=0)
     samplings = [
         greedy,
@@ -49,7 +49,7 @@ def requests() -> list[Request]:
 
 
 async def answers(model: Decoder, *, ahead: bool) -> tuple[dict[int, list[SampledToken]], int]:
-    """Request id -> tokens; and how many of them were computed from a token that the host did not know."""
+    """Return request id -> tokens, and the number of tokens computed from a token that the host did not know."""
     inner = TorchBackend(model, block_count=BLOCKS, block_size=BLOCK, threads=1)
     inner.pool.data.fill_(float("nan"))
     backend: Backend = TwoInFlight(inner) if ahead else inner

@@ -1,4 +1,4 @@
-"""Any backend that takes one step at a time, made into one that takes two."""
+"""Makes a backend that takes two steps from one that takes one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.sched.request import Request
 
 
 class TwoInFlight:
-    """Takes a step while another runs, as a device would that knows the tokens which the host does not."""
+    """Takes a step while another runs, like a device that knows tokens before the host."""
 
     max_in_flight = 2
 
@@ -20,7 +20,7 @@ class TwoInFlight:
         self._last: asyncio.Future[dict[Request, int]] = asyncio.get_running_loop().create_future()
         self._last.set_result({})
         self.pending = 0
-        """Tokens taken from the step before."""
+        """Number of tokens taken from the step before."""
 
     async def run(self, plan: StepPlan) -> StepResult:
         known = [list(chunk.request.output_tokens) for chunk in plan.chunks]
@@ -32,11 +32,11 @@ class TwoInFlight:
             result = await self._backend.run(StepPlan(tuple(chunks)))
             this.set_result({c.request: result.sampled[c.request.id].token for c in plan.chunks if c.samples})
         finally:
-            this.cancel()  # where it failed: the step behind it fails too
+            this.cancel()  # if it failed: the step after it fails too
         return result
 
     def _resolve(self, chunk: SequenceChunk, output: list[int], sampled: dict[Request, int]) -> SequenceChunk:
-        """The chunk as the backend would get it had the host waited."""
+        """Return the chunk that the backend would get if the host had waited."""
         if PENDING in chunk.tokens:
             self.pending += 1
             output.append(sampled[chunk.request])

@@ -1,4 +1,4 @@
-"""A device in virtual time under the step loop: it checks every step, and tells when each was given, begun, ended."""
+"""A device in virtual time under the step loop. It checks every step, and records when each was given, begun, ended."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tests.engine.sched.in_order_backend import InOrderBackend
 
 @dataclass
 class Step:
-    """Seconds on the event loop's clock."""
+    """The times of a step, in seconds on the event loop's clock."""
 
     plan: StepPlan
     given_s: float
     begun_s: float
     ended_s: float
     known_s: float
-    """When the host has its tokens."""
+    """When the host has the step's tokens."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """On the device."""
+    """Set when the step has ended on the device."""
 
 
 class VirtualDevice:
-    """One step after the other, each as long as `step_s(number)` says. Its tokens keep the host busy for `host_s`.
+    """Runs one step after the other, each for `step_s(number)` seconds. Its tokens keep the host busy for `host_s`.
 
-    The device reads the pool at the end of a step, when whatever the host did meanwhile has been done. Steps counted
-    from 0 in `failing` raise then.
+    The device reads the pool at the end of a step, after everything that the host did meanwhile. Steps whose number,
+    counted from 0, is in `failing` raise at that time.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class VirtualDevice:
         """Nothing to free."""
 
     def idle_s(self) -> list[float]:
-        """Between each two steps, how long the device had nothing to do."""
+        """Return the idle seconds of the device between each two steps."""
         return [round(after.begun_s - before.ended_s, 9) for before, after in itertools.pairwise(self.steps)]
 
 
 async def _sleep(delay_s: float) -> None:
-    """Unlike asyncio's, no time is no wait at all."""
+    """Sleep. Unlike asyncio's, a delay of 0 does not yield at all."""
     if delay_s > 0:
         await asyncio.sleep(delay_s)

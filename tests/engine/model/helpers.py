@@ -30,7 +30,7 @@ _SIZE = {
 
 
 def hf_model(kind: str, **config: Any) -> Any:
-    """A tiny transformers model of `kind` ("Llama", ...) whose every parameter, norms and biases too, is random."""
+    """Return a tiny transformers model of `kind` ("Llama", ...) with random parameters, including norms and biases."""
     made = getattr(transformers, f"{kind}Config")(**{**_SIZE, **config})
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}ForCausalLM")(made).eval()
@@ -41,26 +41,26 @@ def hf_model(kind: str, **config: Any) -> Any:
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
-    """Write the model as users' checkpoints are written."""
+    """Write the model in the format of users' checkpoints."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
+    """Return random token ids."""
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
 @dataclass
 class Driven:
-    """One sequence that `drive` runs: its request, its blocks, and the logits its tokens were chosen from."""
+    """One sequence for `drive`: its request, its blocks, and the logits from which its tokens were chosen."""
 
     prompt: list[int]
     blocks: list[int]
     done: int = 0
-    """Leading tokens whose KV is already in the pool, but for those to be copied from `source`."""
+    """Leading tokens whose KV is already in the pool, or will be copied from `source`."""
     source: int | None = None
-    """The block that has the last of these, where they end within a block."""
+    """The block with the KV of the last of these tokens, if they end within a block."""
     request: Request = field(init=False)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Driven:
 
 
 def drive(backend: TorchBackend, sequences: Sequence[Driven], *, outputs: int, chunk_tokens: int) -> None:
-    """Greedy generation of `outputs` tokens each, all sequences in every step, prompts in chunks of `chunk_tokens`."""
+    """Generate `outputs` tokens each greedily, with all sequences in every step, and prompts in chunks."""
     while running := [s for s in sequences if len(s.logits) < outputs]:
         chunks = tuple(s.next_chunk(chunk_tokens, backend.pool.block_size) for s in running)
         rows = iter(backend.logits(chunks))
@@ -93,6 +93,6 @@ def drive(backend: TorchBackend, sequences: Sequence[Driven], *, outputs: int, c
 
 
 def shuffled_blocks(count: int, per_sequence: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Disjoint block lists of the lengths given, in random order, out of 0 .. count - 1."""
+    """Return disjoint block lists of the given lengths, in random order, out of 0 .. count - 1."""
     free = random.Random(seed).sample(range(count), count)
     return [[free.pop() for _ in range(length)] for length in per_sequence]

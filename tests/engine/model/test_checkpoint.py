@@ -1,4 +1,4 @@
-"""The checkpoint that demos use: transformers must read it as any other."""
+"""The checkpoint that demos use: transformers must read it like any other."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_transformers_loads_it_and_agrees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two of some thirty runs of all tests their logits were others, as by wrong rotary frequencies, and never in
-    thousands of runs of this test alone. So what may vary is fixed: their threads, their frequencies, their kernels."""
+    """In two of some thirty runs of all tests the logits of transformers differed, as with wrong rotary frequencies.
+    They never did in thousands of runs of this test alone. So the test fixes threads, frequencies and kernels."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -38,7 +38,7 @@ def test_transformers_loads_it_and_agrees(folder: Path, monkeypatch: pytest.Monk
     loaded = theirs.state_dict()
     assert [name for name, weight in written.items() if not torch.equal(loaded[name], weight)] == []
     rotary = theirs.model.rotary_emb
-    rotary.inv_freq.copy_(rotary.compute_default_rope_parameters(theirs.config)[0])  # no file holds these
+    rotary.inv_freq.copy_(rotary.compute_default_rope_parameters(theirs.config)[0])  # no file holds the frequencies
     text = "The router sends each request to the machine that remembers its prefix — naïve, 日本語 🚀\n"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

@@ -1,4 +1,4 @@
-"""What cannot be served is refused by name: fields of config.json, tensors, files."""
+"""Unservable checkpoints are refused by name: fields of config.json, tensors, files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Rewrite the checkpoint with tensors replaced, added, or (None) left out; `__` stands for a dot."""
+    """Rewrite the checkpoint with tensors replaced, added, or (None) removed; `__` stands for a dot."""
     held = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         held.pop(name.replace("__", "."), None)
@@ -204,7 +204,7 @@ def test_harmless_tensors_are_passed_over(folder: Path) -> None:
     load_decoder(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    load_decoder(folder)  # lm_head.weight beside a tied embedding
+    load_decoder(folder)  # it has lm_head.weight besides a tied embedding
 
 
 def test_an_unsupported_dtype_is_refused(folder: Path) -> None:
@@ -212,7 +212,7 @@ def test_an_unsupported_dtype_is_refused(folder: Path) -> None:
         load_decoder(folder, dtype="int8")
 
 
-def test_the_checkpoints_own_type_is_used_where_config_names_none(folder: Path) -> None:
+def test_the_checkpoints_own_type_is_used_if_config_names_none(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["torch_dtype"]
     (folder / "config.json").write_text(json.dumps(config))

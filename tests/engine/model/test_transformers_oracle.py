@@ -15,7 +15,7 @@ from tests.engine.model.helpers import Driven, drive, hf_model, save, shuffled_b
 
 BLOCK_SIZE, OUTPUTS = 4, 20
 PROMPTS = (37, 1, 16)
-"""Longer than every window here; a single token; an exact multiple of the block."""
+"""Lengths: longer than every window here; a single token; an exact multiple of the block."""
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_shards_make_the_same_model_as_one_file(tmp_path: Any) -> None:
 
 
 def matrices(part: Any) -> list[torch.Tensor]:
-    """Every tensor of a model's weights, which are kept plain if they are not float32."""
+    """Return all tensors of a model's weights, which are kept plain if they are not float32."""
     if isinstance(part, torch.Tensor):
         return [part]
     if isinstance(part, Projection):
@@ -133,7 +133,7 @@ def matrices(part: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("stored", ["float32", "same"])
 def test_half_precision_follows_float32(dtype: str, stored: str, tmp_path: Any) -> None:
-    """Loaded by conversion, and stored so with dtype "auto"; both decode paths and windows are used."""
+    """The weights are converted at loading, or stored in that type with dtype "auto". Both decode paths are used."""
     theirs = hf_model("Mistral", sliding_window=9)
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens(30)])).logits[0, -1]

@@ -1,7 +1,7 @@
-"""A backend that distrusts the scheduler: it models the pool token by token and checks all that it is told to do.
+"""A backend that does not trust the scheduler: it models the pool token by token and checks all that it is told to do.
 
-Its "model" chooses the next token from a hash of the whole context, as read back from the pool, so KV of a wrong token,
-position or chain gives another answer than `oracle`.
+Its "model" chooses the next token by a hash of the whole context, which it reads back from the pool. So KV of a wrong
+token, position or chain gives another answer than `oracle`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
 from engine.sched.request import Request
 
 VOCAB = 5
-"""Few tokens, so that outputs of different requests coincide and meet in the cache."""
+"""A small vocabulary, so that outputs of different requests coincide and meet in the cache."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """KV of one token: it depends on all tokens before it, and on the salt."""
+    """KV of one token. It depends on all tokens before it, and on the salt."""
 
     token: int
     position: int
@@ -42,7 +42,7 @@ def known_tokens(request: Request) -> list[int]:
 
 
 def oracle(request: Request) -> list[int]:
-    """The output of the request alone, without a cache."""
+    """Return the output of the request when it runs alone, without a cache."""
     tokens = list(request.prompt_tokens)
     output: list[int] = []
     while len(output) < request.max_tokens and not (output and output[-1] in request.stop_token_ids):
@@ -51,7 +51,7 @@ def oracle(request: Request) -> list[int]:
 
 
 class CheckingBackend:
-    """Slots of every block; a block that is taken or freed loses what it held."""
+    """Models the slots of every block. A block that is taken or freed loses what it held."""
 
     def __init__(self, cache: PrefixCache, max_step_tokens: int) -> None:
         self.size = cache.block_size
@@ -73,9 +73,9 @@ class CheckingBackend:
                 self.poison(block)
             return blocks, evicted
 
-        def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool], *, was_wanted: bool = True) -> None:
+        def poisoning_drop(blocks: Iterable[int], keep: Iterable[bool], **how: bool) -> None:
             dropped = list(zip(blocks, keep, strict=True))
-            drop([block for block, _ in dropped], [is_kept for _, is_kept in dropped], was_wanted=was_wanted)
+            drop([block for block, _ in dropped], [is_kept for _, is_kept in dropped], **how)
             for block, is_kept in dropped:
                 if pool.references(block) == 0 and not is_kept:
                     self.poison(block)
@@ -88,7 +88,7 @@ class CheckingBackend:
         return self.compute(plan.chunks, [known_tokens(chunk.request) for chunk in plan.chunks])
 
     def compute(self, chunks: Sequence[SequenceChunk], known: Sequence[list[int]]) -> StepResult:
-        """The same, of chunks without `PENDING`, with all tokens known of each one's request."""
+        """Like `run`, for chunks without `PENDING`; `known`: by chunk, all known tokens of its request."""
         assert chunks
         assert len({chunk.request.id for chunk in chunks}) == len(chunks)
         assert sum(len(chunk.tokens) for chunk in chunks) <= self.max_step_tokens
@@ -103,7 +103,7 @@ class CheckingBackend:
         return StepResult({c.request.id: self.sample(c) for c in chunks if c.samples}, elapsed_s=0.01)
 
     def copy_source(self, chunk: SequenceChunk) -> None:
-        """The rows before the chunk's first one, in a block that is its own and has none yet."""
+        """Copy the rows before the chunk's first one into its own block, which has no rows yet."""
         if chunk.source is None:
             return
         rows, target = chunk.start % self.size, chunk.blocks[chunk.start // self.size]
@@ -113,7 +113,7 @@ class CheckingBackend:
         self.slots[target][:rows] = self.slots[chunk.source][:rows]
 
     def check_context(self, chunk: SequenceChunk, tokens: list[int], end: int) -> None:
-        """The slots of positions before `end` hold the KV of this request's tokens."""
+        """Check that the slots of positions before `end` hold the KV of this request's tokens."""
         assert 0 <= end <= len(tokens)
         for position in range(end):
             slot = self.slots[chunk.blocks[position // self.size]][position % self.size]
@@ -135,7 +135,7 @@ class CheckingBackend:
             slots[position % self.size] = Slot(tokens[position], position, chain)
 
     def sample(self, chunk: SequenceChunk) -> SampledToken:
-        """From what the pool holds, not from what the request says."""
+        """Choose a token from what the pool holds, not from what the request says."""
         end = chunk.start + len(chunk.tokens)
         context = [self.slots[chunk.blocks[p // self.size]][p % self.size] for p in range(end)]
         assert all(slot is not None for slot in context)

@@ -1,6 +1,6 @@
-"""A device that takes steps ahead of their turn: it checks, writes and samples when told to, oldest step first.
+"""A device that accepts a step ahead: it checks, writes and samples when told to, oldest step first.
 
-Between `launch` and `execute` the host may do anything; what that spoils, `execute` finds in the pool.
+Between `launch` and `execute` the host may do anything. `execute` finds in the pool what that damages.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from tests.engine.sched.checking_backend import CheckingBackend, known_tokens
 
 
 class InOrderBackend(CheckingBackend):
-    """Two steps at most between `launch` and `result`."""
+    """Has at most two steps between `launch` and `result`."""
 
     def __init__(self, cache: PrefixCache, max_step_tokens: int) -> None:
         super().__init__(cache, max_step_tokens)
         self.cache = cache
         self.launched: deque[tuple[StepPlan, list[list[int]]]] = deque()
-        """Not executed, each with what was known of its requests when it was launched."""
+        """Steps not executed, each with the known tokens of its requests when it was launched."""
         self.executed: deque[tuple[StepPlan, StepResult]] = deque()
-        """Not landed."""
+        """Steps that have not landed."""
         self._samplers: set[Request] = set()
-        """Whom the latest step launched samples for."""
+        """Requests for which the latest launched step samples."""
         self._sampled: dict[Request, int] = {}
-        """What the latest step executed chose: the buffer on the device."""
+        """Tokens that the latest executed step chose: the buffer on the device."""
 
     @property
     def in_flight(self) -> list[StepPlan]:
-        """Steps launched and not landed, oldest first."""
+        """Return the steps launched and not landed, oldest first."""
         return [*(plan for plan, _ in self.executed), *(plan for plan, _ in self.launched)]
 
     def launch(self, plan: StepPlan) -> None:
@@ -46,7 +46,7 @@ class InOrderBackend(CheckingBackend):
         self.launched.append((plan, [known_tokens(chunk.request) for chunk in plan.chunks]))
 
     def execute(self) -> None:
-        """The oldest step launched runs now."""
+        """Run the oldest launched step."""
         assert self.launched, "the step was lost with one before it"
         plan, known = self.launched.popleft()
         pairs = [self._resolve(chunk, tokens) for chunk, tokens in zip(plan.chunks, known, strict=True)]
@@ -61,16 +61,16 @@ class InOrderBackend(CheckingBackend):
         return replace(chunk, tokens=(token,)), [*known, token]
 
     def land(self) -> StepResult:
-        """The oldest step's outcome reaches the host."""
+        """Hand the oldest step's outcome to the host."""
         return self.executed.popleft()[1]
 
     def lose(self) -> None:
-        """Every step in flight is lost; the device touches the pool no more."""
+        """Lose every step in flight; the device does not touch the pool any more."""
         self.launched.clear()
         self.executed.clear()
 
     def check_fences(self) -> None:
-        """No block that a step in flight reads or writes is anybody else's, and none that it writes is published."""
+        """Check that steps in flight touch no other request's blocks, and that no block they write is published."""
         hands: dict[int, int] = {}
         for sequence in self.cache._users:
             for block in sequence.blocks:

@@ -1,6 +1,6 @@
-"""What the scheduler promises while a step is ahead of the one in progress, one promise a test.
+"""What the scheduler promises while a step is ahead of the one in progress, one promise per test.
 
-Numbers name the report of another engine's bug that the test would have caught.
+A number names the report of a bug in another engine that the test would have caught.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
 STOP = 7
 
 
-def make(blocks=100, block_size=4, step_tokens=64, running=8) -> Scheduler:
+def make(blocks: int = 100, block_size: int = 4, step_tokens: int = 64, running: int = 8) -> Scheduler:
     return Scheduler(PrefixCache(blocks, block_size), SchedulerConfig(step_tokens, running, max_waiting=50))
 
 
@@ -35,7 +35,7 @@ def begin_ahead(scheduler: Scheduler) -> StepPlan:
 
 
 def end(scheduler: Scheduler, plan: StepPlan, **tokens: int) -> list[TokenOutput]:
-    """End the oldest step, which is `plan`; request 1 samples `t1` where given, and so on, else 1."""
+    """End the oldest step, which is `plan`. Request 1 samples `t1` if it is given, else 1, and so on."""
     sampled = {c.request.id: SampledToken(tokens.get(f"t{c.request.id}", 1)) for c in plan.chunks if c.samples}
     return scheduler.complete(StepResult(sampled, elapsed_s=0.01))
 
@@ -49,7 +49,7 @@ def is_whole(scheduler: Scheduler) -> bool:
     return scheduler._cache.pool.available == scheduler._cache.pool.total and not scheduler.has_work
 
 
-def test_a_token_on_its_way_is_pending_and_its_place_is_known():
+def test_a_token_on_its_way_is_pending_and_its_place_is_known() -> None:
     scheduler = make()
     request = Request(1, [5, 6, 7], max_tokens=9)
     scheduler.add(request)
@@ -68,7 +68,7 @@ def test_a_token_on_its_way_is_pending_and_its_place_is_known():
     assert request.output_tokens == [40, 41]
 
 
-def test_no_token_is_computed_beyond_the_last():
+def test_no_token_is_computed_beyond_the_last() -> None:
     scheduler = make()
     scheduler.add(Request(1, [5, 6, 7], max_tokens=2))
     first, second = begin(scheduler), begin_ahead(scheduler)
@@ -79,8 +79,8 @@ def test_no_token_is_computed_beyond_the_last():
     assert is_whole(scheduler)
 
 
-def test_blocks_of_a_request_found_to_have_stopped_stay_until_the_step_ahead_has_ended():
-    """vLLM #45357: given to another at once, they were written by the step in flight."""
+def test_blocks_of_a_request_found_to_have_stopped_stay_until_the_step_ahead_has_ended() -> None:
+    """vLLM #45357: blocks were given to another request at once, and the step in flight wrote them."""
     scheduler = make(blocks=4)
     scheduler.add(Request(1, [1] * 7, max_tokens=9, stop_token_ids=frozenset({STOP})))
     first, second = begin(scheduler), begin_ahead(scheduler)
@@ -97,7 +97,7 @@ def test_blocks_of_a_request_found_to_have_stopped_stay_until_the_step_ahead_has
     assert written & set(third.chunks[0].blocks)
 
 
-def test_nothing_released_in_a_step_waits_for_a_step_begun_after_it():
+def test_nothing_released_in_a_step_waits_for_a_step_begun_after_it() -> None:
     scheduler = make()
     scheduler.add(Request(1, [1] * 7, max_tokens=9))
     scheduler.add(Request(2, [2] * 7, max_tokens=9))
@@ -109,8 +109,8 @@ def test_nothing_released_in_a_step_waits_for_a_step_begun_after_it():
     assert scheduler.load().blocks_free == 98
 
 
-def test_a_request_that_ends_twice_gives_its_blocks_back_once():
-    """mini-sglang guards its overlap against it by a set of finished requests."""
+def test_a_request_that_ends_twice_gives_its_blocks_back_once() -> None:
+    """mini-sglang guards against this with a set of finished requests."""
     scheduler = make()
     scheduler.add(Request(1, [1] * 7, max_tokens=9, stop_token_ids=frozenset({STOP})))
     first, second = begin(scheduler), begin_ahead(scheduler)
@@ -121,7 +121,7 @@ def test_a_request_that_ends_twice_gives_its_blocks_back_once():
     assert is_whole(scheduler)
 
 
-def test_an_abort_after_the_last_prefill_chunk_has_begun_shows_no_token():
+def test_an_abort_after_the_last_prefill_chunk_has_begun_shows_no_token() -> None:
     """SGLang #34149: the sampled token was still handed out."""
     scheduler = make(step_tokens=8)
     request = Request(1, [1] * 16, max_tokens=9)
@@ -136,8 +136,8 @@ def test_an_abort_after_the_last_prefill_chunk_has_begun_shows_no_token():
     assert is_whole(scheduler)
 
 
-def test_chunks_of_one_prefill_follow_each_other_and_only_the_last_is_decoded_from():
-    """mini-sglang ef4367f: a chunk that ends no prefill left a made-up token to decode."""
+def test_chunks_of_one_prefill_follow_each_other_and_only_the_last_is_decoded_from() -> None:
+    """mini-sglang ef4367f: a chunk that does not end its prefill left a made-up token to decode."""
     scheduler = make(step_tokens=8)
     scheduler.add(Request(1, list(range(100, 120)), max_tokens=9))
     first, second = begin(scheduler), begin_ahead(scheduler)
@@ -156,8 +156,8 @@ def test_chunks_of_one_prefill_follow_each_other_and_only_the_last_is_decoded_fr
     assert chunks[3].tokens == (PENDING,)
 
 
-def test_a_block_is_cached_when_the_step_that_wrote_it_has_ended_not_when_it_was_planned():
-    """vLLM #47653, #47728: what was planned was taken for what is done."""
+def test_a_block_is_cached_when_the_step_that_wrote_it_has_ended_not_when_it_was_planned() -> None:
+    """vLLM #47653, #47728: planned blocks counted as computed."""
     scheduler = make(step_tokens=8)
     spans = tuple(KeySpan(PrefixKey(i), 8 * i) for i in (1, 2))
     scheduler.add(Request(1, list(range(17)), max_tokens=3, key_spans=spans))
@@ -171,7 +171,7 @@ def test_a_block_is_cached_when_the_step_that_wrote_it_has_ended_not_when_it_was
     end(scheduler, third)
 
 
-def test_an_equal_prompt_in_flight_is_neither_computed_again_nor_read_too_early():
+def test_an_equal_prompt_in_flight_is_neither_computed_again_nor_read_too_early() -> None:
     """mini-sglang: two equal prompts in one batch read blocks that were free."""
     scheduler = make(step_tokens=8)
     for number in (1, 2):
@@ -190,10 +190,10 @@ def test_an_equal_prompt_in_flight_is_neither_computed_again_nor_read_too_early(
     assert is_whole(scheduler)
 
 
-def test_nobody_is_preempted_while_a_step_is_in_flight():
-    """vLLM #49675: preempted blocks stayed fenced, so one request after the other went and no room came of it.
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    """vLLM #49675: preempted blocks stayed fenced, so one request after the other was preempted without making room.
 
-    vLLM #38624: a preempted request's token on its way was appended a second time.
+    vLLM #38624: a token on its way to a preempted request was appended a second time.
     """
     scheduler = make(blocks=6, block_size=2)
     requests = [Request(i, [10 * i, 10 * i + 1], max_tokens=6) for i in (1, 2)]
@@ -221,7 +221,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight():
         SamplingParams(frequency_penalty=-0.5),
     ],
 )
-def test_a_token_that_depends_on_all_before_it_is_not_chosen_ahead(sampling: SamplingParams):
+def test_a_token_that_depends_on_all_before_it_is_not_chosen_ahead(sampling: SamplingParams) -> None:
     scheduler = make()
     scheduler.add(Request(1, [1, 2, 3], max_tokens=9, sampling=sampling))
     scheduler.add(Request(2, [4, 5, 6], max_tokens=9))
@@ -232,7 +232,7 @@ def test_a_token_that_depends_on_all_before_it_is_not_chosen_ahead(sampling: Sam
     assert [(c.request.id, c.tokens) for c in third.chunks] == [(1, (50,)), (2, (PENDING,))]
 
 
-def test_other_sampling_is_chosen_ahead():
+def test_other_sampling_is_chosen_ahead() -> None:
     scheduler = make()
     sampling = SamplingParams(top_p=0.5, top_k=3, min_p=0.1, logit_bias={4: 1.0}, seed=3, logprobs=2)
     scheduler.add(Request(1, [1, 2, 3], max_tokens=9, sampling=sampling))
@@ -240,7 +240,7 @@ def test_other_sampling_is_chosen_ahead():
     assert begin_ahead(scheduler).chunks[0].tokens == (PENDING,)
 
 
-def test_a_failure_takes_the_requests_of_both_steps_and_leaves_the_rest():
+def test_a_failure_takes_the_requests_of_both_steps_and_leaves_the_rest() -> None:
     scheduler = make(step_tokens=8)
     for number in (1, 2, 3):
         scheduler.add(Request(number, [number] * 8, max_tokens=1))
@@ -254,7 +254,7 @@ def test_a_failure_takes_the_requests_of_both_steps_and_leaves_the_rest():
     assert is_whole(scheduler)
 
 
-def test_a_result_without_its_token_leaves_both_steps_to_be_failed():
+def test_a_result_without_its_token_leaves_both_steps_to_be_failed() -> None:
     scheduler = make()
     scheduler.add(Request(1, [1, 2, 3], max_tokens=9))
     begin(scheduler)
@@ -265,7 +265,7 @@ def test_a_result_without_its_token_leaves_both_steps_to_be_failed():
     assert is_whole(scheduler)
 
 
-def test_a_cache_reset_in_flight_loses_no_token_and_keeps_no_block():
+def test_a_cache_reset_in_flight_loses_no_token_and_keeps_no_block() -> None:
     """vLLM #42117: a token was dropped after the cache was cleared."""
     scheduler = make(block_size=2)
     request = Request(1, [1, 2, 3, 4, 5], max_tokens=5)
@@ -281,7 +281,7 @@ def test_a_cache_reset_in_flight_loses_no_token_and_keeps_no_block():
     assert scheduler._cache.pool.idle_blocks() == ()
 
 
-def test_waiting_requests_join_the_step_ahead():
+def test_waiting_requests_join_the_step_ahead() -> None:
     scheduler = make()
     scheduler.add(Request(1, [1, 2, 3], max_tokens=9))
     begin(scheduler)
@@ -289,7 +289,7 @@ def test_waiting_requests_join_the_step_ahead():
     assert [(c.request.id, c.tokens) for c in begin_ahead(scheduler).chunks] == [(1, (PENDING,)), (2, (4, 5))]
 
 
-def test_exactly_one_step_and_no_run_goes_before_a_step_ahead():
+def test_exactly_one_step_goes_before_a_step_ahead() -> None:
     scheduler = make()
     with pytest.raises(RuntimeError, match="in progress"):
         scheduler.schedule_ahead()
@@ -302,8 +302,3 @@ def test_exactly_one_step_and_no_run_goes_before_a_step_ahead():
         scheduler.schedule()
     end(scheduler, first)
     assert end(scheduler, first)
-    run = scheduler.schedule(5)
-    assert run is not None
-    assert run.steps == 5
-    with pytest.raises(RuntimeError, match="run"):
-        scheduler.schedule_ahead()

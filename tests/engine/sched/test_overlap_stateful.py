@@ -1,6 +1,8 @@
-"""Random traffic with two steps in flight, against a device that runs them late; outputs equal those of each alone."""
+"""Random traffic with two steps in flight on a device that runs them late. Outputs equal each request's alone."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from hypothesis.stateful import (
 
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
+from engine.sched.output import TokenOutput
 from engine.sched.request import FinishReason, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
@@ -22,7 +25,7 @@ from tests.engine.sched.checking_backend import oracle
 from tests.engine.sched.in_order_backend import InOrderBackend
 
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -51,7 +54,7 @@ class OverlapMachine(RuleBasedStateMachine):
         running=st.sampled_from([3, 4, 6, 1]),
         index=st.sampled_from(IndexKind),
     )
-    def start(self, blocks, block_size, step_tokens, running, index):
+    def start(self, blocks: int, block_size: int, step_tokens: int, running: int, index: IndexKind) -> None:
         self.cache = PrefixCache(blocks, block_size, index=index)
         config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=2)
         self.scheduler = Scheduler(self.cache, config)
@@ -60,7 +63,7 @@ class OverlapMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=4), twin=st.booleans())
-    def add(self, arrivals, twin):
+    def add(self, arrivals: list[tuple[Any, ...]], twin: bool) -> None:
         for prompt, max_tokens, stop, sampling, salt in [*arrivals, *arrivals[:twin]]:
             request = Request(self.next_id, prompt, max_tokens, sampling, stop, salt=salt)
             self.next_id += 1
@@ -72,13 +75,13 @@ class OverlapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(pace=PACES)
-    def go(self, pace):
+    def go(self, pace: list[str]) -> None:
         for move in pace:
             getattr(self, move)()
             self.is_sound()
 
-    def launch(self):
-        """The host may launch again, or find that the step in progress must end first."""
+    def launch(self) -> None:
+        """Launch a step, unless the scheduler says that the step in progress must end first."""
         if len(self.backend.in_flight) == 2:
             return
         if self.backend.in_flight:
@@ -89,11 +92,11 @@ class OverlapMachine(RuleBasedStateMachine):
         if plan is not None:
             self.backend.launch(plan)
 
-    def execute(self):
+    def execute(self) -> None:
         if self.backend.launched:
             self.backend.execute()
 
-    def land(self):
+    def land(self) -> None:
         if not self.backend.executed:
             return
         plan, _ = self.backend.executed[0]
@@ -103,7 +106,7 @@ class OverlapMachine(RuleBasedStateMachine):
         for output in outputs:
             self.check_output(output)
 
-    def check_output(self, output):
+    def check_output(self, output: TokenOutput) -> None:
         request = self.requests[output.request_id]
         expected = oracle(request)
         assert output.token is not None
@@ -118,8 +121,8 @@ class OverlapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), reuse=st.booleans())
-    def abort(self, data, reuse):
-        """At any moment; the id may be given to another request at once."""
+    def abort(self, data: st.DataObject, reuse: bool) -> None:
+        """Abort a request at any moment; the id may be given to another request at once."""
         request = self.requests.pop(data.draw(st.sampled_from(sorted(self.requests))))
         assert self.scheduler.abort(request.id)
         assert not self.scheduler.abort(request.id)
@@ -129,12 +132,12 @@ class OverlapMachine(RuleBasedStateMachine):
             self.requests[request.id] = successor
 
     @rule()
-    def reset(self):
+    def reset(self) -> None:
         self.scheduler.reset_cache()
 
     @precondition(lambda self: self.backend.in_flight)
     @rule(really=st.sampled_from([False, False, True]))
-    def fail(self, really):
+    def fail(self, really: Any) -> None:
         if not really:
             return
         planned = dict.fromkeys(c.request for plan in self.backend.in_flight for c in plan.chunks)
@@ -145,7 +148,7 @@ class OverlapMachine(RuleBasedStateMachine):
             del self.requests[request_id]
 
     @invariant()
-    def is_sound(self):
+    def is_sound(self) -> None:
         self.cache.check_integrity()
         self.backend.check_fences()
         assert self.scheduler.has_work == bool(self.requests or self.backend.in_flight)
@@ -157,8 +160,8 @@ class OverlapMachine(RuleBasedStateMachine):
         held = {b for s in self.cache._users for b in (*s.blocks, *s.nodes, s.source) if b is not None}
         assert load.blocks_free == load.blocks_total - len(held)
 
-    def teardown(self):
-        """Everything still there ends, and all blocks come back."""
+    def teardown(self) -> None:
+        """End everything that is left, and check that all blocks come back."""
         if not hasattr(self, "cache"):
             return
         bound = 10 + sum(10 * (len(r.prompt_tokens) + r.max_tokens) for r in self.requests.values())
@@ -173,5 +176,5 @@ class OverlapMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
 
 
-def test_outputs_equal_the_oracle_with_steps_in_flight():
+def test_outputs_equal_the_oracle_with_steps_in_flight() -> None:
     run_state_machine_as_test(OverlapMachine, settings=SETTINGS)

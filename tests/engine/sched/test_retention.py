@@ -1,4 +1,4 @@
-"""What stays unasked: conversations whose tool runs, for as long as tools take, and what is before a branch."""
+"""What is pinned unasked: conversations whose tool runs, for as long as tools take, and prefixes before a branch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Served:
         self.cache.check_integrity()
 
     def answer(self, prompt: list[int], tools: ToolUse | None = None, max_tokens: int = 4) -> list[int]:
-        """The conversation so far."""
+        """Answer the prompt and return the conversation so far."""
         request = self.add(prompt, max_tokens, tools)
         while self.scheduler.has_work:
             self.step()
@@ -76,12 +76,12 @@ def test_a_conversation_outlives_a_flood_while_its_tool_runs_and_no_longer() -> 
     assert served.held([*calling, 5]) == 0
 
 
-def test_who_goes_on_lets_go_of_what_was_kept_and_teaches_the_pause() -> None:
+def test_a_next_turn_releases_what_was_kept_and_teaches_the_pause() -> None:
     served = Served(blocks=80)
     talk = served.answer(list(range(100, 112)), CALLS)
     for _ in range(9):
         served.now_s += 2.0
-        assert len(served.cache.learnt) == len(talk) // BLOCK - 1  # the last token's KV is not there
+        assert len(served.cache.learnt) == len(talk) // BLOCK - 1  # the last token's KV is not computed
         talk = served.answer([*talk, *range(4)], GOES_ON)
     served.now_s += MARGIN * 2.0 - 0.1
     served.flood()
@@ -141,7 +141,7 @@ def test_short_beginnings_are_not_kept(least: int, kept: int) -> None:
 
 
 def test_running_requests_and_those_that_wait_get_what_nobody_asked_for() -> None:
-    """Neither is one preempted for it nor does one wait, and what was asked for stays."""
+    """No request is preempted or waits for the sake of unasked pins, and pins that were asked for stay."""
     served = Served(blocks=40, share=0.9, pinned=8)
     served.add(list(range(500, 532)), 1, mark_s=1000.0)
     served.step()
@@ -159,6 +159,18 @@ def test_running_requests_and_those_that_wait_get_what_nobody_asked_for() -> Non
     assert served.cache.learnt.given_up > 0
     assert served.held(list(range(500, 533))) == 32
     assert served.cache.pins.given_up == 0
+
+
+def test_a_request_that_nothing_else_runs_beside_begins_in_the_step_that_ends_the_pins() -> None:
+    served = Served(blocks=10, pinned=8)
+    served.add([7] * 32, mark_s=50.0)
+    while served.scheduler.has_work:
+        served.step()
+    assert len(served.cache.pins) == 8
+    large = served.add([9] * 32)
+    served.step()  # it asserts that there is a step
+    assert large.output_tokens
+    assert len(served.cache.pins) < 8
 
 
 def test_a_request_that_does_not_fit_all_the_same_ends_no_pin() -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise a test."""
+"""What the scheduler promises, one promise per test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig, TokenO
 from tests.engine.sched.checking_backend import CheckingBackend
 
 
-def make(blocks=100, block_size=4, step_tokens=64, running=8, waiting=50, overtakes=4) -> Scheduler:
+def make(
+    blocks: int = 100,
+    block_size: int = 4,
+    step_tokens: int = 64,
+    running: int = 8,
+    waiting: int = 50,
+    overtakes: int = 4,
+) -> Scheduler:
     return Scheduler(PrefixCache(blocks, block_size), SchedulerConfig(step_tokens, running, waiting, overtakes))
 
 
@@ -45,7 +52,7 @@ def ids(plan: StepPlan) -> list[int]:
     return [chunk.request.id for chunk in plan.chunks]
 
 
-def test_one_step_mixes_decodes_and_prefill_chunks_within_its_budget():
+def test_one_step_mixes_decodes_and_prefill_chunks_within_its_budget() -> None:
     scheduler = make(step_tokens=10)
     scheduler.add(Request(0, [1, 2, 3], max_tokens=5))
     step(scheduler)
@@ -57,7 +64,7 @@ def test_one_step_mixes_decodes_and_prefill_chunks_within_its_budget():
     ]
 
 
-def test_identical_prompts_in_flight_are_computed_once():
+def test_identical_prompts_in_flight_are_computed_once() -> None:
     scheduler = make(step_tokens=16, blocks=200)
     for i in range(5):
         scheduler.add(Request(i, list(range(40)), max_tokens=2))
@@ -67,7 +74,7 @@ def test_identical_prompts_in_flight_are_computed_once():
     assert scheduler.stats().prompt_tokens_hit == 4 * 36
 
 
-def test_waiting_for_an_aborted_owner_ends():
+def test_waiting_for_an_aborted_owner_ends() -> None:
     scheduler = make(step_tokens=8)
     scheduler.add(Request(0, list(range(40)), max_tokens=2))
     scheduler.add(Request(1, list(range(40)), max_tokens=2))
@@ -78,7 +85,7 @@ def test_waiting_for_an_aborted_owner_ends():
     assert plan.chunks[0].start == 8
 
 
-def test_cached_tokens_are_those_of_the_first_admission():
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
     scheduler = make()
     scheduler.add(Request(0, list(range(10)), max_tokens=1))
     drain(scheduler)
@@ -88,7 +95,7 @@ def test_cached_tokens_are_those_of_the_first_admission():
     assert finish_step(scheduler, plan) == [TokenOutput(1, SampledToken(1), None, cached_tokens=8)]
 
 
-def test_generated_tokens_are_cached_for_the_next_turn():
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     scheduler = make()
     scheduler.add(Request(0, list(range(10, 16)), max_tokens=7))
     drain(scheduler)
@@ -96,7 +103,7 @@ def test_generated_tokens_are_cached_for_the_next_turn():
     assert step(scheduler).chunks[0].start == 12
 
 
-def test_full_pool_preempts_the_youngest_and_its_output_stays():
+def test_full_pool_preempts_the_youngest_and_its_output_stays() -> None:
     scheduler = make(blocks=6, block_size=2, running=4)
     requests = [Request(i, [10 * i + 1, 10 * i + 2, 10 * i + 3], max_tokens=8) for i in range(2)]
     for request in requests:
@@ -113,7 +120,7 @@ def ids_until(plans: list[StepPlan], request_id: int) -> int:
     return max(i for i, plan in enumerate(plans) if request_id in ids(plan))
 
 
-def test_no_request_is_admitted_into_the_growth_of_those_that_run():
+def test_no_request_is_admitted_into_the_growth_of_those_that_run() -> None:
     scheduler = make(blocks=4, block_size=4)
     scheduler.add(Request(0, list(range(8)), max_tokens=8))
     step(scheduler)
@@ -131,7 +138,9 @@ def test_no_request_is_admitted_into_the_growth_of_those_that_run():
     blocks=st.integers(16, 40),
     step_tokens=st.integers(8, 40),
 )
-def test_a_cold_request_is_not_starved_by_a_stream_of_hot_ones(hot_per_step, overtakes, running, blocks, step_tokens):
+def test_a_cold_request_is_not_starved_by_a_stream_of_hot_ones(
+    hot_per_step: int, overtakes: int, running: int, blocks: int, step_tokens: int
+) -> None:
     """Younger requests with less to compute keep coming; the cold one needs most of the pool."""
     scheduler = make(blocks=blocks, step_tokens=step_tokens, running=running, waiting=500, overtakes=overtakes)
     scheduler.add(Request(0, list(range(8)), max_tokens=2))
@@ -151,7 +160,7 @@ def test_a_cold_request_is_not_starved_by_a_stream_of_hot_ones(hot_per_step, ove
     assert admitted / 9 <= overtakes + running + older_or_overtaking
 
 
-def test_least_left_to_compute_goes_first():
+def test_least_left_to_compute_goes_first() -> None:
     scheduler = make(step_tokens=8, running=2)
     scheduler.add(Request(0, list(range(8)), max_tokens=1))
     drain(scheduler)
@@ -160,7 +169,7 @@ def test_least_left_to_compute_goes_first():
     assert ids(step(scheduler)) == [2, 1]
 
 
-def test_stop_token_ends_a_request_and_is_reported():
+def test_stop_token_ends_a_request_and_is_reported() -> None:
     scheduler = make()
     scheduler.add(Request(0, [1], max_tokens=9, stop_token_ids=frozenset({7})))
     plan = scheduler.schedule()
@@ -170,7 +179,7 @@ def test_stop_token_ends_a_request_and_is_reported():
     assert not scheduler.has_work
 
 
-def test_abort_during_a_step_frees_blocks_at_its_end():
+def test_abort_during_a_step_frees_blocks_at_its_end() -> None:
     scheduler = make()
     scheduler.add(Request(0, list(range(10)), max_tokens=9))
     plan = scheduler.schedule()
@@ -183,7 +192,7 @@ def test_abort_during_a_step_frees_blocks_at_its_end():
     assert scheduler.stats().aborted == 1
 
 
-def test_id_of_an_aborted_request_may_be_used_again_at_once():
+def test_id_of_an_aborted_request_may_be_used_again_at_once() -> None:
     scheduler = make()
     scheduler.add(Request(0, [1, 2, 3], max_tokens=2))
     plan = scheduler.schedule()
@@ -195,7 +204,7 @@ def test_id_of_an_aborted_request_may_be_used_again_at_once():
     assert successor.output_tokens == []
 
 
-def test_failed_step_drops_its_requests_and_the_rest_goes_on():
+def test_failed_step_drops_its_requests_and_the_rest_goes_on() -> None:
     scheduler = make(step_tokens=8)
     scheduler.add(Request(0, list(range(8)), max_tokens=2))
     scheduler.add(Request(1, list(range(20, 28)), max_tokens=2))
@@ -206,7 +215,7 @@ def test_failed_step_drops_its_requests_and_the_rest_goes_on():
     assert (scheduler.stats().failed_steps, scheduler.stats().failed) == (1, 1)
 
 
-def test_result_without_a_token_leaves_the_step_to_be_failed():
+def test_result_without_a_token_leaves_the_step_to_be_failed() -> None:
     scheduler = make()
     scheduler.add(Request(0, [1, 2], max_tokens=2))
     assert scheduler.schedule()
@@ -215,7 +224,7 @@ def test_result_without_a_token_leaves_the_step_to_be_failed():
     assert scheduler.fail_step() == [0]
 
 
-def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache():
+def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache() -> None:
     scheduler = make()
     scheduler.add(Request(0, list(range(10)), max_tokens=3))
     plan = scheduler.schedule()
@@ -227,8 +236,8 @@ def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache():
     assert step(scheduler).chunks[0].start == 0
 
 
-def test_one_request_whose_duplicates_fill_the_pool_goes_on():
-    """Its last prompt block is cached already and computed again; both are kept: five blocks, and there are four."""
+def test_one_request_whose_duplicates_fill_the_pool_goes_on() -> None:
+    """Its last prompt block is cached already and computed again. Keeping both takes five blocks of four."""
     scheduler = make(blocks=4, block_size=2)
     scheduler.add(Request(0, [1, 2, 3, 4], max_tokens=1))
     drain(scheduler)
@@ -239,7 +248,7 @@ def test_one_request_whose_duplicates_fill_the_pool_goes_on():
     assert scheduler.stats().preemptions == 1
 
 
-def test_steps_begin_and_end_in_turn():
+def test_steps_begin_and_end_in_turn() -> None:
     scheduler = make()
     assert scheduler.schedule() is None
     with pytest.raises(RuntimeError, match="no step"):
@@ -252,7 +261,7 @@ def test_steps_begin_and_end_in_turn():
         scheduler.schedule()
 
 
-def test_what_can_never_run_is_refused_when_added():
+def test_what_can_never_run_is_refused_when_added() -> None:
     scheduler = make(blocks=4, block_size=4, waiting=1)
     scheduler.add(Request(0, [1] * 10, max_tokens=7))
     with pytest.raises(QueueFull):
@@ -277,17 +286,17 @@ def test_what_can_never_run_is_refused_when_added():
         ((8, 9, 1), "max_running"),
     ],
 )
-def test_config_names_the_field_at_fault(values, field):
+def test_config_names_the_field_at_fault(values: tuple[int, int, int], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         SchedulerConfig(*values)
 
 
-def test_negative_overtakes_are_refused():
+def test_negative_overtakes_are_refused() -> None:
     with pytest.raises(ValueError, match="max_overtakes"):
         SchedulerConfig(8, 1, 1, max_overtakes=-1)
 
 
-def test_load_counts_what_is_left_to_compute():
+def test_load_counts_what_is_left_to_compute() -> None:
     scheduler = make(step_tokens=16, running=2)
     scheduler.add(Request(0, list(range(6)), max_tokens=20))
     step(scheduler)
@@ -307,7 +316,7 @@ def test_load_counts_what_is_left_to_compute():
     )
 
 
-def test_keys_are_held_once_their_blocks_are_computed():
+def test_keys_are_held_once_their_blocks_are_computed() -> None:
     scheduler = make(step_tokens=8)
     spans = tuple(KeySpan(PrefixKey(i), 4 * i) for i in (1, 2, 3))
     scheduler.add(Request(0, list(range(13)), max_tokens=1, key_spans=spans))
@@ -321,7 +330,7 @@ def test_keys_are_held_once_their_blocks_are_computed():
 
 
 def test_a_request_aborted_in_its_first_step_copies_to_the_end() -> None:
-    """It reuses the first rows of a block, which that step copies: no other request gets the block before its end."""
+    """It reuses the first rows of a block, which that step copies. Nobody else gets the block before the step ends."""
     cache = PrefixCache(8, 2, index=IndexKind.RADIX)
     scheduler = Scheduler(cache, SchedulerConfig(max_step_tokens=8, max_running=2, max_waiting=4))
     backend = CheckingBackend(cache, 8)

@@ -1,6 +1,9 @@
-"""Random traffic against a backend that checks every step; outputs equal those of each request alone."""
+"""Random traffic on a backend that checks every step. Outputs equal those of each request alone."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -16,13 +19,15 @@ from hypothesis.stateful import (
 
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
+from engine.sched.output import TokenOutput
+from engine.sched.plan import StepPlan
 from engine.sched.request import FinishReason, Request, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
 from tests.engine.sched.checking_backend import CheckingBackend, oracle
 
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -53,7 +58,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         index=st.sampled_from(IndexKind),
         kept=st.integers(0, 8),
     )
-    def start(self, blocks, block_size, step_tokens, running, overtakes, index, kept):
+    def start(
+        self, blocks: int, block_size: int, step_tokens: int, running: int, overtakes: int, index: IndexKind, kept: int
+    ) -> None:
         self.cache = PrefixCache(blocks, block_size, index=index, learnt_blocks=kept)
         config = SchedulerConfig(step_tokens, min(running, step_tokens), max_waiting=8, max_overtakes=overtakes)
         self.scheduler = Scheduler(self.cache, config)
@@ -62,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_id = 0
 
     @rule(arrivals=st.lists(ARRIVALS, min_size=2, max_size=6), tools=TOOLS)
-    def add(self, arrivals, tools):
+    def add(self, arrivals: list[tuple[Any, ...]], tools: ToolUse | None) -> None:
         for prompt, max_tokens, stop, seed, salt in arrivals:
             request = Request(self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, salt=salt, tools=tools)
             self.next_id += 1
@@ -77,26 +84,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(count=st.integers(1, 12))
-    def step(self, count):
+    def step(self, count: int) -> None:
         for _ in range(count):
             self.one_step(aborted=[])
             self.is_sound()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), reset=st.sampled_from([False, False, False, True]))
-    def step_with_aborts(self, data, reset):
+    def step_with_aborts(self, data: st.DataObject, reset: bool) -> None:
         self.one_step(self.draw_requests(data), reset=reset)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def abort(self, data):
+    def abort(self, data: st.DataObject) -> None:
         for request_id in self.draw_requests(data)[:1]:
             self.abort_one(request_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), really=st.sampled_from([False, False, True]))
-    def failing_step(self, data, really):
-        """The backend raises after it has written; some requests were aborted meanwhile."""
+    def failing_step(self, data: st.DataObject, really: bool) -> None:
+        """Let the backend raise after it has written; some requests were aborted meanwhile."""
         plan = self.schedule() if really else None
         if plan is None:
             return
@@ -108,41 +115,44 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id in planned:
             del self.requests[request_id]
 
-    def draw_requests(self, data) -> list[int]:
+    def draw_requests(self, data: st.DataObject) -> list[int]:
         if not self.requests:
             return []
-        return data.draw(st.lists(st.sampled_from(sorted(self.requests)), max_size=2, unique=True))
+        drawn: list[int] = data.draw(st.lists(st.sampled_from(sorted(self.requests)), max_size=2, unique=True))
+        return drawn
 
-    def abort_one(self, request_id):
+    def abort_one(self, request_id: int) -> None:
         assert self.scheduler.abort(request_id)
         assert not self.scheduler.abort(request_id)
         del self.requests[request_id]
 
-    def schedule(self):
+    def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
         assert (plan is not None) == bool(self.requests), "work waits, but nothing runs"
         return plan
 
-    def one_step(self, aborted, *, reset=False):
+    def one_step(self, aborted: list[int], *, reset: bool = False) -> None:
         plan = self.schedule()
         if plan is None:
             return
         result = self.backend.run(plan)
-        available = self.cache.pool.available + self.cache.learnt.spare
+        available = self.obtainable()
         for request_id in aborted:
             self.abort_one(request_id)
         if reset:
             self.scheduler.reset_cache()
-        assert self.cache.pool.available + self.cache.learnt.spare == available, (
-            "blocks of a step in progress came free"
-        )
+        assert self.obtainable() == available, "blocks of a step in progress came free"
         outputs = self.scheduler.complete(result)
         expected = [c.request.id for c in plan.chunks if c.samples and c.request.id in self.requests]
         assert [output.request_id for output in outputs] == expected
         for output in outputs:
             self.check_output(output)
 
-    def check_output(self, output):
+    def obtainable(self) -> int:
+        """Return the number of blocks that no request computes with, including pinned ones."""
+        return self.cache.pool.available + self.cache.learnt.spare + self.cache.pins.spare
+
+    def check_output(self, output: TokenOutput) -> None:
         request = self.requests[output.request_id]
         assert output.token is not None
         assert request.output_tokens[-1] == output.token.token
@@ -157,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output.finish is None
 
     @invariant()
-    def is_sound(self):
+    def is_sound(self) -> None:
         self.cache.check_integrity()
         assert self.scheduler.has_work == bool(self.requests)
         load = self.scheduler.load()
@@ -166,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.blocks_free == load.blocks_total - len({*self.blocks_in_use()})
         assert load.uncached_tokens == self.brute_force_uncached()
 
-    def blocks_in_use(self):
+    def blocks_in_use(self) -> Iterator[int | None]:
         for entry in self.scheduler._running:
             yield from entry.sequence.blocks
             yield from entry.sequence.nodes
@@ -174,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 yield entry.sequence.source
 
     def brute_force_uncached(self) -> int:
-        """Every request matched anew."""
+        """Return the uncached tokens with every request matched from the start."""
         total = 0
         for entry in self.scheduler._entries.values():
             if entry.request.id in self.scheduler._waiting:
@@ -185,8 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 total += max(entry.prefill_end - entry.computed_tokens, 0)
         return total
 
-    def teardown(self):
-        """Everything still there ends, and all blocks come back."""
+    def teardown(self) -> None:
+        """End everything that is left, and check that all blocks come back."""
         if not hasattr(self, "cache"):
             return
         bound = sum(8 * (len(r.prompt_tokens) + r.max_tokens) for r in self.requests.values())
@@ -200,5 +210,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
 
 
-def test_outputs_equal_the_oracle_under_any_traffic():
+def test_outputs_equal_the_oracle_under_any_traffic() -> None:
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)

@@ -28,11 +28,11 @@ def random_plan(rng: random.Random, *, prefill: bool) -> StepPlan:
 
 
 def seconds(cost: StepCost, plan: StepPlan) -> float:
-    return sum(c * x for c, x in zip(astuple(cost), step_features(plan), strict=True))
+    return float(sum(c * x for c, x in zip(astuple(cost), step_features(plan), strict=True)))
 
 
 def error(fit: StepCostFit, rng: random.Random, true: StepCost = TRUE) -> float:
-    """Largest relative error of a prediction over steps not seen."""
+    """Return the largest relative error of a prediction over unseen steps."""
     plans = [random_plan(rng, prefill=i % 2 == 0) for i in range(50)]
     return max(abs(seconds(fit.cost(), plan) / seconds(true, plan) - 1) for plan in plans)
 
@@ -43,12 +43,12 @@ def train(fit: StepCostFit, rng: random.Random, steps: int, true: StepCost = TRU
         fit.observe(plan, seconds(true, plan) * (1 + noise * rng.uniform(-1, 1)))
 
 
-def test_features_follow_the_definition_of_step_cost():
+def test_features_follow_the_definition_of_step_cost() -> None:
     plan = StepPlan((chunk(100, 50), chunk(7, 1, decodes=True), chunk(9, 1, decodes=True)))
     assert step_features(plan) == (1, 50, 50 * 125, 8 + 10, 2)
 
 
-def test_nothing_is_claimed_before_a_few_prefills_were_seen():
+def test_nothing_is_claimed_before_a_few_prefills_were_seen() -> None:
     fit, rng = StepCostFit(), random.Random(0)
     for _ in range(100):
         fit.observe(random_plan(rng, prefill=False), 0.01)
@@ -71,21 +71,21 @@ def test_nothing_is_claimed_before_a_few_prefills_were_seen():
     ),
     st.integers(0, 100),
 )
-def test_constants_of_a_steady_device_are_found(true, seed):
+def test_constants_of_a_steady_device_are_found(true: StepCost, seed: int) -> None:
     fit, rng = StepCostFit(), random.Random(seed)
     train(fit, rng, 300, true)
     assert min(astuple(fit.cost())) >= 0
     assert error(fit, rng, true) < 0.01
 
 
-def test_noise_is_averaged():
+def test_noise_is_averaged() -> None:
     fit, rng = StepCostFit(), random.Random(1)
     train(fit, rng, 600, noise=0.1)
     assert error(fit, rng) < 0.1
 
 
 @pytest.mark.parametrize("factor", [10, 100])
-def test_steps_that_hiccup_change_little(factor):
+def test_steps_that_hiccup_change_little(factor: int) -> None:
     fit, rng = StepCostFit(), random.Random(2)
     for i in range(400):
         plan = random_plan(rng, prefill=i % 2 == 0)
@@ -93,7 +93,7 @@ def test_steps_that_hiccup_change_little(factor):
     assert error(fit, rng) < 0.15
 
 
-def test_a_device_that_slows_down_is_followed():
+def test_a_device_that_slows_down_is_followed() -> None:
     fit, rng = StepCostFit(), random.Random(3)
     train(fit, rng, 200)
     slower = StepCost(*(3 * c for c in astuple(TRUE)))
@@ -101,7 +101,7 @@ def test_a_device_that_slows_down_is_followed():
     assert error(fit, rng, slower) < 0.05
 
 
-def test_thousands_of_decode_steps_do_not_erase_what_prefill_costs():
+def test_thousands_of_decode_steps_do_not_erase_what_prefill_costs() -> None:
     fit, rng = StepCostFit(), random.Random(4)
     train(fit, rng, 200)
     plan = random_plan(rng, prefill=False)
@@ -110,7 +110,7 @@ def test_thousands_of_decode_steps_do_not_erase_what_prefill_costs():
     assert fit.cost().token_s == pytest.approx(TRUE.token_s, rel=0.05)
 
 
-def test_steps_that_never_vary_are_predicted():
+def test_steps_that_never_vary_are_predicted() -> None:
     fit = StepCostFit()
     plan = StepPlan((chunk(0, 512),))
     for _ in range(100):
@@ -118,8 +118,22 @@ def test_steps_that_never_vary_are_predicted():
     assert seconds(fit.cost(), plan) == pytest.approx(0.02, rel=1e-3)
 
 
-def test_times_that_are_not_positive_are_ignored():
+def test_times_that_are_not_positive_are_ignored() -> None:
     fit = StepCostFit()
     for _ in range(20):
         fit.observe(StepPlan((chunk(0, 512),)), 0.0)
     assert fit.cost() == StepCost()
+
+
+def test_the_shortest_step_is_of_late() -> None:
+    """It is known from the first step on. After a device has become slower, it follows after some hundred steps."""
+    fit = StepCostFit()
+    assert fit.least_s == 0
+    for number in range(100):
+        fit.observe(StepPlan((chunk(0, 100 + number),)), 0.010 + 1e-5 * number)
+    assert fit.least_s == 0.010
+    for number in range(2000):
+        fit.observe(StepPlan((chunk(0, 100 + number % 100),)), 0.020 + 1e-5 * (number % 100))
+    assert fit.least_s == 0.020
+    fit.observe(StepPlan((chunk(0, 1),)), 0.005)
+    assert fit.least_s == 0.005

@@ -1,4 +1,4 @@
-"""Engines on a real socket: the whole program but for its command line, with an emulated device that is quick."""
+"""Engines on a real socket: the whole program except its command line, with a fast emulated device."""
 
 from __future__ import annotations
 

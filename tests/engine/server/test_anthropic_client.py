@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import orjson
@@ -17,7 +17,7 @@ from engine.sched.plan import StepPlan, StepResult
 from tests.engine.server.conftest import FAST, MODEL, Engine, Start
 
 SYSTEM = "You are a helpful assistant who knows the deployment well. " * 12
-HI = [{"role": "user", "content": "hi"}]
+HI: Any = [{"role": "user", "content": "hi"}]
 MARK = {"type": "ephemeral"}
 
 
@@ -36,7 +36,7 @@ async def client(engine: Engine) -> AsyncIterator[AsyncAnthropic]:
 
 
 def keep_short_ones(engine: Engine) -> None:
-    """No beginning of a prompt is too short to be kept."""
+    """Let the engine keep prefixes of any length."""
     service = engine.service
     engine.state.service = replace(service, model=replace(service.model, least_kept_tokens=1))
 
@@ -99,12 +99,12 @@ async def test_a_stream_has_the_events_of_the_api_in_their_order(engine: Engine)
 
 
 async def test_equal_rendering_equal_cache_at_both_endpoints(client: AsyncAnthropic, engine: Engine) -> None:
-    """A conversation that goes on at the other API finds what it left, and has the same prefix keys."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "why is that so? " * 10}]
+    """A conversation that continues at the other API finds its cache, and has the same prefix keys."""
+    messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "why is that so? " * 10}]
     status, chat = await engine.ask("/v1/chat/completions", messages=messages, max_tokens=1)
     held = engine.service.scheduler.held_keys()
     assert status == 200
-    parts = [text_block(SYSTEM[:50], cache_control=MARK), text_block(SYSTEM[50:])]
+    parts: Any = [text_block(SYSTEM[:50], cache_control=MARK), text_block(SYSTEM[50:])]
     answer = await client.messages.create(model=MODEL, system=parts, messages=messages[1:], max_tokens=1)
     assert prompt_tokens(answer.usage) == chat["usage"]["prompt_tokens"]
     assert answer.usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"] - 1
@@ -114,14 +114,14 @@ async def test_equal_rendering_equal_cache_at_both_endpoints(client: AsyncAnthro
 async def test_usage_splits_the_prompt_at_the_last_mark(client: AsyncAnthropic, engine: Engine) -> None:
     keep_short_ones(engine)
     system = [text_block(SYSTEM, cache_control={"type": "ephemeral", "ttl": "1h"})]
-    first = [text_block("one " * 40, cache_control=MARK), text_block("two " * 40)]
+    first: Any = [text_block("one " * 40, cache_control=MARK), text_block("two " * 40)]
     request: dict[str, Any] = {"model": MODEL, "system": system, "max_tokens": 1}
     cold = (await client.messages.create(**request, messages=[{"role": "user", "content": first}])).usage
     assert cold.cache_creation is not None
     hour, minutes = cold.cache_creation.ephemeral_1h_input_tokens, cold.cache_creation.ephemeral_5m_input_tokens
     bare = await client.messages.count_tokens(model=MODEL, messages=HI)
     whole = await client.messages.count_tokens(model=MODEL, system=SYSTEM, messages=HI)
-    # The count of the system text alone has template text behind it.
+    # The count of the system text alone includes template text after it.
     assert 0 < whole.input_tokens - bare.input_tokens - hour < 16
     assert 0 < minutes < cold.input_tokens
     assert cold.cache_creation_input_tokens == hour + minutes
@@ -135,7 +135,7 @@ async def test_usage_splits_the_prompt_at_the_last_mark(client: AsyncAnthropic, 
 async def test_a_mark_for_the_whole_request_is_one_at_its_end(client: AsyncAnthropic, engine: Engine) -> None:
     keep_short_ones(engine)
     messages: Any = [{"role": "user", "content": "count me " * 30}]
-    answer = await client.messages.create(model=MODEL, messages=messages, max_tokens=1, cache_control=MARK)
+    answer = await client.messages.create(model=MODEL, messages=messages, max_tokens=1, cache_control=cast(Any, MARK))
     assert (answer.usage.cache_creation_input_tokens or 0) > answer.usage.input_tokens > 0
 
 
@@ -151,7 +151,7 @@ async def test_stop_sequences_are_named(start: Start, client: AsyncAnthropic) ->
     assert (final.stop_reason, final.stop_sequence, said(final)) == ("stop_sequence", stop, said(stopped))
 
 
-async def test_an_answer_ends_where_the_context_does(client: AsyncAnthropic, engine: Engine) -> None:
+async def test_an_answer_ends_at_the_end_of_the_context(client: AsyncAnthropic, engine: Engine) -> None:
     messages: Any = [{"role": "user", "content": "a b c d " * 500}]
     count = (await client.messages.count_tokens(model=MODEL, messages=messages)).input_tokens
     service = engine.service
@@ -208,11 +208,11 @@ async def test_a_step_that_fails_ends_the_stream_with_an_error(start: Start) -> 
     class Fails(SimBackend):
         steps = 0
 
-        def run(self, plan: StepPlan) -> StepResult:
+        async def run(self, plan: StepPlan) -> StepResult:
             self.steps += 1
             if self.steps == 4:
                 raise RuntimeError("out of memory")
-            return super().run(plan)
+            return await super().run(plan)
 
     async with start(backend=Fails(FAST, 300)) as engine, client_of(engine) as client:
         with pytest.raises(anthropic.APIStatusError) as caught:

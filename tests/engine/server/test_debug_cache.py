@@ -1,8 +1,10 @@
-"""`/debug/cache`: what it shows, what it does not, and whom."""
+"""`/debug/cache`: what it shows, what it hides, and who may see it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import orjson
 import pytest
@@ -45,7 +47,7 @@ async def test_a_bad_top_is_refused_by_name(engine: Engine, top: str) -> None:
 
 
 async def test_many_at_once_are_answered_and_requests_go_on(engine: Engine) -> None:
-    surveys = [engine.text("/debug/cache") for _ in range(20)]
+    surveys: list[Coroutine[Any, Any, Any]] = [engine.text("/debug/cache") for _ in range(20)]
     *texts, (status, _) = await asyncio.gather(*surveys, engine.ask(CHAT, messages=asked("x"), max_tokens=3))
     assert status == 200
     assert all(orjson.loads(text)["tree"]["deepest_tokens"] >= 0 for text in texts)

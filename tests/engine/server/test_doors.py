@@ -1,4 +1,4 @@
-"""Whom an engine serves what: clients with a key, Prometheus, and operators at a port of their own."""
+"""Access to an engine's routes: clients with a key, Prometheus, and operators at their own port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def put(path: Path, text: str) -> None:
-    path.write_text(text)
+    """Replace the file in one step, like a Secret: between two writes an engine could read an empty file."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 async def status_of(engine: Engine, port: int | None, method: str, path: str, key: str = "") -> int:
@@ -84,12 +87,12 @@ async def test_keys_change_while_it_runs_and_a_file_that_is_none_changes_nothing
     monkeypatch.setattr(files, "REREAD_S", 0.01)
     async with start(api_key_file=key_file) as engine:
         put(key_file, "two words\n")
-        await wait_until(lambda: "line 1 is no key" in caplog.text)
+        await wait_until(lambda: "line 1 is not a key" in caplog.text)
         assert await status_of(engine, engine.ports.clients, "POST", CHAT, "old") == 200
         caplog.clear()
         caplog.set_level(logging.INFO)
         put(key_file, "newest\n")
-        await wait_until(lambda: "was read" in caplog.text)
+        await wait_until(lambda: f"{key_file} was read" in caplog.text)
         assert await status_of(engine, engine.ports.clients, "POST", CHAT, "old") == 401
         assert await status_of(engine, engine.ports.clients, "POST", CHAT, "newest") == 200
     assert "two words" not in caplog.text

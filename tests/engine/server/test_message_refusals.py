@@ -1,4 +1,4 @@
-"""What `/v1/messages` refuses, naming which field; what it takes; and any JSON in any field."""
+"""Which fields `/v1/messages` refuses by name and which it takes; and any JSON in any field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text(**more: Any) -> dict[str, Any]:
     return {"type": "text", "text": "hi", **more}
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"messages": "hi"}, "messages"),
@@ -55,7 +55,7 @@ REFUSED = [
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"service_tier": "flex"}, "service_tier"),
 ]
-TAKEN = [
+TAKEN: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "container": None},
     {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": None, "temperature": 0, "top_k": 4},
     {"system": [text(cache_control=None, citations=[])], "messages": [HI, {"role": "assistant", "content": "a"}]},
@@ -103,7 +103,7 @@ OURS = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """Valid fields, and in half of the bodies one with any value at all."""
+    """Valid fields; in half of the bodies one field has an arbitrary value."""
     needed = ["max_tokens", "messages"]
     optional = sorted(OURS.keys() & MessagesFields.model_fields.keys() - {*needed})
     names = needed + draw(st.lists(st.sampled_from(optional), max_size=5, unique=True))

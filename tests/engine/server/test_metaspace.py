@@ -1,4 +1,4 @@
-"""Answers of a model whose tokens begin with their space: its tokenizer strips the first space of what it decodes."""
+"""Answers of a model whose tokens begin with their space: its tokenizer strips the first space of a decoded text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER = " lazy dog; the dog sleeps"
 
 
 class Scripted(SimBackend):
-    """Says the same tokens to everyone."""
+    """Gives the same tokens to every request."""
 
     def __init__(self, tokens: list[int]) -> None:
         super().__init__(FAST, 300)

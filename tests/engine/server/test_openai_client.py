@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any, cast
 
 import openai
 import pytest
@@ -23,16 +24,16 @@ async def client(engine: Engine) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def test_a_conversation_grows_its_cached_tokens(client: AsyncOpenAI) -> None:
-    messages = [{"role": "system", "content": SYSTEM}]
-    cached = []
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    cached: list[int] = []
     for turn in range(3):
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 10})
         answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=20)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 20
-        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-        # What the client got goes back as it is, with the fields that the library adds.
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+        # The client sends the answer back unchanged, with the fields that the library adds.
         messages.append(answer.choices[0].message.model_dump())
     assert cached[0] == 0
     assert cached[0] < cached[1] < cached[2]
@@ -50,7 +51,12 @@ async def test_a_model_is_retrieved_as_it_is_listed(client: AsyncOpenAI, engine:
 
 
 async def test_streaming_says_what_not_streaming_says(client: AsyncOpenAI) -> None:
-    request = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "seed": 5}
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 40,
+        "seed": 5,
+    }
     whole = await client.chat.completions.create(**request)
     stream = await client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
@@ -79,7 +85,12 @@ async def test_choices_of_one_request_differ_and_are_reproducible(client: AsyncO
 
 
 async def test_log_probabilities_cover_every_token(client: AsyncOpenAI) -> None:
-    request = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+    request: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 12,
+        "seed": 3,
+    }
     answer = await client.chat.completions.create(**request, logprobs=True, top_logprobs=2)
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
@@ -114,7 +125,7 @@ async def test_completions_take_texts_and_token_ids(client: AsyncOpenAI) -> None
 
 
 async def test_echo_repeats_the_prompt(client: AsyncOpenAI) -> None:
-    request = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 3, "seed": 1}
+    request: dict[str, Any] = {"model": MODEL, "prompt": "once upon a time", "max_tokens": 3, "seed": 1}
     plain = await client.completions.create(**request)
     echoed = await client.completions.create(**request, echo=True)
     stream = await client.completions.create(**request, echo=True, stream=True)
@@ -124,12 +135,12 @@ async def test_echo_repeats_the_prompt(client: AsyncOpenAI) -> None:
 
 async def test_tools_and_calls_are_part_of_the_prompt(client: AsyncOpenAI, engine: Engine) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": json.dumps({"what": "<b>&"})}}
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "fi"}, {"type": "text", "text": "nd"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     ]
-    answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], max_tokens=2)
+    answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=cast(Any, [TOOL]), max_tokens=2)
     _, tokens = await engine.ask("/tokenize", messages=messages, tools=[TOOL])
     _, text = await engine.ask("/detokenize", tokens=tokens["tokens"])
     assert answer.usage is not None
@@ -147,8 +158,10 @@ async def test_tools_and_calls_are_part_of_the_prompt(client: AsyncOpenAI, engin
         ({"extra_body": {"max_tokns": 3}}, openai.BadRequestError),
     ],
 )
-async def test_errors_arrive_as_the_clients_own(client: AsyncOpenAI, change: dict[str, object], error: type) -> None:
-    request = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+async def test_errors_arrive_as_the_clients_own(
+    client: AsyncOpenAI, change: dict[str, Any], error: type[Exception]
+) -> None:
+    request: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(error) as caught:
         await client.chat.completions.create(**{**request, **change})
     assert isinstance(caught.value, openai.APIStatusError)

@@ -1,4 +1,4 @@
-"""What clients ask to keep stays in the cache, within its share; usage says what does."""
+"""Prefixes that clients ask to keep stay in the cache, within its share; usage reports them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def asked(*content: Any, **more: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def small(start: Start, **settings: Any) -> AsyncIterator[Engine]:
-    """An engine with few blocks, which keeps prompts however short they are."""
+    """An engine with few blocks that keeps prompts of any length."""
     async with start(profile=SMALL, **settings) as engine:
         service = engine.service
         engine.state.service = replace(service, model=replace(service.model, least_kept_tokens=16))
@@ -37,7 +37,7 @@ async def small(start: Start, **settings: Any) -> AsyncIterator[Engine]:
 
 
 async def flood(engine: Engine) -> None:
-    """Prompts of their own, until nothing unpinned of before is left."""
+    """Send unrelated prompts until all unpinned older blocks are evicted."""
     for i in range(12):
         status, _ = await engine.ask("/v1/completions", prompt=[10 + i] * 400, max_tokens=1)
         assert status == 200
@@ -51,7 +51,7 @@ async def ask(engine: Engine, path: str, fields: dict[str, Any]) -> dict[str, An
 
 
 async def read_again(engine: Engine, fields: dict[str, Any]) -> int:
-    """Tokens of the request that are there after a flood."""
+    """Return the request's cached tokens after a flood."""
     await flood(engine)
     return int((await ask(engine, MESSAGES, fields))["cache_read_input_tokens"])
 
@@ -68,7 +68,7 @@ async def test_a_marked_beginning_outlives_a_flood_and_another_does_not(start: S
         assert await read_again(engine, marked) == kept // 16 * 16
         text = await engine.text("/metrics")
         assert f'warmroute_kv_blocks_pinned{{model_name="tiny"}} {kept // 16:.1f}' in text
-        # As if five minutes had passed since.
+        # Act as if five minutes had passed.
         engine.service.scheduler.advance(asyncio.get_running_loop().time() + 301)
         assert await read_again(engine, marked) == 0
 
@@ -122,7 +122,7 @@ async def test_chats_have_marks_too(start: Start, fields: dict[str, Any], least:
         assert kept > least
         assert (details["cached_tokens"], details["unpinned_tokens"]) == (0, 0)
         await flood(engine)
-        # A mark is not rendered: the same request without it finds what is kept.
+        # A mark is not rendered, so the same request without it finds the kept tokens.
         warm = (await ask(engine, CHAT, plain))["prompt_tokens_details"]
         assert kept - 16 <= warm["cached_tokens"] <= kept
         assert warm.get("created_cache_tokens", 0) <= 16
@@ -140,7 +140,7 @@ async def test_a_chat_with_tools_outlives_a_flood_until_its_result_comes(start: 
         assert kept > 10
         await ask(engine, CHAT, {**asked, "tools": [TOOL], "tool_choice": "none", "cache_salt": "other"})
         await ask(engine, CHAT, {**asked, "cache_salt": "third"})
-        assert len(engine.service.scheduler.pins[1]) == kept, "who may call no tool waits for none"
+        assert len(engine.service.scheduler.pins[1]) == kept, "a model that may call no tool waits for none"
         await flood(engine)
         usage = await ask(engine, CHAT, {"messages": [*turns, result], "tools": [TOOL], "max_tokens": 4})
         assert usage["prompt_tokens_details"]["cached_tokens"] > 160

@@ -81,7 +81,7 @@ async def test_a_second_signal_does_not_wait_for_streams(engine_process: Program
 
 
 async def test_the_port_is_open_while_the_model_loads(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")  # reading it waits for ever
+    os.mkfifo(tmp_path / "config.json")  # a read of it waits for ever
     port = free_port()
     program = Program("engine", *("--model", str(tmp_path)), *("--device", "sim"), *("--port", str(port)))
     try:
@@ -210,7 +210,7 @@ main()
 
 @pytest.fixture
 def hung_process(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
-    """An engine whose steps never end, as on a card that does not answer."""
+    """An engine whose steps never end, as with a card that does not answer."""
     flags = ("--model", str(checkpoint), "--device", "sim", "--port", "0")
     with subprocess.Popen([sys.executable, "-c", HUNG, *flags], stdout=subprocess.PIPE, text=True) as process:
         try:

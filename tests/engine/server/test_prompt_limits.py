@@ -1,4 +1,4 @@
-"""What is refused before it costs the time of tokenizing."""
+"""Prompts that are refused before they are tokenized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUGE = "a b " * 5 * 2**20
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every text that is tokenized."""
+    """All tokenized texts."""
     texts: list[str] = []
     encode = Tokenizer.encode
 
@@ -49,7 +49,7 @@ async def test_a_prompt_of_20_megabytes_is_not_tokenized(
     assert encoded == []
 
 
-async def test_of_too_many_prompts_none_is_tokenized(engine: Engine, encoded: list[str]) -> None:
+async def test_if_there_are_too_many_prompts_none_is_tokenized(engine: Engine, encoded: list[str]) -> None:
     for fields in ({"prompt": ["a"] * 100_000}, {"prompt": ["a"] * (MAX_CHOICES // 2 + 1), "n": 2}):
         status, body = await engine.ask(TEXT, **fields)
         assert (status, body["error"]["param"]) == (400, "n")

@@ -1,4 +1,4 @@
-"""What the engine refuses, with which status and naming which field; and what it takes."""
+"""Which fields the engine refuses, by which status and name; and which it takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call(arguments: object) -> dict[str, Any]:
     return messages({"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": arguments}}]})
 
 
-BOTH = [
+BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"model": 3}, "model"),
     ("temperature", {"temperature": -0.1}, "temperature"),
     ("temperature text", {"temperature": "1"}, "temperature"),
@@ -84,7 +84,7 @@ BOTH = [
         "guided_json": {},
     }.items()),
 ]  # fmt: skip
-ONLY_CHAT = [
+ONLY_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": None}, "messages"),
     ("empty messages", {"messages": []}, "messages"),
     ("messages text", {"messages": "hi"}, "messages"),
@@ -118,7 +118,7 @@ ONLY_CHAT = [
     ("echo", {"echo": True}, "echo"),
     ("over-long", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages"),
 ]
-ONLY_TEXT = [
+ONLY_TEXT: list[tuple[str, dict[str, Any], str]] = [
     ("no prompt", {"prompt": None}, "prompt"),
     ("prompt number", {"prompt": 1}, "prompt"),
     ("prompt empty text", {"prompt": ""}, "prompt"),
@@ -136,15 +136,15 @@ ONLY_TEXT = [
     ("many prompts", {"prompt": ["a"] * 33, "n": 2}, "n"),
     ("messages", {"messages": [MESSAGE]}, "messages"),
 ]
-CASES = [
+CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = [
     *((CHAT, {"messages": [MESSAGE]}, *case) for case in BOTH + ONLY_CHAT),
     *((TEXT, {"prompt": "hi"}, *case) for case in BOTH + ONLY_TEXT),
 ]
 
 
 async def test_every_refusal_is_a_400_that_names_the_field(engine: Engine) -> None:
-    """One engine and one test for the whole table: each line takes a millisecond."""
-    wrong = []
+    """One engine and one test serve the whole table, because each line takes only a millisecond."""
+    wrong: list[tuple[Any, ...]] = []
     for path, base, name, change, param in CASES:
         status, body = await engine.ask(path, **{"model": MODEL, **base, **change})
         error = body.get("error", {})
@@ -246,7 +246,7 @@ async def test_unknown_routes_and_methods_have_the_error_shape(engine: Engine) -
 async def test_a_text_with_a_token_that_the_model_lacks_is_refused(
     start: Start, loaded: LoadedModel, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    """A tokenizer may have more tokens than the model embeds; a card's step would fail, for others in it too."""
+    """A tokenizer may have more tokens than the model embeds. On a card the step would fail, with all its requests."""
     ids = loaded.text.tokenizer.encode("hi", add_special_tokens=True).ids
     async with start() as engine:
         service = engine.service

@@ -37,7 +37,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-async def test_models_say_who_serves_what(engine: Engine) -> None:
+async def test_the_list_of_models_says_which_pod_serves_what(engine: Engine) -> None:
     async with engine.http.get(engine.url + "/v1/models") as response:
         assert response.headers[headers.POD] == "pod-1"
         assert int(response.headers[headers.EPOCH]) == engine.service.epoch
@@ -149,7 +149,7 @@ async def test_metrics_count_what_happened(engine: Engine) -> None:
 async def test_metrics_show_the_load_of_the_moment(start: Start) -> None:
     async with start(SLOW, max_running=1, max_step_tokens=64) as engine:
         tasks = [asyncio.ensure_future(engine.ask(CHAT, messages=LONG, max_tokens=20)) for _ in range(2)]
-        # Both counts: the first request waits alone for a moment before its first step.
+        # Both counts are needed: the first request waits alone for a moment before its first step.
         await wait_until(lambda: (load := engine.service.scheduler.load()).running == load.waiting == 1)
         found = samples(await engine.text("/metrics"))
         assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
@@ -224,7 +224,7 @@ async def test_health_fails_when_the_step_loop_has_died(engine: Engine, monkeypa
 
 
 async def test_health_fails_after_steps_that_all_failed(start: Start) -> None:
-    """As on a card that has fallen off the bus: a pod that answers only errors is to be restarted."""
+    """As with a card that has fallen off the bus: a pod that answers only errors must be restarted."""
 
     class Lost:
         max_in_flight = 1

@@ -1,4 +1,4 @@
-"""What the choices of a request share and what they do not: seeds, and the hashing of their prompt."""
+"""The choices of a request: their seeds, and the one hashing of their prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 import engine.cache.sequence as cache_sequence
+from engine.cache.hashing import chain_digest
 from engine.contract.requests import Endpoint
 from engine.server.requests import prepare
 from tests.engine.server.conftest import Engine
@@ -37,7 +38,6 @@ async def test_a_prompt_is_hashed_once_for_all_its_choices_and_not_on_the_event_
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    chain_digest = cache_sequence.chain_digest
 
     def spy(parent: bytes, tokens: bytes) -> bytes:
         threads.append(threading.get_ident())

@@ -1,4 +1,4 @@
-"""An answer that goes on from where another engine left it."""
+"""An answer that continues the beginning from another engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = {"prompt": "Tell me of it, sir"}
 
 
 class Wordy(SimBackend):
-    """Writes whole words alone: any text of them is made of the very tokens that the tokenizer makes of it."""
+    """Writes only whole words, so that its text has the same tokens as the tokenizer gives it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(FAST, tokenizer.vocab_size)
@@ -35,9 +35,9 @@ class Wordy(SimBackend):
 
 
 async def answer(engine: Engine, endpoint: Endpoint, **fields: Any) -> tuple[list[str], dict[str, Any], str]:
-    """The pieces of a streamed answer, its usage and why it ended."""
+    """Return the pieces of a streamed answer, its usage and its finish reason."""
     asked = {"model": MODEL, "max_tokens": 24, "seed": 7, "stream": True, "stream_options": {"include_usage": True}}
-    pieces, usage, finish = [], {}, ""
+    pieces, usage, finish = list[str](), dict[str, Any](), ""
     async with engine.post(endpoint, **asked, **fields) as response:
         assert response.status == 200, await response.text()
         for data in SseDecoder().feed(await response.read()):
@@ -67,6 +67,44 @@ async def test_the_rest_is_what_the_whole_would_have_been(
             assert counts["prompt_tokens"] == usage["prompt_tokens"]
             assert counts["completion_tokens"] == 24, "what the client had already counts as well"
             assert counts["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
+
+
+async def named_answer(engine: Engine, endpoint: Endpoint, **fields: Any) -> tuple[list[str], int, int]:
+    """Return the pieces of a streamed answer at an API with named events, and its prompt and output tokens."""
+    pieces, usage = list[str](), dict[str, int]()
+    async with engine.post(
+        endpoint, **{"model": MODEL, "seed": 7, "stream": True, "ignore_eos": True, **fields}
+    ) as response:
+        assert response.status == 200, await response.text()
+        for data in SseDecoder().feed(await response.read()):
+            event = orjson.loads(data)
+            if event["type"] in ("content_block_delta", "response.output_text.delta"):
+                delta = event["delta"]
+                pieces.append(delta if isinstance(delta, str) else delta["text"])
+            usage = event.get("usage") or (event.get("response") or {}).get("usage") or usage
+    read = usage.get("cache_read_input_tokens", 0) + usage.get("cache_creation_input_tokens", 0)
+    return pieces, usage["input_tokens"] + read, usage["output_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked"),
+    [
+        (Endpoint.MESSAGES, {**CHAT, "max_tokens": 12}),
+        (Endpoint.RESPONSES, {"input": "Tell me of it.", "max_output_tokens": 12}),
+    ],
+)
+async def test_the_rest_is_that_of_the_whole_at_the_other_apis(
+    start: Start, loaded: LoadedModel, endpoint: Endpoint, asked: dict[str, Any]
+) -> None:
+    async with start(backend=Wordy(loaded.text.tokenizer)) as engine:
+        pieces, prompt, output = await named_answer(engine, endpoint, **asked)
+        assert (len(pieces), output) == (12, 12)
+        for cut in (1, 5, 11):
+            rest = await named_answer(engine, endpoint, **asked, answer_so_far="".join(pieces[:cut]))
+            assert rest == (pieces[cut:], prompt, 12)
+        async with engine.post(endpoint, model=MODEL, **asked, answer_so_far="".join(pieces)) as response:
+            assert response.status == 400
+            assert b'"answer_complete"' in await response.read(), "so the gateway knows that only the end is missing"
 
 
 @pytest.mark.parametrize(

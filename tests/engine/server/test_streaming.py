@@ -1,4 +1,4 @@
-"""Streams on the wire: order of events, when the headers go out, what a failure or a client's leaving does."""
+"""Streams on the wire: the order of events, the time of the headers, failures, and clients that leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.contract import headers
 from engine.contract.sse import SseDecoder
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import TokenOutput
-from engine.server.choices import Choice, Delta
+from engine.server.choices import AnswerChoice, Delta
 from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -33,7 +33,7 @@ async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
 
 
 class Failing(SimBackend):
-    """Fails in the steps named, counted from 1."""
+    """Fails in the given steps, counted from 1."""
 
     def __init__(self, *failing: int) -> None:
         super().__init__(FAST, 300)
@@ -137,15 +137,15 @@ async def test_a_step_that_fails_later_ends_the_stream_with_an_error_event(start
 async def test_a_defect_after_the_first_token_breaks_the_connection(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never a silent truncation, and never a second answer inside the first."""
-    push = Choice.push
+    """The client never gets a silent truncation, nor a second answer inside the first."""
+    push = AnswerChoice.push
 
-    def broken(choice: Choice, output: TokenOutput) -> Delta:
+    def broken(choice: AnswerChoice, output: TokenOutput) -> Delta:
         if choice.completion_tokens == 2:
             raise AssertionError("a defect")
         return push(choice, output)
 
-    monkeypatch.setattr(Choice, "push", broken)
+    monkeypatch.setattr(AnswerChoice, "push", broken)
     async with engine.post(CHAT, messages=MESSAGES, max_tokens=9, stream=True) as response:
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
@@ -165,14 +165,14 @@ async def test_a_client_that_reads_nothing_is_dropped(
                 await engine.state.wait_idle()
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]  # a client's doing, not a defect
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]  # the client's fault, not a defect
 
 
 @pytest.mark.parametrize("path", ["chat", "health"])
 async def test_a_client_that_does_not_read_the_last_bytes_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """The end of a body, too, waits until the transport has room again; so does an answer that is sent at once."""
+    """The end of a body waits until the transport has room again, and so does an answer that is sent at once."""
     monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
 
     async def never(*_: object) -> None:
@@ -208,7 +208,7 @@ async def test_an_answer_of_many_slices_comes_whole_to_a_slow_client(
 
 
 async def test_a_stream_of_several_prompts_has_no_counts_in_its_headers(engine: Engine) -> None:
-    """The first token tells of one prompt's cache alone; the usage at the end tells of all."""
+    """At the first token only one prompt's cached tokens are known; the usage at the end has all of them."""
     for prompt, has_counts in (([list(range(64)), list(range(64))], False), ([list(range(64))], True)):
         fields = {"prompt": prompt, "max_tokens": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
         async with engine.post(TEXT, **fields) as response:
@@ -293,4 +293,4 @@ async def test_long_prompts_do_not_stop_the_event_loop(engine: Engine) -> None:
     status, body = await big
     assert status == 400
     assert "KV blocks" in body["error"]["message"]
-    assert worst_s < 0.5 * (time.perf_counter() - started_s)  # tokenizing takes nearly all of it, and holds nobody up
+    assert worst_s < 0.5 * (time.perf_counter() - started_s)  # tokenizing, nearly all of it, does not block

@@ -1,4 +1,4 @@
-"""`return_token_ids`: the ids of prompt and answer, in the fields and places that vLLM has them, streamed or not."""
+"""`return_token_ids`: the ids of prompt and answer, in the same fields as in vLLM, streamed or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.sched.plan import StepPlan, StepResult
 from tests.engine.server.conftest import FAST, Engine, Start
 from tests.engine.server.test_streaming import CHAT, TEXT, events_of
 
-PROMPTS = {
+PROMPTS: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "héllo wörld, tell me of caches"},
     CHAT: {"messages": [{"role": "user", "content": "tell me of caches"}]},
 }
@@ -26,15 +26,16 @@ async def streamed(engine: Engine, path: str, **fields: Any) -> list[dict[str, A
 
 
 async def tokens_of(engine: Engine, path: str) -> list[int]:
-    """The prompt's tokens, as the engine tells them elsewhere."""
+    """Return the prompt's tokens by another route of the engine."""
     fields = PROMPTS[path]
-    return (await engine.ask("/tokenize", **fields))[1]["tokens"]
+    tokens: list[int] = (await engine.ask("/tokenize", **fields))[1]["tokens"]
+    return tokens
 
 
 @BOTH
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_whole_answer_has_all_ids(engine: Engine, path: str, n: int) -> None:
-    # A seed, since an answer's text leaves out special tokens, which a random one draws now and then.
+    # The seed avoids special tokens, which an answer's text leaves out and a random seed draws now and then.
     fields = {"max_tokens": 20, "n": n, "ignore_eos": True, "seed": 7, "return_token_ids": True}
     status, body = await engine.ask(path, **PROMPTS[path], **fields)
     assert status == 200
@@ -67,7 +68,7 @@ async def test_streaming_says_what_not_streaming_says(engine: Engine, path: str)
 
 
 class Counting(SimBackend):
-    """65, 66, 67, ..."""
+    """Generates the tokens 65, 66, 67, ..."""
 
     next = 65
 
@@ -93,7 +94,7 @@ async def test_the_token_that_ends_an_answer_is_among_them(start: Start, path: s
 
 @BOTH
 @pytest.mark.parametrize("asked", [{}, {"return_token_ids": False}, {"return_token_ids": None}])
-async def test_without_it_there_are_none(engine: Engine, path: str, asked: dict[str, Any]) -> None:
+async def test_an_answer_has_no_token_ids_unless_asked(engine: Engine, path: str, asked: dict[str, Any]) -> None:
     _, body = await engine.ask(path, **PROMPTS[path], max_tokens=3, **asked)
     assert "token_ids" not in str(body)
 

@@ -1,7 +1,8 @@
-"""Over HTTP nobody can tell whether the backend takes one step or two."""
+"""Answers over HTTP do not depend on whether the backend takes one step or two."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,14 +24,18 @@ def essence(body: dict[str, Any]) -> Any:
     return body["choices"], body["usage"]["completion_tokens"]
 
 
+def holds_nothing(engine: Engine) -> bool:
+    return engine.held_blocks() == 0
+
+
 async def both(start: Start, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """The answer of an engine with one step in flight, and of one with two."""
+    """Return the answers of an engine with one step in flight and of an engine with two."""
     bodies = []
     for backend in (SimBackend(FAST, 300), TwoInFlight(SimBackend(FAST, 300))):
         async with start(backend=backend) as engine:
             status, body = await engine.ask(path, **fields)
             assert status == 200
-            await wait_until(lambda engine=engine: engine.held_blocks() == 0)
+            await wait_until(partial(holds_nothing, engine))
         bodies.append(body)
     assert isinstance(backend, TwoInFlight)
     assert backend.pending or "presence_penalty" in fields

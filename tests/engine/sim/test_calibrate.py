@@ -1,4 +1,4 @@
-"""Calibration: constants are found again, a real device is predicted, the program writes a profile that is read."""
+"""Calibration: it recovers known constants, predicts a real device, and writes a profile that the engine reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def timed(profile: SimProfile, shapes: list[Shape], noise: float = 0.0) -> list[
 
 
 @pytest.mark.parametrize("name", list(PROFILES))
-def test_the_constants_of_every_profile_are_found_again(name: str):
+def test_the_constants_of_every_profile_are_found_again(name: str) -> None:
     true = PROFILES[name]
     found = fit_profile(name, timed(true, grid(LIMITS)), true.kv_tokens)
     for constant in ("w0_ms", "a_ms", "c1_ms", "c2_ms", "c3_ms", "c4_ms"):
@@ -56,7 +56,7 @@ def test_the_constants_of_every_profile_are_found_again(name: str):
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.floats(0.0, 3.0), min_size=6, max_size=6))
-def test_any_device_of_the_form_is_predicted_and_no_constant_is_negative(exponents: list[float]):
+def test_any_device_of_the_form_is_predicted_and_no_constant_is_negative(exponents: list[float]) -> None:
     w0, a, c1, c2, c3, c4 = (10**exponent for exponent in exponents)
     true = SimProfile("any", w0, a / 10, c1 / 1e3, c2 / 1e7, c3 / 1e5, c4 / 1e2, 1)
     found = fit_profile("any", timed(true, grid(LIMITS), noise=0.05), 1)
@@ -64,7 +64,7 @@ def test_any_device_of_the_form_is_predicted_and_no_constant_is_negative(exponen
     assert float(np.median(relative_errors(found, timed(true, drawn(LIMITS, 30, 5))))) < 0.05
 
 
-def test_steps_are_as_described_and_share_no_block():
+def test_steps_are_as_described_and_share_no_block() -> None:
     plan = step_plan(Shape(cached=40, chunk=10, decodes=3, context=33), BLOCKS, 16)
     assert [(c.start, len(c.tokens), c.decodes) for c in plan.chunks] == [(40, 10, False), *[(32, 1, True)] * 3]
     assert [len(chunk.blocks) for chunk in plan.chunks] == [4, 3, 3, 3]
@@ -83,7 +83,7 @@ def test_steps_are_as_described_and_share_no_block():
     ),
     st.integers(0, 9),
 )
-def test_every_step_is_within_the_limits(limits: Limits, seed: int):
+def test_every_step_is_within_the_limits(limits: Limits, seed: int) -> None:
     shapes = [*grid(limits), *drawn(limits, 30, seed)]
     assert all(limits.hold(shape) for shape in shapes)
     assert drawn(limits, 30, seed) == shapes[len(grid(limits)) :]
@@ -92,7 +92,7 @@ def test_every_step_is_within_the_limits(limits: Limits, seed: int):
 
 
 class CpuTimed(TorchBackend):
-    """Times a step by what its one thread computes: other processes on the machine count for nothing."""
+    """Times a step by the CPU time of its one thread, so that other processes on the machine do not count."""
 
     def _step(self, plan: StepPlan) -> StepResult:
         start_s = time.thread_time()
@@ -109,8 +109,8 @@ async def measured(checkpoint: Path, seed: int) -> Measurement:
         await backend.close()
 
 
-async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(checkpoint: Path):
-    """Steps that the profile has not seen. Measured again where repeats say that caches and clock were disturbed."""
+async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(checkpoint: Path) -> None:
+    """The steps are held out of the fit. They are measured again if repeats show that caches or clock were unsteady."""
     errors = []
     for attempt in range(4):
         found = await measured(checkpoint, seed=attempt)
@@ -124,7 +124,7 @@ async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(ch
     assert errors[-1] <= 0.15, f"median error of each attempt: {errors}, spread of the last {found.spread:.0%}"
 
 
-def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tmp_path: Path):
+def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
     flags = ["--model", str(checkpoint), "--seconds", "3", "--threads", "1", "--kv-pool-tokens", "4096"]
     done = subprocess.run(
@@ -160,7 +160,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
     message: str,
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = ["--seconds", "1", "--threads", "1", "--max-step-tokens", "64", "--max-running", "8"]
     assert run(["--model", str(checkpoint), *sizes, *flags]) == 2
@@ -180,13 +180,13 @@ def test_what_cannot_be_measured_is_refused_in_a_line(
         (["--model", "m", "--port", "1"], "flag --port is unknown"),
     ],
 )
-def test_settings_are_refused_by_name(flags: list[str], message: str):
+def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CalibrateSettings.load(flags, prog="warmroute-engine calibrate", environ={})
 
 
 def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
-    """Whose variables are the engine's: those that both have count, others are no mistake; but a typing error is."""
+    """The container's variables are the engine's: shared ones count, others are ignored, a typing error is refused."""
     environ = {"WARMROUTE_MODEL": str(checkpoint), "WARMROUTE_HOST": "", "WARMROUTE_MAX_RUNNING": "3"}
     settings = CalibrateSettings.load(["--seconds", "2"], prog="warmroute-engine calibrate", environ=environ)
     assert (settings.model, settings.max_running, settings.seconds) == (checkpoint, 3, 2)
@@ -197,7 +197,7 @@ def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
 
 
 def test_a_cards_pool_is_written_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend's stream does not wait for the one that writes."""
+    """The backend's stream does not wait for the stream that writes the zeros."""
     done: list[object] = []
     pool: Any = SimpleNamespace(zero_=lambda: done.append("zeros"), is_cuda=True, device=torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "synchronize", done.append)

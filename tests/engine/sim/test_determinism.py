@@ -29,7 +29,7 @@ def virtual_run(seed: int, hash_seed: int) -> dict[str, list[Any]]:
     return found
 
 
-def test_two_processes_take_the_same_steps_in_virtual_time():
+def test_two_processes_take_the_same_steps_in_virtual_time() -> None:
     one, other, reseeded = virtual_run(7, hash_seed=1), virtual_run(7, hash_seed=2), virtual_run(8, hash_seed=1)
     assert len(one["ends_s"]) > 40
     assert one == other
@@ -52,7 +52,7 @@ def answer(url: str, prompt: str, seed: int) -> tuple[str, int]:
     return found["choices"][0]["text"], found["usage"]["completion_tokens"]
 
 
-def test_two_engines_of_one_seed_give_the_same_answers(checkpoint: Path):
+def test_two_engines_of_one_seed_give_the_same_answers(checkpoint: Path) -> None:
     flags = ["--model", str(checkpoint), "--device", "sim", "--sim-profile", "h100-70b-tp4", "--port", "0"]
     programs = [Program("engine", *flags, "--seed", seed) for seed in ("7", "7", "8")]
     with running(programs) as urls:

@@ -1,9 +1,10 @@
-"""The sim backend in virtual time: its steps last what the formula says, its tokens repeat."""
+"""The sim backend in virtual time: its steps last as long as the formula says, and its tokens are reproducible."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ def chunk(request: Request, start: int, tokens: int, *, samples: bool = True, de
     return SequenceChunk(request, start, [0] * tokens, [0], samples, decodes)
 
 
-def request(i: int = 0, **sampling: int) -> Request:
+def request(i: int = 0, **sampling: Any) -> Request:
     return Request(i, [1, 2, 3], max_tokens=50, sampling=SamplingParams(**sampling))
 
 
-def test_step_time_is_the_formula():
+def test_step_time_is_the_formula() -> None:
     plan = StepPlan((chunk(request(), 200, 100), chunk(request(1), 49, 1, decodes=True)))
     expected_ms = (2 + 0.1 * 101) + 1e-4 * 100 * 250 + 1e-3 * 50 + 0.5
     assert PROFILE.step_s(plan) == pytest.approx(expected_ms / 1e3)
@@ -36,20 +37,20 @@ def test_step_time_is_the_formula():
     assert PROFILE.step_s(small) == pytest.approx((5 + 1e-4 * 0.5) / 1e3)
 
 
-def test_h100_prefill_of_8k_matches_the_published_scale():
-    """205 to 220 ms from measured kernels plus attention; one step here."""
+def test_h100_prefill_of_8k_matches_the_published_scale() -> None:
+    """Measured kernels plus attention give 205 to 220 ms; here it is one step."""
     plan = StepPlan((chunk(request(), 0, 8192),))
     assert PROFILES["h100-8b"].step_s(plan) == pytest.approx(0.21, rel=0.1)
 
 
-def test_unknown_profile_is_refused_with_the_known_ones():
+def test_unknown_profile_is_refused_with_the_known_ones() -> None:
     assert find_profile("a100-8b") is PROFILES["a100-8b"]
     with pytest.raises(ValueError, match=r"'b200'.*h100-8b"):
         find_profile("b200")
 
 
 @pytest.mark.looptime
-async def test_a_step_takes_its_time_on_the_loop():
+async def test_a_step_takes_its_time_on_the_loop() -> None:
     backend: Backend = SimBackend(PROFILE, vocab_size=100)
     loop = asyncio.get_running_loop()
     plan = StepPlan((chunk(request(), 0, 1000),))
@@ -61,7 +62,7 @@ async def test_a_step_takes_its_time_on_the_loop():
 
 
 @pytest.mark.looptime
-async def test_host_time_between_the_steps_of_a_request_is_made_good():
+async def test_host_time_between_the_steps_of_a_request_is_made_good() -> None:
     backend, loop = SimBackend(PROFILE, vocab_size=100), asyncio.get_running_loop()
     subject, step_s = request(), PROFILE.w0_ms / 1e3
     started_s = loop.time()
@@ -72,7 +73,7 @@ async def test_host_time_between_the_steps_of_a_request_is_made_good():
 
 
 @pytest.mark.looptime
-async def test_an_idle_device_starts_when_asked_and_a_long_stall_lasts():
+async def test_an_idle_device_starts_when_asked_and_a_long_stall_lasts() -> None:
     backend, loop = SimBackend(PROFILE, vocab_size=100), asyncio.get_running_loop()
     step_s = PROFILE.w0_ms / 1e3
     for number in range(3):
@@ -88,7 +89,7 @@ async def test_an_idle_device_starts_when_asked_and_a_long_stall_lasts():
 
 
 @pytest.mark.looptime
-async def test_cancelling_the_caller_leaves_the_step_and_close_waits_for_it():
+async def test_cancelling_the_caller_leaves_the_step_and_close_waits_for_it() -> None:
     backend = SimBackend(PROFILE, vocab_size=100)
     loop = asyncio.get_running_loop()
     plan = StepPlan((chunk(request(), 0, 1000),))
@@ -105,7 +106,7 @@ async def test_cancelling_the_caller_leaves_the_step_and_close_waits_for_it():
 
 
 @pytest.mark.looptime
-async def test_tokens_depend_on_seeds_and_position_alone():
+async def test_tokens_depend_on_seeds_and_position_alone() -> None:
     async def tokens(seed: int, backend_seed: int = 0, others: int = 0) -> list[int]:
         backend = SimBackend(PROFILE, vocab_size=1000, seed=backend_seed)
         subject = request(seed=seed)
@@ -125,7 +126,7 @@ async def test_tokens_depend_on_seeds_and_position_alone():
 
 
 @pytest.mark.looptime
-async def test_only_sampling_chunks_get_tokens_and_stop_tokens_never_come():
+async def test_only_sampling_chunks_get_tokens_and_stop_tokens_never_come() -> None:
     backend = SimBackend(PROFILE, vocab_size=3)
     stopping = Request(0, [1], max_tokens=9, stop_token_ids=frozenset({0, 2}))
     for _ in range(20):
@@ -137,7 +138,7 @@ async def test_only_sampling_chunks_get_tokens_and_stop_tokens_never_come():
 
 
 @pytest.mark.looptime
-async def test_logprobs_are_those_of_a_uniform_distribution():
+async def test_logprobs_are_those_of_a_uniform_distribution() -> None:
     backend = SimBackend(PROFILE, vocab_size=50)
     result = await backend.run(StepPlan((chunk(request(logprobs=3), 0, 1), chunk(request(1), 0, 1))))
     asked, unasked = result.sampled[0], result.sampled[1]
@@ -147,14 +148,14 @@ async def test_logprobs_are_those_of_a_uniform_distribution():
     assert (unasked.logprob, unasked.top) == (None, ())
 
 
-def test_empty_vocabulary_is_refused():
+def test_empty_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size"):
         SimBackend(PROFILE, vocab_size=0)
 
 
 @pytest.mark.looptime
-async def test_scheduler_learns_the_profile_from_the_sim_it_drives():
-    """The whole pure path: cache, scheduler, backend, fit."""
+async def test_scheduler_learns_the_profile_from_the_sim_it_drives() -> None:
+    """Runs the whole pure path: cache, scheduler, backend, fit."""
     profile = PROFILES["h100-8b"]
     scheduler = Scheduler(PrefixCache(4000, 16), SchedulerConfig(2048, 64, 200))
     backend = SimBackend(profile, vocab_size=1000)

@@ -21,7 +21,7 @@ from engine.sched.scheduler import Scheduler, SchedulerConfig
 
 
 async def play(seed: int) -> dict[str, list[object]]:
-    """Forty requests, the pool too small for all of them."""
+    """Serve forty requests with a pool too small for all of them."""
     generator = random.Random(1)
     scheduler = Scheduler(PrefixCache(200, 16), SchedulerConfig(512, 16, 64))
     backend, loop = SimBackend(PROFILES["l4-8b"], vocab_size=1000, seed=seed), asyncio.get_running_loop()

@@ -35,13 +35,13 @@ def train_byte_level() -> tokenizers.Tokenizer:
 
 
 def train_metaspace() -> tokenizers.Tokenizer:
-    """As Llama 2 and Mistral have it: spaces are visible, unknown characters fall back to bytes, BOS comes first."""
+    """Train a tokenizer like Llama 2's and Mistral's: visible spaces, byte fallback, BOS first."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False)
     tokenizer.train_from_iterator([line.replace(" ", "▁") for line in CORPUS[:2]] * 3, trainer)
-    # The trainer makes the byte tokens special; in real checkpoints they are plain vocabulary.
+    # The trainer makes the byte tokens special, but in real checkpoints they are plain vocabulary.
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in bytes_]
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))

@@ -88,5 +88,5 @@ QWEN = """\
 
 ALL = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "qwen": QWEN}
 APPENDING = ("chatml", "llama", "qwen")
-"""Those whose rendering of a conversation starts with that of its beginning; the Mistral one moves the system text."""
+"""Templates whose rendering of a conversation starts with that of its beginning; Mistral's moves the system text."""
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -1,4 +1,4 @@
-"""How many prompt tokens a place in a conversation stands for."""
+"""The number of prompt tokens before a place in a conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 def counts_of(
     tokenizer: Tokenizer, source: str, messages: Messages, ends: list[tuple[int, int]], tools: Any = None
 ) -> list[str]:
-    """The text of the tokens of each place."""
+    """Return the text of the tokens before each place."""
     texts = [{**m, "content": "".join(part["text"] for part in m["content"])} for m in messages]
     prompt = ChatTemplate(source, SPECIAL_TOKENS).render(texts, tools)
     token_ends = tokenizer.encode(prompt, add_special_tokens=False).ends
@@ -46,7 +46,7 @@ def parted(draw: st.DrawFn) -> Messages:
 def test_a_place_stands_for_text_that_nothing_behind_it_changes(
     byte_level: Tokenizer, name: str, messages: Messages, others: Messages, tools: Any, data: st.DataObject
 ) -> None:
-    """What a place claims is a beginning of the prompt, however the conversation goes on there."""
+    """The text before a place is a beginning of the prompt for every continuation of the conversation there."""
     message = data.draw(st.integers(0, len(messages) - 1))
     parts = data.draw(st.integers(1, len(messages[message]["content"])))
     kept = [*messages[:message], {**messages[message], "content": messages[message]["content"][:parts]}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +59,7 @@ def reference() -> PreTrainedTokenizerFast:
 def test_rendering_equals_that_of_transformers(
     reference: PreTrainedTokenizerFast, name: str, messages: list[dict[str, Any]], tools: Any, prompt: bool
 ) -> None:
-    # With tools an empty list and none are the same to the engine, as they are to clients.
+    # An empty list of tools and None are the same for the engine, as for clients.
     expected = reference.apply_chat_template(
         messages, tools=tools or None, chat_template=ALL[name], tokenize=False, add_generation_prompt=prompt
     )
@@ -82,7 +82,7 @@ def test_a_message_is_continued_as_transformers_has_it(
         expected = reference.apply_chat_template(
             messages, tools=tools or None, chat_template=ALL[name], tokenize=False, continue_final_message=True
         )
-    except ValueError:  # its message is not there in the rendered text
+    except ValueError:  # the rendered text does not contain the message
         with pytest.raises(BadRequest, match="continue_final_message"):
             template.render_open(messages, tools)
         return
@@ -143,20 +143,21 @@ def test_where_a_template_may_lie(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_requests_with_tools_get_the_template_for_them(tmp_path: Path, in_config: bool) -> None:
-    """Checkpoints have it beside one that leaves tools out without a word (Hermes, Command R)."""
+    """Some checkpoints have it beside a template that silently leaves tools out (Hermes, Command R)."""
     both = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{{ messages[0].content }}"}
     reference = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), chat_template=both)
     reference.save_pretrained(tmp_path, save_jinja_files=not in_config)
-    if in_config:  # as older releases wrote it
+    if in_config:  # the way of older releases
         named = [{"name": name, "template": source} for name, source in both.items()]
         config = json.loads((tmp_path / "tokenizer_config.json").read_text())
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert (tmp_path / "chat_template.jinja").exists() != in_config
     template = ChatTemplate.from_path(tmp_path)
     assert template is not None
-    messages, tool = [{"role": "user", "content": "hi"}], {"type": "function", "function": {"name": "find"}}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    tool: dict[Any, Any] = {"type": "function", "function": {"name": "find"}}
     for tools in (None, [tool]):
-        expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        expected = reference.apply_chat_template(messages, tools=cast(Any, tools), tokenize=False)
         assert template.render(messages, tools) == expected
         assert ("find" in expected) == bool(tools)
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens each prefix key vouches for."""
+"""The number of prompt tokens that each prefix key covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.text.templates import ALL, APPENDING, CHATML, MISTRAL, SPECIAL
 
 STRIDE = 16
 Messages = list[dict[str, Any]]
-# Repeated fragments make contents that occur in each other and in the templates; white space makes stripped ones.
+# Repeated fragments make contents that occur in each other and in the templates; white space makes stripped contents.
 FRAGMENTS = st.sampled_from(
     ["a", "user", "\n", "  ", "system", "你好", "🙂", "é", "a b c d e f", "<|end|>", "function"]
 )
@@ -51,7 +51,7 @@ def spans_of(
     prompt = ChatTemplate(source, SPECIAL_TOKENS).render(messages, tools)
     ends = tokenizer.encode(prompt, add_special_tokens=False).ends
     keys = prefix_keys(canonical_chat(messages, tools), 0, STRIDE)
-    return chat_spans(keys, STRIDE, messages, tools, prompt, ends), prompt, ends
+    return chat_spans(keys, STRIDE, messages, tools, prompt, ends), prompt, list(ends)
 
 
 @pytest.mark.parametrize("name", APPENDING)
@@ -59,7 +59,7 @@ def spans_of(
 def test_equal_keys_claim_tokens_of_a_common_text(
     byte_level: Tokenizer, name: str, pair: tuple[Messages, Messages], tools: Any
 ) -> None:
-    """The guarantee: the text under the claims of two equal keys is the same, as far as the shorter claim goes."""
+    """The guarantee: two equal keys claim the same text, as far as the shorter claim goes."""
     claims = []
     for messages in pair:
         spans, prompt, ends = spans_of(byte_level, ALL[name], messages, tools)
@@ -85,10 +85,10 @@ def test_spans_are_a_beginning_of_the_keys_and_never_shrink(
 
 @given(messages=conversations())
 def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, messages: Messages) -> None:
-    """ChatML renders contents as they are: here a claim is neither smaller nor larger than the bytes allow."""
+    """ChatML renders contents unchanged, so a claim is exactly as large as the bytes allow."""
     spans, prompt, ends = spans_of(byte_level, CHATML, messages)
     canonical, rendered = 0, 0
-    known: list[tuple[int, int]] = [(0, 0)]  # after so many canonical bytes, so many characters
+    known: list[tuple[int, int]] = [(0, 0)]  # (canonical bytes, characters covered by them)
     for message in messages:
         canonical += len(message["role"]) + 1
         rendered += len("<|turn|>" + message["role"] + "\n")
@@ -97,7 +97,7 @@ def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, message
             canonical, rendered = canonical + len(char.encode()), rendered + 1
             known.append((canonical, rendered))
         canonical, rendered = canonical + 1, rendered + len("<|end|>\n")
-    # A content that also occurs in the template's text before it may be found there: a smaller claim, and a legal one.
+    # A content may be found earlier, in the template's text: then the claim is smaller, which is legal.
     position = searched = 0
     for message in messages:
         position += len("<|turn|>" + message["role"] + "\n")
@@ -123,11 +123,11 @@ def test_tools_come_first_in_the_bytes_and_claim_nothing(byte_level: Tokenizer) 
     spans, _, ends = spans_of(byte_level, ALL["qwen"], [{"role": "user", "content": "y" * 100}], tools)
     inside = len(canonical_chat([], tools)) // STRIDE
     assert [span.tokens for span in spans[:inside]] == [0] * inside
-    assert ends[spans[-1].tokens - 1] > 200  # the last ones claim the tools' text, which lies before the message
+    assert ends[spans[-1].tokens - 1] > 200  # the last keys claim the tools' text, which is before the message
 
 
 def test_a_template_that_moves_the_system_text_gets_no_claims_behind_it(byte_level: Tokenizer) -> None:
-    """The text before a moved message depends on later messages: claiming it would be wrong for the next turn."""
+    """The text before a moved message depends on later messages, so a claim of it would be wrong for the next turn."""
     messages = [
         {"role": "system", "content": "s" * 100},
         {"role": "user", "content": "first question " * 10},

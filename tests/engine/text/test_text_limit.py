@@ -1,4 +1,4 @@
-"""The bound on a text's bytes: no text that fits is above it, and it is one where it can be."""
+"""The bound on a text's bytes: no text that fits exceeds it, and it is tight if the tokenizer allows that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_no_text_is_longer_than_its_tokens_allow(byte_level: Tokenizer, metaspac
         assert len(text.encode()) <= tokenizer.most_bytes(tokens)
 
 
-def test_where_every_byte_is_in_a_token_there_is_a_bound_per_token(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
+def test_if_every_byte_is_in_a_token_there_is_a_bound_per_token(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
     for tokenizer in (byte_level, metaspace):
         assert tokenizer.most_bytes(1000) < 1000 * 256
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction
+from engine.backend.tiers.base import BlockRun, Direction, EndedJob, Moved
 from engine.cache.prefix_cache import PrefixCache
 
 BLOCK_BYTES = 10
@@ -21,15 +22,22 @@ class Flying:
     has_ended: bool = False
     fails: bool = False
 
-    def elapsed_s(self) -> float | None:
-        if self.fails:
-            raise CopyError("the medium is broken")
-        return 0.0 if self.has_ended else None
+
+@dataclass
+class FlyingJob:
+    """A job, which ends with the last of its runs."""
+
+    runs: list[Flying]
+
+    def ended(self) -> EndedJob | None:
+        if not all(flying.has_ended for flying in self.runs):
+            return None
+        return EndedJob(Moved(0, 0.0), ["the medium is broken" if flying.fails else None for flying in self.runs])
 
 
 @dataclass
 class SlotCopies:
-    """Nobody may write either side of a run while it is in flight."""
+    """Copies that fail a test if either side of a run is written while the run is in flight."""
 
     upper: Memory
     lower: Memory
@@ -46,7 +54,10 @@ class SlotCopies:
     def host_slots(self) -> int:
         return self.lower_cache.pool.total
 
-    def start(self, run: BlockRun) -> Flying:
+    def start(self, job: Sequence[BlockRun]) -> FlyingJob:
+        return FlyingJob([self._begin(run) for run in job])
+
+    def _begin(self, run: BlockRun) -> Flying:
         source, target = self.sides(run)
         flying = Flying(run, [source[pair.source] for pair in run.pairs])
         for pair in run.pairs:

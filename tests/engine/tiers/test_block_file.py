@@ -1,4 +1,4 @@
-"""The file of the disk tier: what is whole comes back, and what is not is not there."""
+"""The file of the disk tier: whole blocks come back, and damaged ones count as missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPE = Shape(SLOTS, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
 
 
 def kv_of(digest: bytes) -> bytes:
-    """The KV that a block of this digest has, and no other."""
+    """Return KV that only a block of this digest has."""
     return b"".join(xxh3_128_digest(digest + bytes([i])) for i in range(BLOCK_BYTES // 16))
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_found_after_a_restart(tmp_path: Path) -> None:
 @settings(phases=(Phase.generate, Phase.shrink), max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_flipped_bit_or_torn_end_is_a_miss(tmp_path: Path, data: st.DataObject) -> None:
-    """And what is not touched is still there."""
+    """Blocks that are not touched are still there."""
     path, written = tmp_path / "file", [label(i) for i in range(SLOTS)]
     path.unlink(missing_ok=True)
     with opened(path) as (file, _):
@@ -182,7 +182,7 @@ def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes 
 
 
 class FaultyMedium(FileMedium):
-    """A disk on which what is asked for goes wrong."""
+    """A disk on which the operations that a test names fail."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -229,14 +229,14 @@ def test_a_broken_disk_fails_the_copy_alone(tmp_path: Path, fault: int) -> None:
         medium = FaultyMedium(whole._medium._descriptor)  # type: ignore[attr-defined]
         copies = DiskCopies(BlockFile(medium, SHAPE), memoryview(bytearray(2 * BLOCK_BYTES)))
         copies.describe(0, label(1))
-        copies.start(BlockRun(Direction.DEMOTE, 0, 0, 1))
+        copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
         medium.fault = fault
         for direction in Direction:
             with pytest.raises(CopyError):
-                copies.start(BlockRun(direction, 0, 0, 1))
+                copies.move(BlockRun(direction, 0, 0, 1))
         assert not list(BlockFile(medium, SHAPE).labels())
         medium.fault = None
-        copies.start(BlockRun(Direction.PROMOTE, 0, 1, 1))
+        copies.move(BlockRun(Direction.PROMOTE, 0, 1, 1))
 
 
 def filled(copies: DiskCopies, index: PrefixCache, memory: memoryview, tokens: list[int], salt: str = "") -> None:
@@ -249,16 +249,16 @@ def filled(copies: DiskCopies, index: PrefixCache, memory: memoryview, tokens: l
         if i >= present:
             memory[:BLOCK_BYTES] = kv_of(what.digest)
             copies.describe(sequence.blocks[i], what)
-            copies.start(BlockRun(Direction.DEMOTE, 0, sequence.blocks[i], 1))
+            copies.move(BlockRun(Direction.DEMOTE, 0, sequence.blocks[i], 1))
     index.commit(sequence, len(tokens))
     index.release(sequence)
 
 
 def readable(copies: DiskCopies, index: PrefixCache, memory: memoryview, tokens: list[int], salt: str = "") -> int:
-    """Leading blocks of a prompt that the tier holds; every one of them is read and has to be right."""
+    """Return how many leading blocks of a prompt the tier holds; read each one and check that it is right."""
     sequence = index.open(tokens, salt)
     for i, block in enumerate(index.find(sequence, len(sequence.digests))):
-        copies.start(BlockRun(Direction.PROMOTE, block, 1, 1))
+        copies.move(BlockRun(Direction.PROMOTE, block, 1, 1))
         assert bytes(memory[BLOCK_BYTES : 2 * BLOCK_BYTES]) == kv_of(sequence.digests[i])
     return len(index.find(sequence, len(sequence.digests)))
 
@@ -267,7 +267,7 @@ RED = "the salt of the tenant red"
 
 
 def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
-    """In any slots: the second engine numbers its blocks anew, and writes on into what is free."""
+    """Slots do not matter: the second engine gives its blocks new numbers, and goes on writing into free slots."""
     long, branch, tenants = [1] * 12, [1] * 8 + [2] * 4, [1] * 8
     shape = Shape(8, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
     memory = memoryview(bytearray(2 * BLOCK_BYTES))
@@ -332,7 +332,7 @@ while True:
 
 
 def test_kill_9_in_the_middle_of_writes_loses_no_more_than_the_last_block(tmp_path: Path) -> None:
-    """Blocks of 64 KiB, so that the process mostly dies within a write."""
+    """Blocks have 64 KiB, so that the process mostly dies during a write."""
     shape = Shape(SLOTS, 2**16, BLOCK_SIZE, b"f" * 32)
     for rounds in (1, 2):
         writer = subprocess.Popen(

@@ -29,10 +29,12 @@ PROMPT_TOKENS = 300
 
 
 class SlowDevice:
-    """Computing costs seconds, so whatever is kept is fetched, however busy the machine is."""
+    """Computing costs seconds, so everything kept is fetched, however busy the machine is."""
+
+    least_s = 0.0
 
     def observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def cost(self) -> StepCost:
         return StepCost(token_s=1.0)
@@ -57,7 +59,8 @@ class Engine:
         return self.state.service.scheduler
 
     async def answer(self, first: int, **fields: Any) -> tuple[Any, int]:
-        """What a prompt of its own gets (with log-probabilities, so that a wrong bit shows), and its cached tokens."""
+        """Return the answer to the prompt that begins with `first`, and its cached tokens. The answer has
+        log-probabilities, so that a wrong bit shows."""
         asked = {"prompt": [first, *range(4, 3 + PROMPT_TOKENS)], "max_tokens": 4, "temperature": 0, "logprobs": 3}
         async with self.http.post(f"{self.url}/v1/completions", json={**asked, **fields}) as response:
             body = await response.json()
@@ -65,8 +68,8 @@ class Engine:
             return body["choices"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     async def settled(self) -> None:
-        """All copies have ended."""
-        tiers = self.scheduler._tiers
+        """Wait until all copies have ended."""
+        tiers: Any = self.scheduler._tiers
         assert tiers is not None
         await wait_until(lambda: not tiers.is_busy, what="the end of all copies")
 
@@ -150,8 +153,8 @@ def test_a_tier_without_an_index_is_refused(checkpoint: Path) -> None:
 
 
 async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_path: Path) -> None:
-    """By the same model alone; and what was damaged meanwhile is computed, with the same answer."""
-    fields = {"host_cache_bytes": 2**24, "disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / "kv"}
+    """Only the same model finds it; blocks damaged meanwhile are computed again, with the same answer."""
+    fields: dict[str, Any] = {"host_cache_bytes": 2**24, "disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / "kv"}
     cold = {}
     async with engine(checkpoint, **fields) as pod:
         for first in (1, 2):
@@ -159,7 +162,7 @@ async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_pat
             assert cached == 0
             await pod.settled()
         assert pod.metric("warmroute_tier_demotions_total", tier="disk") == 2 * 18
-    async with engine(checkpoint, learns=False, **fields) as pod:  # the engine before has left what it had learnt
+    async with engine(checkpoint, learns=False, **fields) as pod:  # the earlier engine has left what it had learnt
         await wait_until(lambda: len(pod.scheduler.held_keys()[Tier.DISK]) > 0, what="the keys on disk")
         warm, cached = await pod.answer(1, cache_salt="red")
         assert (warm, cached) == (cold[1], 18 * BLOCK)
@@ -186,7 +189,12 @@ def test_a_disk_tier_needs_a_place_and_a_host_tier(checkpoint: Path, tmp_path: P
         EngineSettings(model=checkpoint, disk_cache_bytes=2**20, disk_cache_path=tmp_path)
     with pytest.raises(ValueError, match="--disk-cache-bytes and --disk-cache-path need each other"):
         EngineSettings(model=checkpoint, host_cache_bytes=2**20, disk_cache_bytes=2**20)
-    fields = {"model": checkpoint, "kv_pool_tokens": POOL_TOKENS, "threads": 1, "host_cache_bytes": 2**20}
+    fields: dict[str, Any] = {
+        "model": checkpoint,
+        "kv_pool_tokens": POOL_TOKENS,
+        "threads": 1,
+        "host_cache_bytes": 2**20,
+    }
     with pytest.raises(TierError, match="--disk-cache-bytes 5000 holds no block"):
         load(EngineSettings(**fields, disk_cache_bytes=5000, disk_cache_path=tmp_path))
     (tmp_path / "file").touch()

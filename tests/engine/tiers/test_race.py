@@ -1,12 +1,16 @@
-"""Fetch or recompute, in virtual time: never slower than without a tier, and near the better of the two."""
+"""Fetch or compute again, in virtual time: never slower than without a tier, and near the better of the two."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from engine.backend.profiles import PROFILES
+from engine.backend.tiers.fetch import Held, Prefill, compute_s
 from engine.contract.fetch_costs import FetchCost
-from engine.contract.load import LoadReport
+from engine.contract.load import LoadReport, StepCost
+from engine.tiers.fetches import plan
 from tests.bench.tier_race import engine, in_virtual_time, race
 
 H100 = PROFILES["h100-8b"]
@@ -32,9 +36,44 @@ def test_the_load_report_says_what_a_token_takes_to_fetch() -> None:
     assert load.fetch.disk == load.fetch.shared == FetchCost()
 
 
+def test_a_short_prompt_on_a_tier_half_as_fast_as_it_was() -> None:
+    """The last blocks are not worth a fetch, because the step that computes the rest is no shorter with them."""
+    point = in_virtual_time(race(H100, 256, 10e9, believed=20e9))
+    assert point.of_computing <= 1.05
+    assert 0 < point.share < 1
+
+
+COST = StepCost(base_s=3e-3, token_s=22e-6)
+
+
+@pytest.mark.parametrize(("cached", "fetches"), [(2000, False), (1600, True), (0, True)])
+def test_a_gain_is_measured_by_what_the_pool_lacks(cached: int, fetches: bool) -> None:
+    """Most of a prompt of 2,150 tokens is cached. The rest is not worth a fetch that saves 1.6 ms of 6."""
+    held = [Held((2149 - cached) // 16, 16, 16 * 11e-6, 0.0)]
+    choice = plan(Prefill(2150, cached, 2048, COST), held)
+    assert (choice.fetched_blocks > 0) == fetches
+    assert choice.recompute_s == compute_s(Prefill(2150, cached, 2048, COST), cached)
+
+
+def test_no_step_is_thought_shorter_than_the_shortest() -> None:
+    prefill = Prefill(256, 0, 2048, COST, least_s=6e-3)
+    whole = plan(replace(prefill, least_s=0.0), [Held(15, 16, 16 * 3e-6, 0.0)])
+    part = plan(prefill, [Held(15, 16, 16 * 3e-6, 0.0)])
+    assert (whole.fetched_blocks, part.first_token_s > whole.first_token_s) == (15, True)
+    assert 0 < part.fetched_blocks < 15
+    assert plan(replace(prefill, least_s=8e-3), [Held(15, 16, 16 * 3e-6, 0.0)]).fetched_blocks == 0
+
+
+@pytest.mark.parametrize(("next_s", "blocks"), [(0.0, 4), (5e-3, 0), (1e-3, 4)])
+def test_a_fetch_that_ends_in_the_midst_of_a_step_waits_for_its_end(next_s: float, blocks: int) -> None:
+    """64 tokens arrive after 0.1 ms and save 6.4 ms, but not if a step of 5 ms comes in between, and more after it."""
+    prefill = Prefill(65, 0, 2048, StepCost(token_s=1e-4), next_s=next_s, further_s=next_s)
+    assert plan(prefill, [Held(4, 16, 25e-6, 0.0)]).fetched_blocks == blocks
+
+
 @pytest.mark.parametrize("factor", [5, 1000])
 def test_a_tier_that_has_become_slow_is_given_up(factor: int) -> None:
-    """The rate learnt says 20 GB/s: what is lost until the fetch is given up is bounded."""
+    """The learnt rate is 20 GB/s. What is lost until the fetch is given up is bounded."""
     point = in_virtual_time(race(H100, 4096, 20e9 / factor, believed=20e9))
     assert point.of_computing <= 1.05
     assert point.share < 1

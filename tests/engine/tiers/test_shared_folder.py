@@ -1,4 +1,4 @@
-"""A folder of blocks that several engines share: whatever happens to it, a block is whole, or it is a miss."""
+"""A folder of blocks that several engines share: whatever happens to it, a block is either whole or a miss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from engine.backend.tiers.base import BlockRun, CopyError, Direction
-from engine.tiers import shared_folder
 from engine.tiers.block_file import NO_DIGEST, Label
 from engine.tiers.janitor import FILL, FULL, LEASE_S, TEMPORARY_S, Janitor
 from engine.tiers.shared import HostBlocks, SharedCopies
@@ -33,7 +32,7 @@ OLD_S = 10_000.0
 
 
 def chain(number: int, salt: str = "") -> list[Label]:
-    """The blocks of a prompt; chains share their first block."""
+    """Return the blocks of a prompt; all chains share their first block."""
     found, parent = [], NO_DIGEST
     for depth in range(DEPTH):
         content = f"{salt}|{number if depth else 0}|{depth}".encode()
@@ -75,7 +74,7 @@ def files(root: Path) -> list[Path]:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Three engines and what befalls their files, against a dictionary."""
+    """Three engines, and what happens to their files, compared with a dictionary."""
 
     @initialize(room=st.integers(2, 20))
     def start(self, room: int) -> None:
@@ -92,7 +91,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 2), number=st.integers(0, CHAINS - 1), depth=st.integers(1, DEPTH))
     def keep(self, who: int, number: int, depth: int) -> None:
-        """What a request leaves: blocks from the first on. Each engine's clock is its own."""
+        """Store what a request leaves: blocks from the first on. Each engine has its own clock."""
         self.now_s += 1
         for label in CHAIN[number][:depth]:
             assert store(self.engines[who], label) == (label.digest not in self.there)
@@ -110,7 +109,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, CHAINS - 1), depth=st.integers(0, DEPTH - 1), at=st.integers(0, FILE_BYTES - 1))
     def flip(self, number: int, depth: int, at: int) -> None:
-        """One bit of a file: it is found when the block is read, and then the file goes, with all that need it."""
+        """Flip one bit of a file. It is found when the block is read; then the file goes, with all that need it."""
         label = CHAIN[number][depth]
         if label.digest in self.there:
             path = self.engines[0]._path(label.digest, label.parent)
@@ -123,7 +122,7 @@ class Sharing(RuleBasedStateMachine):
             del self.there[label.digest]
             for one in CHAIN:
                 for later in one[depth + 1 :]:
-                    if label in one and self.there.pop(later.digest, None):
+                    if label in one and self.there.pop(later.digest, False):
                         self.engines[0]._path(later.digest, later.parent).unlink()
 
     @rule(who=st.integers(0, 2))
@@ -270,21 +269,21 @@ def test_a_broken_file_system_is_a_miss_and_a_counter(
         if call == "rename":
             patch.setattr(Path, "rename", failing(code))
         else:
-            patch.setattr(shared_folder.os, call, failing(code, getattr(os, call) if call == "close" else None))
+            patch.setattr(os, call, failing(code, getattr(os, call) if call == "close" else None))
         with pytest.raises(CopyError):
-            copies.start(BlockRun(way, 0, 0, 1))
+            copies.move(BlockRun(way, 0, 0, 1))
     assert sum(folder.events.values()) == sum(before.values()) + 1
     assert folder.events[Event.FULL] == (code in (errno.ENOSPC, errno.EDQUOT) and way is Direction.DEMOTE)
     if way is Direction.DEMOTE:
         assert not files(tmp_path)
         if call != "open":
             assert not list((folder.path / "tmp").iterdir())
-    copies.start(BlockRun(way, 0, 0, 1))
+    copies.move(BlockRun(way, 0, 0, 1))
     assert load(folder, label) == kv_of(label)
 
 
 def failing(code: int, first: Any = None) -> Any:
-    """A call that fails; it does its work before, if `first` does it."""
+    """Return a call that fails; if `first` is given, the call runs it before."""
 
     def fail(*args: Any, **named: Any) -> Any:
         if first is not None:
@@ -303,7 +302,7 @@ def test_nothing_is_written_beyond_the_bytes_that_the_folder_may_hold(tmp_path: 
     for block, label in enumerate(CHAIN[0]):
         copies.describe(block, label)
         with suppress(CopyError):
-            copies.start(BlockRun(Direction.DEMOTE, 0, block, 1))
+            copies.move(BlockRun(Direction.DEMOTE, 0, block, 1))
     assert len(files(tmp_path)) == 2
     assert len(asked) == folder.events[Event.FULL] == DEPTH - 2
 
@@ -314,7 +313,7 @@ def test_what_was_on_its_way_down_before_a_reset_is_not_stored_after_it(tmp_path
     copies.describe(0, CHAIN[0][0])
     copies.resets += 1
     with pytest.raises(CopyError, match="reset"):
-        copies.start(BlockRun(Direction.DEMOTE, 0, 0, 1))
+        copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
 
 
 _WRITER = """
@@ -339,7 +338,7 @@ while True:
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that store one and the same chain, blocks of 256 KiB."""
+    """Start two processes that store the same chain, with blocks of 256 KiB."""
     command = [sys.executable, "-c", _WRITER, str(tmp_path), str(2**18)]
     started = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in ("x", "y")]
     yield started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer of the file system is waited for, however busy the machine is."""
+    """Wait for an answer of the file system, however busy the machine is."""
     monkeypatch.setattr(search, "LOOKUP_SHARE", 1.0)
 
 
-def sharing(root: Path, **fields: object) -> dict[str, object]:
+def sharing(root: Path, **fields: Any) -> dict[str, Any]:
     return {"host_cache_bytes": 2**24, "shared_cache_path": root, "shared_cache_bytes": 2**24, **fields}
 
 
@@ -47,9 +48,9 @@ def shared(pod: Engine, event: str) -> float:
 
 @pytest.mark.parametrize("disk", [False, True], ids=["below host", "below disk"])
 async def test_what_one_stored_another_has_bit_for_bit(checkpoint: Path, tmp_path: Path, disk: bool) -> None:
-    """The second has just started, its pool and its tiers are empty. Tenants share nothing."""
+    """The second engine has just started, so its pool and its tiers are empty. Tenants share nothing."""
 
-    def fields(name: str) -> dict[str, object]:
+    def fields(name: str) -> dict[str, Any]:
         own = {"disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / name} if disk else {}
         return sharing(tmp_path / "kv", **own)
 
@@ -129,11 +130,11 @@ async def test_the_folder_holds_no_more_than_it_may(checkpoint: Path, tmp_path: 
 
 
 def test_what_a_shared_tier_needs(checkpoint: Path, tmp_path: Path) -> None:
-    fields = {"model": checkpoint, "kv_pool_tokens": POOL_TOKENS, "threads": 1}
+    fields: dict[str, Any] = {"model": checkpoint, "kv_pool_tokens": POOL_TOKENS, "threads": 1}
     for wrong, text in (
         (sharing(tmp_path, host_cache_bytes=0), "--shared-cache-path needs --host-cache-bytes"),
         (sharing(tmp_path, shared_cache_bytes=0), "--shared-cache-bytes and --shared-cache-path need each other"),
-        (sharing(tmp_path, device="sim"), "--shared-cache-path is not there on device sim"),
+        (sharing(tmp_path, device="sim"), "--shared-cache-path does not work on device sim"),
     ):
         with pytest.raises(ValueError, match=text):
             EngineSettings(**{**fields, **wrong})

@@ -1,10 +1,13 @@
-"""Random traffic over a pool and two tiers whose copies end in any order, late, or badly; every token is checked."""
+"""Random traffic over a pool and two tiers whose copies end in any order, late, or fail. Every token is checked."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, cast
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -19,14 +22,16 @@ from engine.contract.events import Tier
 from engine.contract.keys import PrefixKey, prefix_keys
 from engine.contract.load import StepCost
 from engine.sched.plan import StepPlan
-from engine.sched.request import KeySpan, Request
+from engine.sched.request import CacheMark, KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
 from engine.tiers.link import Link
+from engine.tiers.place import Place
 from engine.tiers.stats import Decision, Outcome
 from engine.tiers.tiers import Tiers
 from tests.engine.sched.checking_backend import CheckingBackend
 from tests.engine.sched.test_scheduler_stateful import ARRIVALS, SchedulerMachine
+from tests.engine.tiers.folder_model import FolderCopies, FolderModel, FolderSide
 from tests.engine.tiers.slot_copies import BLOCK_BYTES, SlotCopies
 
 SETTINGS = settings(
@@ -37,24 +42,83 @@ SETTINGS = settings(
     derandomize=True,
     phases=(Phase.generate, Phase.shrink),
 )
-LIMITS = CopyLimits(run_bytes=2 * BLOCK_BYTES, in_flight_bytes=4 * BLOCK_BYTES)
+FOLDER_SLOTS = 60
+PIN_S = 5.0
+LIMITS = CopyLimits(job_bytes=2 * BLOCK_BYTES, in_flight_bytes=4 * BLOCK_BYTES)
 
 
 class FixedCost:
     """A device whose cost is known from the start."""
 
+    least_s = 0.0
+
     def __init__(self, token_s: float) -> None:
         self._cost = StepCost(token_s=token_s)
 
     def observe(self, plan: StepPlan, elapsed_s: float, steps: int = 1) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def cost(self) -> StepCost:
         return self._cost
 
 
+@dataclass
+class Pod:
+    """An engine whose tiers are models."""
+
+    cache: PrefixCache
+    backend: CheckingBackend
+    links: list[Link]
+    copies: list[SlotCopies | FolderCopies]
+    tiers: Tiers
+    scheduler: Scheduler
+    side: FolderSide | None
+
+
+def make_pod(
+    cache: PrefixCache,
+    lower: Sequence[int],
+    clock: Callable[[], float],
+    *,
+    token_s: float,
+    rate: float,
+    running: int,
+    eviction: Eviction = Eviction.LRU,
+    folder: FolderModel | None = None,
+) -> Pod:
+    """Build an engine with tiers of so many blocks below the cache, and the folder below these."""
+    backend = CheckingBackend(cache, 20)
+    copies: list[SlotCopies | FolderCopies] = []
+    links: list[Link] = []
+    upper, memory = cache, backend.slots
+
+    def copier_of(made: Any) -> BlockCopier:
+        copies.append(made)
+        copier = BlockCopier(made, clock, LIMITS)
+        for direction in Direction:
+            copier.learn_rate(direction, int(rate), 1.0)
+        return copier
+
+    for tier, total in zip((Place.HOST, Place.DISK), lower, strict=False):
+        below = PrefixCache(total, cache.block_size, eviction=eviction)
+        slots = CheckingBackend(below, 20).slots
+        links.append(Link(tier, upper, below, copier_of(SlotCopies(memory, slots, upper, below)), BLOCK_BYTES))
+        upper, memory = below, slots
+    side = None
+    if folder is not None:
+        below = PrefixCache(FOLDER_SLOTS, cache.block_size, eviction=eviction)
+        shared = FolderCopies(memory, folder, upper, below)
+        links.append(Link(Place.SHARED, upper, below, copier_of(shared), BLOCK_BYTES, shared.describe))
+        side = FolderSide(folder, shared)
+    tiers = Tiers(cache, links, step_tokens=20, clock=clock, shared=side)
+    tiers.learn_cost(StepCost(token_s=token_s))
+    scheduler = Scheduler(cache, SchedulerConfig(20, running, max_waiting=8), tiers)
+    scheduler._step_cost = FixedCost(token_s)  # type: ignore[assignment]  # has what the scheduler asks of it
+    return Pod(cache, backend, links, copies, tiers, scheduler, side)
+
+
 class TiersMachine(SchedulerMachine):
-    """All that holds without tiers holds with them: outputs, blocks, what is free in the end."""
+    """All that holds without tiers also holds with them: outputs, blocks, what is free in the end."""
 
     @initialize(
         blocks=st.integers(5, 12),
@@ -65,28 +129,28 @@ class TiersMachine(SchedulerMachine):
         lower=st.sampled_from([(10, 60), (12, 60), (10, 30), (12, 5), (40,), (12,), (3,)]),
         token_s=st.sampled_from([1.0, 1.0, 0.01, 0.0]),
         rate=st.sampled_from([1000.0, 1000.0, 100.0, 10.0]),
+        later=st.booleans(),
+        pinned=st.sampled_from([0.0, 0.0, 0.5]),
     )
-    def start(self, blocks, block_size, running, eviction, index, lower, token_s, rate):
-        self.cache = PrefixCache(blocks, block_size, index=index, eviction=eviction)
-        self.backend = CheckingBackend(self.cache, 20)
+    def start(
+        self,
+        blocks: int,
+        block_size: int,
+        running: int,
+        eviction: Eviction,
+        index: IndexKind,
+        lower: tuple[int, ...],
+        token_s: float,
+        rate: float,
+        later: bool = False,
+        pinned: float = 0.0,
+    ) -> None:
+        """`pinned`: the part of the pool that requests may pin."""
         self.now_s = 0.0
-        self.copies: list[SlotCopies] = []
-        links, upper, memory = [], self.cache, self.backend.slots
-        for tier, total in zip((Tier.HOST, Tier.DISK), lower, strict=False):
-            cache = PrefixCache(total, block_size, eviction=eviction)
-            below = CheckingBackend(cache, 20).slots
-            copies = SlotCopies(memory, below, upper, cache)
-            copier = BlockCopier(copies, lambda: self.now_s, LIMITS)
-            for direction in Direction:
-                copier.learn_rate(direction, int(rate), 1.0)
-            links.append(Link(tier, upper, cache, copier, BLOCK_BYTES))
-            self.copies.append(copies)
-            upper, memory = cache, below
-        self.links = links
-        self.tiers = Tiers(self.cache, links, step_tokens=20, clock=lambda: self.now_s)
-        self.tiers.learn_cost(StepCost(token_s=token_s))
-        self.scheduler = Scheduler(self.cache, SchedulerConfig(20, running, max_waiting=8), self.tiers)
-        self.scheduler._step_cost = FixedCost(token_s)
+        cache = PrefixCache(blocks, block_size, index=index, eviction=eviction, pinned_blocks=int(pinned * blocks))
+        self.use(self.make(cache, lower, token_s=token_s, rate=rate, running=running, eviction=eviction))
+        if later:  # by the rule, or as late as it may be: with the next step
+            self.tiers._later = lambda: None
         self.requests: dict[int, Request] = {}
         self.next_id = 0
         self.is_late = False
@@ -94,13 +158,25 @@ class TiersMachine(SchedulerMachine):
         self.parents: dict[PrefixKey, PrefixKey] = {}
         self.published: dict[PrefixKey, Tier] = {}
 
+    def make(self, cache: PrefixCache, lower: tuple[int, ...], **fields: Any) -> Pod:
+        return make_pod(cache, lower, lambda: self.now_s, **fields)
+
+    def use(self, pod: Pod) -> None:
+        """Send requests to this engine from now on."""
+        self.pod = pod
+        self.cache, self.backend, self.links = pod.cache, pod.backend, pod.links
+        self.copies, self.tiers, self.scheduler = pod.copies, pod.tiers, pod.scheduler
+
     @rule(arrivals=st.lists(ARRIVALS, min_size=2, max_size=6))
-    def add(self, arrivals):
+    def add(self, arrivals: list[tuple[Any, ...]]) -> None:
         for prompt, max_tokens, stop, seed, salt in arrivals:
             keys = prefix_keys(bytes(prompt), seed=len(salt), stride=2)
             self.parents.update((child, parent) for parent, child in pairwise(keys))
             spans = tuple(KeySpan(key, 2 * (i + 1)) for i, key in enumerate(keys))
-            request = Request(self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, spans, salt)
+            marks = (CacheMark(len(prompt), PIN_S),) if seed else ()
+            request = Request(
+                self.next_id, prompt, max_tokens, SamplingParams(seed=seed), stop, spans, salt, marks=marks
+            )
             self.next_id += 1
             try:
                 self.scheduler.add(request)
@@ -112,14 +188,14 @@ class TiersMachine(SchedulerMachine):
         which=st.lists(st.integers(0, 5), min_size=1, max_size=6),
         ends=st.sampled_from(["all", "all", "none", "late", "some fail"]),
     )
-    def serve(self, which, ends):
-        """Prompts that come again and push each other out of the pool, each served to its end."""
+    def serve(self, which: list[int], ends: str) -> None:
+        """Serve prompts that come again and push each other out of the pool, each to its end."""
         self.is_late = ends == "late"
         for number in which:
             self.failing_source = number % 3 if ends == "some fail" else None
             length = min(10, (self.cache.pool.total - 1) * self.cache.block_size - 1)
             prompt = tuple(([1, 2] if number % 2 else [3]) + [number % 3 + 1] * length)[:length]
-            self.add([(prompt, 1, frozenset(), 0, "")])
+            self.add([(prompt, 1, frozenset(), number % 2, "")])
             for _ in range(200):
                 if not self.requests:
                     break
@@ -132,41 +208,50 @@ class TiersMachine(SchedulerMachine):
 
     @precondition(lambda self: any(copies.flying for copies in self.copies))
     @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
-    def end_copy(self, data, fails):
+    def end_copy(self, data: st.DataObject, fails: bool) -> None:
         copies = data.draw(st.sampled_from([copies for copies in self.copies if copies.flying]))
-        copies.end(data.draw(st.sampled_from(copies.flying)), fails=fails)
+        cast(Any, copies).end(data.draw(st.sampled_from(copies.flying)), fails=fails)
 
-    def end_copies(self):
-        """All that are under way; some may fail."""
+    @rule()
+    def go_on(self) -> None:
+        self.tiers.go_on()
+
+    def end_copies(self) -> None:
+        """End all copies under way; some may fail. Then begin what may begin."""
         for copies in self.copies:
             for flying in tuple(copies.flying):
-                copies.end(flying, fails=flying.run.source % 3 == self.failing_source)
+                cast(Any, copies).end(flying, fails=flying.run.source % 3 == self.failing_source)
+        self.tiers.go_on()
 
     @rule(seconds=st.sampled_from([0.001, 1.0, 1000.0]))
-    def time_goes_by(self, seconds):
+    def time_goes_by(self, seconds: float) -> None:
         self.now_s += seconds
 
     @rule()
-    def reset(self):
+    def reset(self) -> None:
         self.scheduler.reset_cache()
 
-    def schedule(self):
+    def schedule(self) -> StepPlan | None:
+        self.scheduler.advance(self.now_s)
         plan = self.scheduler.schedule()
         for _ in range(200):
             if plan is not None or not self.requests:
                 break
-            assert self.tiers.is_busy, "work waits, but nothing runs and nothing comes"
+            assert self.something_comes(), "work waits, but nothing runs and nothing comes"
             if self.is_late:
                 self.copies[0].end_all()
-                self.now_s += 1000  # the disk hangs: nobody waits for it
+                self.now_s += 1000  # the disk hangs: no request waits for it
             else:
                 self.end_copies()
             plan = self.scheduler.schedule()
         assert (plan is not None) == bool(self.requests), "work waits, but nothing runs"
         return plan
 
+    def something_comes(self) -> bool:
+        return any(link.is_busy for link in self.links)
+
     @invariant()
-    def is_sound(self):
+    def is_sound(self) -> None:
         self.now_s += 0.01
         self.cache.check_integrity()
         for link in self.links:
@@ -174,8 +259,8 @@ class TiersMachine(SchedulerMachine):
         assert self.scheduler.load().uncached_tokens == self.brute_force_uncached()
         self.keys_are_true()
 
-    def keys_are_true(self):
-        """What is published follows from the reports, is prefix-closed at each of them, and is what the tiers hold."""
+    def keys_are_true(self) -> None:
+        """Check that published keys follow from the reports, are prefix-closed after each, and are what tiers hold."""
         changes = self.scheduler.take_changes()
         for key in changes.removed:
             del self.published[key]
@@ -185,7 +270,8 @@ class TiersMachine(SchedulerMachine):
             self.published[key] = tier
             parent = self.parents.get(key)
             assert parent is None or parent in self.published, "a key came before its parent"
-        caches = [self.cache, *[link.lower for link in self.links]]
+        # What is only in the folder belongs to no engine.
+        caches = [self.cache, *[link.lower for link in self.links if link.tier != Place.SHARED]]
         model: dict[PrefixKey, Tier] = {}
         for tier, cache in reversed(list(zip(Tier, caches, strict=False))):
             model.update((key, tier) for keys in cache._indexed.keys for key in keys)
@@ -193,7 +279,7 @@ class TiersMachine(SchedulerMachine):
         held = self.scheduler.held_keys()
         assert {key: tier for tier, keys in zip(Tier, held, strict=True) for key in keys} == model
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "tiers"):
             return
         bound = sum(8 * (len(r.prompt_tokens) + r.max_tokens) for r in self.requests.values())
@@ -202,6 +288,8 @@ class TiersMachine(SchedulerMachine):
                 break
             self.one_step(aborted=[])
         assert not self.requests, f"not finished after {bound} steps"
+        self.tiers.begin_step(0.0)  # no request is computed any more
+        self.scheduler.advance(self.now_s + PIN_S)
         for _ in range(200):
             self.tiers.poll()
             for copies in self.copies:
@@ -212,12 +300,13 @@ class TiersMachine(SchedulerMachine):
             cache.check_integrity()
         assert not self.tiers._fetches
         assert not self.tiers._fetched
+        assert not self.tiers._wanted
         assert not self.tiers._left
         assert not self.tiers._decided
 
 
-def test_every_way_of_a_fetch_is_walked():
-    """Long runs of prompts that come again, by a fixed seed, with the same checks: all that tiers can do happens."""
+def test_every_way_of_a_fetch_is_walked() -> None:
+    """Long runs of repeated prompts, with a fixed seed and the same checks: everything that tiers can do happens."""
     totals: Counter[object] = Counter()
     draw = random.Random(3)
     for lower in [(10, 60), (12, 60), (10, 30), (40,), (12,)] * 4:
@@ -231,6 +320,8 @@ def test_every_way_of_a_fetch_is_walked():
             lower=lower,
             token_s=1.0,
             rate=1000.0,
+            later=draw.choice([True, False]),
+            pinned=draw.choice([0.0, 0.5]),
         )
         for _ in range(8):
             which = [draw.randint(0, 5) for _ in range(4)]
@@ -240,10 +331,12 @@ def test_every_way_of_a_fetch_is_walked():
         for name in ("demoted", "promoted", "hit_tokens", "errors", "decisions", "outcomes", "skipped"):
             totals.update({(name, kind): count for kind, count in getattr(stats, name).items()})
     seen = [kind for kind, count in totals.items() if count]
-    wanted = {(name, tier) for name in ("demoted", "promoted", "hit_tokens") for tier in (Tier.HOST, Tier.DISK)}
+    wanted: set[tuple[str, object]] = {
+        (name, tier) for name in ("demoted", "promoted", "hit_tokens") for tier in (Tier.HOST, Tier.DISK)
+    }
     wanted |= {("outcomes", outcome) for outcome in Outcome} | {("decisions", Decision.FETCH)}
     assert wanted <= set(seen)
 
 
-def test_every_token_is_right_whatever_the_copies_do():
+def test_every_token_is_right_whatever_the_copies_do() -> None:
     run_state_machine_as_test(TiersMachine, settings=SETTINGS)

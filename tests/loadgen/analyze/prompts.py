@@ -1,4 +1,4 @@
-"""Prompts for the tests of the analysis, and what must come out, worked out the slow way."""
+"""Prompts for the tests of the analysis, and the expected results, computed in the slow and obvious way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chat(system: str, user: str) -> dict[str, Any]:
 
 
 def text(seed: int | str, words: int) -> str:
-    """Prose that depends on the seed alone."""
+    """Return prose that depends only on the seed."""
     return " ".join(random.Random(f"{seed}").choices(WORDS, k=words))
 
 

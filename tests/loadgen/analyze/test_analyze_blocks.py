@@ -1,4 +1,4 @@
-"""The trie of runs, exact prefixes and simulated caches against slow and obvious programs."""
+"""The trie of runs, exact prefixes and simulated caches, compared with slow and obvious programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folded(prompts: Sequence[bytes]) -> Sharing:
 
 
 @given(PROMPTS)
-def test_hits_of_an_infinite_cache_are_the_longest_prefixes_seen_before(prompts):
+def test_hits_of_an_infinite_cache_are_the_longest_prefixes_seen_before(prompts: list[bytes]) -> None:
     sharing = folded(prompts)
     matcher = ExactMatcher(sharing, STRIDE)
     found = [matcher.match(number, prompt) for number, prompt in enumerate(prompts)]
@@ -41,7 +41,7 @@ def test_hits_of_an_infinite_cache_are_the_longest_prefixes_seen_before(prompts)
 
 
 @given(PROMPTS)
-def test_runs_make_up_the_prompts(prompts):
+def test_runs_make_up_the_prompts(prompts: list[bytes]) -> None:
     sharing = folded(prompts)
     assert len(sharing.run_blocks) <= 2 * len(prompts)
     for path, prompt in zip(sharing.paths(), prompts, strict=True):
@@ -52,7 +52,7 @@ def test_runs_make_up_the_prompts(prompts):
 
 
 @given(PROMPTS, st.integers(0, 12), st.integers(1, 3), st.integers(0, 5))
-def test_caches_are_lru_over_blocks(prompts, capacity, pods, seed):
+def test_caches_are_lru_over_blocks(prompts: list[bytes], capacity: int, pods: int, seed: int) -> None:
     sharing = folded(prompts)
     simulation = Simulation(sharing, pods, seed)
     fleet = simulation.fleet(capacity)
@@ -64,7 +64,7 @@ def test_caches_are_lru_over_blocks(prompts, capacity, pods, seed):
 
 
 def block_lru(prompts: Sequence[bytes], capacity: int, pod_of: Sequence[int]) -> int:
-    """Blocks hit with one cache a pod: a prompt's last block is older than its first."""
+    """Count the blocks hit with one cache per pod; a prompt's last block is evicted before its first."""
     caches: dict[int, OrderedDict[bytes, None]] = {}
     hits = 0
     for prompt, pod in zip(prompts, pod_of, strict=True):
@@ -82,7 +82,7 @@ def block_lru(prompts: Sequence[bytes], capacity: int, pod_of: Sequence[int]) ->
     return hits
 
 
-def test_random_routing_splits_what_pods_hold():
+def test_random_routing_splits_what_pods_hold() -> None:
     prompts = [b"aaaabbbb"] * 400
     fleet = Simulation(folded(prompts), 4, 1).fleet(None)
     # Each of the four pods computes the prompt once.
@@ -91,7 +91,7 @@ def test_random_routing_splits_what_pods_hold():
 
 
 @given(PROMPTS)
-def test_the_rate_without_the_trie_is_the_same(prompts):
+def test_the_rate_without_the_trie_is_the_same(prompts: list[bytes]) -> None:
     log = KeyLog(1)
     for prompt in prompts:
         log.add_text(prompt, STRIDE, len(prompt) / STRIDE)
@@ -99,7 +99,7 @@ def test_the_rate_without_the_trie_is_the_same(prompts):
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.binary(max_size=300))
-def test_common_bytes_counts_to_the_first_difference(head, a, b):
+def test_common_bytes_counts_to_the_first_difference(head: bytes, a: bytes, b: bytes) -> None:
     left, right = head + a, head + b
     length = common_bytes(left, 0, right, 0)
     assert left[:length] == right[:length]

@@ -1,10 +1,13 @@
-"""A break that was put in is found where it is, with what it costs; none is found where there is none."""
+"""A break that was put in is found at its place with its cost; without a break, none is found."""
 
 from __future__ import annotations
 
 import json
 import random
 import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,9 +16,11 @@ from hypothesis import strategies as st
 from loadgen.analyze.model import Analysis
 from tests.loadgen.analyze.prompts import analysed, brute_prefix_bytes, chat, text, write_lines
 
-FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 NAMES = ["Ada", "Benedikta", "Cho", "Daria Petrova", "Emeka", "Fatima Zahra", "Gwendolyn", "Hui"]
-VALUES = {
+VALUES: dict[str, Callable[[int], str]] = {
     "iso_time": lambda i: f"2026-0{1 + i % 9}-1{i % 10}T0{i % 10}:{10 + i % 50}:{10 + i * 7 % 50}Z",
     "epoch": lambda i: str(1_760_000_000 + 977 * i),
     "uuid": lambda i: str(uuid.UUID(int=random.Random(i).getrandbits(128), version=4)),
@@ -35,7 +40,7 @@ def expected_cost(now: list[str], mended: list[str], block_bytes: int = 64) -> f
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_each_kind_of_value_is_found_where_it_is(kind, tmp_path):
+def test_each_kind_of_value_is_found_where_it_is(kind: str, tmp_path: Path) -> None:
     head, rest = "You answer for the harbour office. Now: ", text("rest", 300)
     rows = [chat(f"{head}{VALUES[kind](i)}. {rest}", f"{text(i, 20)} {i}") for i in range(60)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
@@ -46,14 +51,14 @@ def test_each_kind_of_value_is_found_where_it_is(kind, tmp_path):
 
 @FEW
 @given(at=st.integers(0, 400), seed=st.integers(0, 10**6), tail=st.integers(120, 300))
-def test_a_timestamp_at_any_byte_costs_what_the_slow_way_says(tmp_path, at, seed, tail):
+def test_a_timestamp_at_any_byte_costs_what_the_slow_way_says(tmp_path: Path, at: int, seed: int, tail: int) -> None:
     head, rest = text(f"{seed}h", 120)[:at].replace("\n", " "), text(f"{seed}r", tail)
     times = [VALUES["iso_time"](i * 13 + i // 10) for i in range(20)]
     questions = [text(f"{seed}{i}", 15) for i in range(20)]
     rows = [{"prompt": f"{head} <{time}> {rest}\n{q}"} for time, q in zip(times, questions, strict=True)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert [(f.kind, f.byte) for f in found.findings] == [("iso_time", len(head.encode()) + 2)]
-    # Without the value its place is one byte wide in the analysis; here too.
+    # The analysis leaves a place one byte wide where the value was; so does this test.
     mended = [f"{head} <_> {rest}\n{q}" for q in questions]
     assert found.findings[0].cost_share == pytest.approx(
         expected_cost([row["prompt"] for row in rows], mended), abs=0.02
@@ -62,7 +67,7 @@ def test_a_timestamp_at_any_byte_costs_what_the_slow_way_says(tmp_path, at, seed
 
 @FEW
 @given(st.integers(0, 10**6), st.integers(2, 60))
-def test_none_is_invented_in_diverse_prompts(tmp_path, seed, words):
+def test_no_break_is_invented_in_diverse_prompts(tmp_path: Path, seed: int, words: int) -> None:
     rows = [chat(text(f"{seed}s{i}", words), text(f"{seed}u{i}", words)) for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert found.findings == ()
@@ -71,7 +76,7 @@ def test_none_is_invented_in_diverse_prompts(tmp_path, seed, words):
 
 @FEW
 @given(st.integers(0, 10**6))
-def test_none_is_invented_where_reuse_is_whole(tmp_path, seed):
+def test_no_break_is_invented_if_reuse_is_whole(tmp_path: Path, seed: int) -> None:
     systems = [text(f"{seed}s{i}", 200) for i in range(3)]
     rows = [chat(systems[i % 3], f"{text(f'{seed}u{i}', 20)} on 2026-01-0{1 + i % 9}") for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
@@ -79,7 +84,7 @@ def test_none_is_invented_where_reuse_is_whole(tmp_path, seed):
     assert found.hit_rate > 0.7
 
 
-def test_two_breaks_each_cost_what_stays_lost_without_mending_them(tmp_path):
+def test_two_breaks_each_cost_what_stays_lost_without_mending_them(tmp_path: Path) -> None:
     middle, rest = text("middle", 100), text("rest", 300)
     rows = [
         chat(f"Trace {VALUES['uuid'](i)}. {middle} The user is {NAMES[i * 5 % 8]}. {rest}", f"{text(i, 10)} {i}")
@@ -89,17 +94,18 @@ def test_two_breaks_each_cost_what_stays_lost_without_mending_them(tmp_path):
     by_kind = {f.kind: f for f in found.findings}
     assert set(by_kind) == {"uuid", "name"}
     assert by_kind["uuid"].byte == len("Trace ")
-    # With the UUID alone left, nothing is shared; with the name alone left, what stands before it and each user's own.
+    # If only the UUID stays, nothing is shared. If only the name stays, the text before it and each user's own is
+    # shared.
     assert by_kind["uuid"].cost_share > 0.99
     assert 0.05 < by_kind["name"].cost_share < 0.7
     assert [f.kind for f in found.findings] == ["uuid", "name"]
 
 
-def tool(name: str) -> dict:
+def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": text(name, 40)}}
 
 
-def reordered(kind: str, i: int) -> dict:
+def reordered(kind: str, i: int) -> dict[str, Any]:
     rng = random.Random(i)
     if kind == "tools_order":
         tools = [tool(f"tool_{n}") for n in range(6)]
@@ -115,14 +121,14 @@ def reordered(kind: str, i: int) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["tools_order", "key_order", "parts_order"])
-def test_a_changing_order_is_found(kind, tmp_path):
+def test_a_changing_order_is_found(kind: str, tmp_path: Path) -> None:
     rows = [reordered(kind, i) for i in range(60)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert [f.kind for f in found.findings] == [kind]
     assert found.hit_rate < 0.6 < found.possible_hit_rate
 
 
-def test_a_shared_part_behind_a_long_one_that_differs_is_advised_to_the_front(tmp_path):
+def test_a_shared_part_behind_a_long_one_that_differs_is_advised_to_the_front(tmp_path: Path) -> None:
     shared = text("rules", 400)
     rows = [chat(f"{text(f'tenant {i}', 150)}\nRULES\n{shared}", f"{text(i, 10)} {i}") for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
@@ -136,15 +142,15 @@ def advice(found: Analysis) -> str:
     return " ".join(found.recommendation.sentences)
 
 
-def test_the_advice_names_place_cost_and_remedy(tmp_path):
+def test_the_advice_names_place_cost_and_remedy(tmp_path: Path) -> None:
     rows = [chat(f"Now: {VALUES['iso_time'](i)} {text('s', 200)}", f"{i} {text(i, 9)}") for i in range(40)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows), cache_tokens=(100_000,), pods=2)
     assert not found.recommendation.enable
     assert "A timestamp at byte 5 of the system message (messages[0]) costs 100% of the possible hits" in advice(found)
-    assert "Mend the prompts first" in advice(found)
+    assert "Repair the prompts first" in advice(found)
 
 
-def test_caching_is_advised_where_it_pays_and_not_where_it_costs_more(tmp_path):
+def test_caching_is_advised_if_it_pays_and_not_if_it_costs_more(tmp_path: Path) -> None:
     rows = [chat(text("s", 200), f"{i} {text(i, 150)}") for i in range(40)]
     path = write_lines(tmp_path / "log.jsonl", rows)
     cheap = analysed(path, cache_tokens=(100_000,))
@@ -157,7 +163,9 @@ def test_caching_is_advised_where_it_pays_and_not_where_it_costs_more(tmp_path):
 
 
 @pytest.mark.parametrize(("cache_tokens", "routing"), [(10_000_000, "indifferent"), (3_000, "affinity")])
-def test_routing_is_advised_where_one_pod_cannot_hold_what_all_can(cache_tokens, routing, tmp_path):
+def test_routing_is_advised_if_one_pod_cannot_hold_what_all_can(
+    cache_tokens: int, routing: str, tmp_path: Path
+) -> None:
     systems = [text(f"s{i}", 600) for i in range(6)]
     rows = [chat(random.Random(i).choice(systems), f"{i} {text(i, 10)}") for i in range(900)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows), cache_tokens=(cache_tokens,), pods=4)

@@ -1,17 +1,19 @@
-"""Every kind of file that carries prompts is read; of the others it is said what is missing."""
+"""Every kind of file with prompts is read; for other files, the error says what is missing."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
 from loadgen.analyze.place import place
-from loadgen.analyze.read import Prompt, Source, UnusableLog, prompt_of
+from loadgen.analyze.read import LoggedPrompt, Source, UnusableLog, prompt_of
 from tests.loadgen.analyze.prompts import analysed, chat, text, write_lines
 
 BODY = chat("Be brief.", "Why?")
@@ -33,18 +35,18 @@ CANONICAL = canonical_chat(BODY["messages"])
         ({"input": [{"role": "user", "content": "Why?"}]}, canonical_chat([{"role": "user", "content": "Why?"}])),
     ],
 )
-def test_prompts_are_found_where_logs_keep_them(row, text):
+def test_prompts_are_found_where_logs_keep_them(row: dict[str, Any], text: bytes) -> None:
     assert prompt_of(row).text == text
 
 
-def test_a_named_field_is_read_through_objects_lists_and_json_in_strings():
+def test_a_named_field_is_read_through_objects_lists_and_json_in_strings() -> None:
     row = {"log": {"calls": [{"sent": json.dumps({"q": BODY})}]}}
     assert prompt_of(row, "log.calls.0.sent.q").text == CANONICAL
     with pytest.raises(ValueError, match="there is no field"):
         prompt_of(row, "log.answer")
 
 
-def test_tools_come_first_and_are_told_apart():
+def test_tools_come_first_and_are_told_apart() -> None:
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     prompt = prompt_of({"tools": tools, **BODY})
     assert prompt.text == canonical_chat(BODY["messages"], tools)
@@ -52,7 +54,7 @@ def test_tools_come_first_and_are_told_apart():
     assert str(place(prompt, 3)) == "byte 3 of the tools"
     assert str(place(prompt, prompt.text.index(b"brief"))) == "byte 3 of the system message (messages[0])"
     assert str(place(prompt, prompt.text.index(b"Why"))) == "byte 0 of the user message (messages[1])"
-    assert str(place(Prompt(b"hello"), 2)) == "byte 2 of the prompt"
+    assert str(place(LoggedPrompt(b"hello"), 2)) == "byte 2 of the prompt"
 
 
 @pytest.mark.parametrize(
@@ -63,11 +65,11 @@ def test_tools_come_first_and_are_told_apart():
         ({"time": "1970-01-01T00:01:00Z"}, 60.0),
     ],
 )
-def test_times_are_seconds_milliseconds_or_iso(given, at_s):
+def test_times_are_seconds_milliseconds_or_iso(given: dict[str, Any], at_s: float) -> None:
     assert prompt_of({"prompt": "a", **given}).at_s == at_s
 
 
-def test_tools_nested_too_deeply_are_refused_by_name():
+def test_tools_nested_too_deeply_are_refused_by_name() -> None:
     tools: list[object] = []
     for _ in range(300):
         tools = [tools]
@@ -75,7 +77,7 @@ def test_tools_nested_too_deeply_are_refused_by_name():
         prompt_of({**BODY, "tools": tools})
 
 
-def test_times_give_the_rate_and_how_long_prefixes_must_last(tmp_path):
+def test_times_give_the_rate_and_how_long_prefixes_must_last(tmp_path: Path) -> None:
     system = text("s", 100)
     rows = [{"timestamp": 100 + 2 * i, **chat(system, f"{i}")} for i in range(11)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
@@ -86,7 +88,7 @@ def test_times_give_the_rate_and_how_long_prefixes_must_last(tmp_path):
     assert not analysed(write_lines(tmp_path / "back.jsonl", rows[::-1])).is_in_order
 
 
-def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp_path):
+def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp_path: Path) -> None:
     rows = [BODY, {"prompt": ""}, BODY]
     (tmp_path / "log.jsonl").write_text("started\n" + "".join(json.dumps(row) + "\n" for row in rows))
     found = analysed(tmp_path / "log.jsonl")
@@ -97,7 +99,7 @@ def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp
     assert analysed(tmp_path / "log.jsonl.gz").requests == 2
 
 
-def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_path):
+def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_path: Path) -> None:
     # The fields of the gateway's request lines, which the load generator may not import.
     line = {
         "request_id": "r",
@@ -113,7 +115,7 @@ def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_p
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '127.0.0.1 - - "POST /v1/completions HTTP/1.1" 200\n' * 300])
-def test_files_with_nothing_in_them_are_refused(content, tmp_path):
+def test_files_with_nothing_in_them_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(content)
     with pytest.raises(
         UnusableLog, match="is empty" if not content.strip() else "no prompt in 200 lines .line 1: no JSON"
@@ -121,15 +123,15 @@ def test_files_with_nothing_in_them_are_refused(content, tmp_path):
         analysed(tmp_path / "log")
 
 
-def test_files_that_cannot_be_read_several_times_are_refused(tmp_path):
+def test_files_that_cannot_be_read_several_times_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnusableLog, match="cannot be read"):
         analysed(tmp_path / "none.jsonl")
     with pytest.raises(UnusableLog, match="regular file"):
         analysed(tmp_path)
 
 
-def trace(block: int) -> list[dict]:
-    """Every request has the same first two blocks, then one of its own and a part of another."""
+def trace(block: int) -> list[dict[str, Any]]:
+    """Every request has the same first two blocks, then a unique block and a part of another."""
     return [
         {"timestamp": 1000 * i, "input_length": 3 * block + 1, "output_length": 5, "hash_ids": [1, 2, 10 + i, 1000 + i]}
         for i in range(10)
@@ -137,7 +139,7 @@ def trace(block: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("block", [16, 512])
-def test_traces_of_block_ids_give_rates_and_their_block_size_is_worked_out(block, tmp_path):
+def test_traces_of_block_ids_give_rates_and_their_block_size_is_worked_out(block: int, tmp_path: Path) -> None:
     found = analysed(write_lines(tmp_path / "trace.jsonl", trace(block)))
     assert found.block_tokens == block
     assert found.hit_rate == pytest.approx(9 * 2 * block / (10 * (3 * block + 1)))
@@ -146,7 +148,7 @@ def test_traces_of_block_ids_give_rates_and_their_block_size_is_worked_out(block
     assert found.findings == ()
 
 
-def test_reading_stops_where_memory_is_used_up(tmp_path):
+def test_reading_stops_when_memory_is_used_up(tmp_path: Path) -> None:
     rows = [{"prompt": text(i, 400)} for i in range(50)]
     path = write_lines(tmp_path / "log.jsonl", rows)
     found = analysed(path, memory_bytes=60 * 400)
@@ -155,6 +157,6 @@ def test_reading_stops_where_memory_is_used_up(tmp_path):
     assert found.requests == analysed(path, memory_bytes=60 * 400).requests
 
 
-def test_a_source_can_be_read_again(tmp_path):
+def test_a_source_can_be_read_again(tmp_path: Path) -> None:
     source = Source(write_lines(tmp_path / "log.jsonl", [BODY, BODY]))
     assert [asdict(p) for p, _ in source.prompts()] == [asdict(p) for p, _ in source.prompts()]

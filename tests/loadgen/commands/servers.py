@@ -1,4 +1,4 @@
-"""Servers for the tests of commands, on real sockets and in a thread of their own."""
+"""Servers for the tests of commands, on real sockets and in their own thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.loadgen.experiment.scripted_arms import ArmGateway
 
 @dataclass
 class LimitedGateway(ArmGateway):
-    """Refuses requests beyond `limits[policy]` at a time; each takes `service_s`, all but the first `quick`."""
+    """Refuses concurrent requests beyond `limits[policy]`; each takes `service_s`, except the first `quick`."""
 
     limits: dict[str, int] = field(default_factory=dict)
     service_s: float = 0.05

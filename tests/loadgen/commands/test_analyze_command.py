@@ -1,4 +1,4 @@
-"""`analyze` as its user meets it."""
+"""`analyze` as users run it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,22 +17,22 @@ from tests.loadgen.analyze.prompts import chat, text, write_lines
 
 
 @pytest.fixture
-def log(tmp_path):
+def log(tmp_path: Path) -> Path:
     rows = [chat(f"It is 2026-05-01T10:00:{i:02d}Z. {text('s', 300)}", f"{i} {text(i, 10)}") for i in range(40)]
     return write_lines(tmp_path / "log.jsonl", rows)
 
 
-def test_the_text_names_the_break_and_ends_with_the_advice(log, capsys):
+def test_the_text_names_the_break_and_ends_with_the_advice(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert analyze.run([str(log), "--pods", "2"]) == 0
     shown = capsys.readouterr()
-    flat = " ".join(shown.out.split())  # the file's name decides where lines break
+    flat = " ".join(shown.out.split())  # where lines break depends on the file's name
     assert "40 requests" in flat
     assert "2 pods, perfect affinity" in flat
     assert "A timestamp at byte 6 of the system message (messages[0]) costs 100% of the possible hits" in flat
     assert "reading prompts" in shown.err
 
 
-def test_json_and_files_hold_the_same_analysis(log, capsys, tmp_path):
+def test_json_and_files_hold_the_same_analysis(log: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (
         analyze.run([str(log), "--format", "json", "--out", str(tmp_path / "out"), "--cache-tokens", "1000,2000"]) == 0
     )
@@ -41,7 +43,7 @@ def test_json_and_files_hold_the_same_analysis(log, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_whoever_reads_may_leave_early(log, tmp_path, form):
+def test_a_reader_of_the_output_may_leave_early(log: Path, tmp_path: Path, form: str) -> None:
     flags = ["analyze", str(log), "--format", form, "--out", str(tmp_path / "out")]
     reads, writes = os.pipe()
     os.close(reads)
@@ -55,7 +57,7 @@ def test_whoever_reads_may_leave_early(log, tmp_path, form):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"analysis.json", "analysis.txt"}
 
 
-def test_text_from_prompts_is_never_taken_for_markup(tmp_path, capsys):
+def test_text_from_prompts_is_never_taken_for_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [chat(f"[/bold] {text('s', 100)}", f"[red]{i}") for i in range(5)]
     assert analyze.run([str(write_lines(tmp_path / "log.jsonl", rows))]) == 0
     assert "[/bold]" in capsys.readouterr().out
@@ -71,22 +73,26 @@ def test_text_from_prompts_is_never_taken_for_markup(tmp_path, capsys):
         (["x", "--cash-tokens", "5"], "did you mean '--cache-tokens'"),
     ],
 )
-def test_bad_flags_are_named(flags, complaint, capsys):
+def test_bad_flags_are_named(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         analyze.run(flags)
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_file_without_prompts_fails_and_says_what_is_needed(tmp_path, capsys):
+def test_a_file_without_prompts_fails_and_says_what_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_lines(tmp_path / "log.jsonl", [{"status": 200}])
     assert analyze.run([str(path), "--out", str(tmp_path / "out")]) == 1
     assert "no prompt in 1 lines" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_ctrl_c_leaves_nothing(log, monkeypatch, capsys, tmp_path):
-    def interrupted(*args):
+def test_ctrl_c_leaves_nothing(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(analyze, "analyze", interrupted)
@@ -95,7 +101,7 @@ def test_ctrl_c_leaves_nothing(log, monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_help_gives_units_and_defaults(capsys):
+def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         analyze.run(["--help"])
     assert caught.value.code == 0
@@ -104,7 +110,9 @@ def test_help_gives_units_and_defaults(capsys):
     assert "(default: [16, 32, 64])" in shown
 
 
-def test_settings_come_from_the_environment_too(log, monkeypatch, capsys):
+def test_settings_come_from_the_environment_too(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WARMROUTE_BLOCK_TOKENS", "32")
     assert analyze.run([str(log), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["block_tokens"] == 32

@@ -1,4 +1,4 @@
-"""`bench` against servers on real sockets: what is sent, what is written, how it ends."""
+"""`bench` against servers on real sockets: requests, files, exit status."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,23 +30,25 @@ FAST = ["--tokens-per-word", "2", "--disable-tqdm"]
 
 
 @pytest.fixture
-def gateway():
+def gateway() -> Iterator[Any]:
     with in_thread(ArmGateway()) as serving:
         yield serving
 
 
 def measured(gateway: ArmGateway) -> list[str]:
-    """Prompts that are no probes, as sent; those of `prefix_repetition` are several hundred words."""
+    """Return the prompts as sent, without probes; prompts of `prefix_repetition` are several hundred words long."""
     prompts = [body["messages"][0]["content"] for body in gateway.bodies]
     return [prompt for prompt in prompts if len(prompt.split()) > 60]
 
 
-def check(status: int, content: dict) -> None:
-    """The status says whether the run is valid; a busy machine may make it invalid, which is no fault of ours."""
+def check(status: int, content: dict[str, Any]) -> None:
+    """Check that the status matches the run's validity; a busy machine may make a run invalid without any bug."""
     assert status == (0 if content["warmroute"]["valid"] else 3)
 
 
-def test_the_result_file_has_vllms_names_and_the_console_its_block(gateway, tmp_path, capsys):
+def test_the_result_file_has_vllms_names_and_the_console_its_block(
+    gateway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status = bench.run(
         [
             *("--base-url", gateway.url, *SMALL, *FAST, "--request-rate", "100", "--save-result", "--save-detailed"),
@@ -70,7 +75,7 @@ def test_the_result_file_has_vllms_names_and_the_console_its_block(gateway, tmp_
     assert shown.err == ""
 
 
-def test_what_is_sent_follows_the_flags(gateway, tmp_path):
+def test_what_is_sent_follows_the_flags(gateway: Any, tmp_path: Path) -> None:
     bench.run(["--base-url", gateway.url, *SMALL, *FAST, "--seed", "5", "--header", "x-user=me", "--no-ignore-eos"])
     prompts = measured(gateway)
     assert len(prompts) == len(set(prompts)) == 12
@@ -83,7 +88,7 @@ def test_what_is_sent_follows_the_flags(gateway, tmp_path):
     assert all(body["ignore_eos"] is True for body in gateway.bodies)
 
 
-def test_results_are_appended_and_metrics_left_out(gateway, tmp_path):
+def test_results_are_appended_and_metrics_left_out(gateway: Any, tmp_path: Path) -> None:
     flags = [
         "--base-url",
         gateway.url,
@@ -102,7 +107,7 @@ def test_results_are_appended_and_metrics_left_out(gateway, tmp_path):
     assert latencies == {"ttft_ms", "ttft_from_intended_ms", "client_queue_time_ms"}
 
 
-def test_pods_are_counted_and_caches_emptied_where_asked(gateway, tmp_path):
+def test_pods_are_counted_and_caches_emptied_if_asked(gateway: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     status = bench.run(
         ["--base-url", gateway.url, *SMALL, *FAST, "--flush-cache", "--out", str(out), "--formats", "json"]
@@ -116,18 +121,18 @@ def test_pods_are_counted_and_caches_emptied_where_asked(gateway, tmp_path):
     assert gateway.log.index(("reset", "")) < len(gateway.log) - 12
 
 
-def test_caches_that_cannot_be_emptied_end_it(tmp_path, capsys):
+def test_caches_that_cannot_be_emptied_end_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(allows_reset=False)) as gateway:
         assert bench.run(["--base-url", gateway.url, *SMALL, *FAST, "--flush-cache"]) == 1
     assert "--flush-cache: the caches cannot be emptied" in capsys.readouterr().err
 
 
-def test_nobody_there_is_said_with_the_address(capsys):
+def test_nobody_there_is_said_with_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run(["--port", "9", *SMALL, *FAST]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def test_servers_without_usage_need_a_word_size(capsys):
+def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(has_usage=False)) as gateway:
         assert bench.run(["--base-url", gateway.url, *SMALL, "--disable-tqdm"]) == 1
     assert "give --tokens-per-word" in capsys.readouterr().err
@@ -137,9 +142,9 @@ def test_servers_without_usage_need_a_word_size(capsys):
     ("flags", "complaint"),
     [
         (["--dataset-name", "nonsense"], "'nonsense' is unknown"),
-        (["--dataset-name", "random", "--workload", "gsp"], "--dataset-name and --workload say the same"),
+        (["--dataset-name", "random", "--workload", "gsp"], "--dataset-name and --workload exclude each other"),
         (["--base-url", "localhost:8000"], "must begin with http"),
-        (["--base-url", "http://a", "--port", "80"], "--base-url says the same as --host and --port"),
+        (["--base-url", "http://a", "--port", "80"], "--base-url excludes --host and --port"),
         (["--backend", "openai", "--endpoint", "/v1/chat/completions"], "is not that of --backend openai"),
         (["--goodput", "ttfb:3"], "objective 'ttfb:3'"),
         (["--header", "x-user"], "--header 'x-user' must be NAME=VALUE"),
@@ -149,7 +154,7 @@ def test_servers_without_usage_need_a_word_size(capsys):
         (["--burstyness", "1"], "did you mean '--burstiness'"),
     ],
 )
-def test_bad_flags_are_named(flags, complaint, capsys):
+def test_bad_flags_are_named(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench.run(flags)
     assert caught.value.code == 2
@@ -169,25 +174,26 @@ def settings(*flags: str) -> BenchSettings:
         (["--endpoint", "/v1/completions"], "completions"),
     ],
 )
-def test_backend_and_endpoint_choose_the_api(flags, endpoint):
+def test_backend_and_endpoint_choose_the_api(flags: list[str], endpoint: Any) -> None:
     given = settings(*flags)
     assert given.target(given.arm()).endpoint == endpoint
 
 
-def test_defaults_are_vllms():
+def test_defaults_are_vllms() -> None:
     given = settings()
     _, spec, planned = plan(given)
     assert (given.workload, given.url, planned) == ("random", "http://127.0.0.1:8000", 1000)
     assert spec.arrivals.rate == float("inf")
 
 
-def test_prompts_are_requests_and_sessions_are_played_whole():
+def test_prompts_are_requests_and_sessions_are_played_whole() -> None:
     workload, spec, planned = plan(settings("--workload", "multi-turn", "--num-prompts", "23"))
+    assert spec.sessions is not None
     turns = [len(workload.session(i).turns) for i in range(spec.sessions)]
     assert sum(turns) == planned >= 23 > planned - turns[-1]
 
 
-def test_a_trace_follows_the_rate_unless_its_own_times_are_asked_for(tmp_path):
+def test_a_trace_follows_the_rate_unless_its_own_times_are_asked_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": i * 1000, "input_length": 600, "output_length": 2, "hash_ids": [1, i]} for i in range(5)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -198,7 +204,7 @@ def test_a_trace_follows_the_rate_unless_its_own_times_are_asked_for(tmp_path):
         plan(settings("--arrival", "trace"))
 
 
-def test_secrets_stay_out_of_the_result(monkeypatch):
+def test_secrets_stay_out_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-environment")
     given = settings("--header", "authorization=sk-flag", "--api-key", "sk-key")
     assert "sk-" not in json.dumps(given.configuration())
@@ -206,8 +212,8 @@ def test_secrets_stay_out_of_the_result(monkeypatch):
     assert settings().target(settings().arm()).api_key == "sk-environment"
 
 
-def test_ctrl_c_leaves_neither_process_nor_file(tmp_path):
-    # The first request, which checks the server, is answered at once; those of the load are not.
+def test_ctrl_c_leaves_neither_process_nor_file(tmp_path: Path) -> None:
+    # The first request, which checks the server, is answered at once; the requests of the load are not.
     held = LimitedGateway(known=("slow",), limits={"slow": 1000}, service_s=120.0, quick=1)
     with in_thread(held) as gateway:
         program = "import sys; from loadgen.commands.bench import run; sys.exit(run(sys.argv[1:]))"

@@ -41,7 +41,7 @@ def status_of(argv: list[str]) -> int | str | None:
         return stopped.code
 
 
-def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(delay_s={"round_robin": 0.05, "predicted_ttft": 0.05})) as gateway:
         flags = ["--rounds=2", "--api-key=secret", "--header=x-team=blue", f"--out={tmp_path}"]
         status = run([f"--url={gateway.url}", *FAST, *flags, "--goodput", "ttft:60000", "e2el:60000"])
@@ -65,8 +65,8 @@ def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.Captur
     assert flat["completed"] == result.arms[0].summary.completed
 
 
-def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One whose event loop stands still for 80 of every 100 ms, beside a server that answers within 50."""
+def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator's event loop stands still for 80 of every 100 ms, and the server answers within 50 ms."""
 
     async def busy_play(*args: Any, **named: Any) -> ArmRun:
         async def stand_still() -> None:
@@ -88,9 +88,9 @@ def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.M
     assert "can change the ratio of their mean TTFT by" in line
 
 
-def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(number: int) -> None:
-        if number == 2 + 2 + 1:  # one for each arm before the first round, two in it, the first of the second
+        if number == 2 + 2 + 1:  # two before round 1, two in it, one in round 2
             os.kill(os.getpid(), signal.SIGINT)
 
     with in_thread(ArmGateway(on_reset=interrupt)) as gateway:
@@ -101,7 +101,7 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "interrupted; 1 whole round is reported" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(number: int) -> None:
         if number == 3:
             os.kill(os.getpid(), signal.SIGINT)
@@ -112,7 +112,7 @@ def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pyte
     assert "no round was complete" in capsys.readouterr().err
 
 
-def test_a_server_that_cannot_be_measured_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_server_that_cannot_be_measured_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(allows_policy=False)) as gateway:
         assert run([f"--url={gateway.url}", *FAST, f"--out={tmp_path / 'out'}"]) == 1
     assert "--allow-policy-header" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_server_that_cannot_be_measured_is_exit_status_1(tmp_path: Path, capsy
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     (tmp_path / "file").write_text("")
     assert run(["--url=http://127.0.0.1:9", f"--out={tmp_path / 'file' / 'out'}"]) == 2
     assert f"--out {tmp_path / 'file' / 'out'} cannot be written: Not a directory" in capsys.readouterr().err
@@ -142,12 +142,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_asked(
         (["--url=http://g", "--workload=sharegpt", "--dataset-path=nowhere.json"], "nowhere.json"),
     ],
 )
-def test_bad_flags_are_exit_status_2(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_flags_are_exit_status_2(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(flags) == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path):
+def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "custom.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
     settings = CompareSettings.model_validate(
@@ -160,7 +160,7 @@ def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path):
     assert (everything.sessions, everything.distinct_rounds) == (None, 1)
 
 
-def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path):
+def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path) -> None:
     path = tmp_path / "custom.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
     flags = [
@@ -172,10 +172,10 @@ def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path):
     result = read_result(tmp_path / "out" / "result.json")
     assert any(line.startswith("The data set has sessions for 1 of 2 rounds") for line in result.cautions)
     settings = CompareSettings.model_validate({"url": "http://g", "reuse_prompts": 3})
-    assert make_plan(settings)[0].distinct_rounds is None, "a generated pool is another one in each round"
+    assert make_plan(settings)[0].distinct_rounds is None, "each round generates a new pool"
 
 
-def test_generated_rounds_have_seeds_of_their_own():
+def test_generated_rounds_have_seeds_of_their_own() -> None:
     plan, workload = make_plan(CompareSettings.model_validate({"url": "http://g", "seed": 5}))
     assert plan.round(0).workload.session(0) == workload.session(0)
     assert plan.round(1).workload.session(0) != workload.session(0)
@@ -183,7 +183,7 @@ def test_generated_rounds_have_seeds_of_their_own():
     assert plan.round(1).workload.session(0) == later.round(0).workload.session(0)
 
 
-def test_lists_as_in_vllm():
+def test_lists_as_in_vllm() -> None:
     assert joined(["--goodput", "ttft:5", "tpot:6", "--seed", "1"], ["--goodput"]) == [
         "--goodput",
         "ttft:5,tpot:6",

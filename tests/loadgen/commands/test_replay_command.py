@@ -47,7 +47,7 @@ def settings(*flags: str) -> ReplaySettings:
 @pytest.mark.parametrize(
     ("content", "name"), [(AZURE, "azure"), (BURST, "burstgpt"), (MOONCAKE, "mooncake"), (BAILIAN, "bailian")]
 )
-def test_the_format_is_told_from_the_first_line_plain_or_gzipped(content, name, tmp_path):
+def test_the_format_is_told_from_the_first_line_plain_or_gzipped(content: str, name: str, tmp_path: Path) -> None:
     assert format_of(written(tmp_path, content)) == name
     (tmp_path / "trace.gz").write_bytes(gzip.compress(content.encode()))
     assert format_of(tmp_path / "trace.gz") == name
@@ -57,14 +57,14 @@ def test_the_format_is_told_from_the_first_line_plain_or_gzipped(content, name, 
 def starts_s(given: ReplaySettings) -> list[float]:
     workload, spec, count = plan(given)
     assert spec.sessions == count
-    return [workload.session(spec.first_session + i).start_s for i in range(count)]
+    return [workload.session(spec.first_session + i).start_s or 0.0 for i in range(count)]
 
 
-def test_speed_and_offsets_choose_and_squeeze_the_schedule(tmp_path):
+def test_speed_and_offsets_choose_and_squeeze_the_schedule(tmp_path: Path) -> None:
     trace = str(written(tmp_path, MOONCAKE))
     assert starts_s(settings(trace)) == list(range(8))
     assert starts_s(settings(trace, "--speedup", "4")) == [i / 4 for i in range(8)]
-    # Offsets are times of the trace, at whatever speed it is played.
+    # Offsets are times of the trace, whatever the speed.
     window = ["--start-offset-s", "2", "--end-offset-s", "5"]
     assert starts_s(settings(trace, *window)) == [2, 3, 4]
     assert starts_s(settings(trace, *window, "--speedup", "2")) == [1, 1.5, 2]
@@ -73,7 +73,7 @@ def test_speed_and_offsets_choose_and_squeeze_the_schedule(tmp_path):
         plan(settings(trace, "--start-offset-s", "100"))
 
 
-def test_jitter_spreads_requests_of_one_time(tmp_path):
+def test_jitter_spreads_requests_of_one_time(tmp_path: Path) -> None:
     rows = [json.loads(line) | {"timestamp": 3000 * (i // 4)} for i, line in enumerate(MOONCAKE.splitlines())]
     trace = str(written(tmp_path, "".join(json.dumps(row) + "\n" for row in rows)))
     assert len(set(starts_s(settings(trace)))) == 2
@@ -82,7 +82,7 @@ def test_jitter_spreads_requests_of_one_time(tmp_path):
     assert all(3 * (i // 4) <= at < 3 * (i // 4 + 1) for i, at in enumerate(jittered))
 
 
-def test_a_trace_can_be_played_at_another_rate(tmp_path):
+def test_a_trace_can_be_played_at_another_rate(tmp_path: Path) -> None:
     trace = str(written(tmp_path, MOONCAKE))
     workload, spec, _ = plan(settings(trace, "--no-fixed-schedule", "--request-rate", "7"))
     assert workload.session(3).start_s is None
@@ -90,7 +90,7 @@ def test_a_trace_can_be_played_at_another_rate(tmp_path):
     assert workload.about()["times"] == "not those of the file"
 
 
-def test_requests_are_sent_in_the_traces_time_with_its_sharing(tmp_path):
+def test_requests_are_sent_in_the_traces_time_with_its_sharing(tmp_path: Path) -> None:
     trace = written(tmp_path, MOONCAKE)
     out = tmp_path / "out"
     with in_thread(ArmGateway()) as gateway:
@@ -120,11 +120,13 @@ def test_requests_are_sent_in_the_traces_time_with_its_sharing(tmp_path):
         (["--no-fixed-schedule", "--speedup", "2"], "--speedup needs --fixed-schedule"),
         (["--start-offset-s", "5", "--end-offset-s", "4"], "--end-offset-s 4 must be above --start-offset-s 5"),
         (["--workload", "gsp"], "gsp"),
-        (["--dataset-path", "elsewhere"], "give TRACE alone"),
+        (["--dataset-path", "elsewhere"], "give only TRACE"),
         (["--tenants", "3"], "--tenants is a flag of"),
     ],
 )
-def test_bad_flags_are_named(flags, complaint, tmp_path, capsys):
+def test_bad_flags_are_named(
+    flags: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         replay.run([str(written(tmp_path, MOONCAKE)), *flags])
     assert caught.value.code == 2
@@ -132,9 +134,12 @@ def test_bad_flags_are_named(flags, complaint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"), [("hello\n", "is no known trace"), ('{"hash_ids": 3}\n', "hash_ids")]
+    ("content", "complaint"), [("hello\n", "is not a known trace"), ('{"hash_ids": 3}\n', "hash_ids")]
 )
-def test_files_that_are_no_trace_are_refused(content, complaint, tmp_path, capsys):
+def test_files_that_are_no_trace_are_refused(
+    content: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status: object
     try:
         status = replay.run([str(written(tmp_path, content))])
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""Rounds of arms whose requests are drawn from a known law."""
+"""Rounds of arms whose requests are drawn from a known distribution."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from loadgen.experiment.contrasts import Contrasts, contrasts
 from loadgen.experiment.pairs import Pairs, Side, pair
 from loadgen.experiment.verdict import able_arms
+from loadgen.measure.records import RequestRecord
 from loadgen.measure.summary import summarise_runs
 from loadgen.result.model import Arm
 from tests.loadgen.measure.builders import MadeRun, failed, made_run, request
@@ -28,8 +29,8 @@ def rounds_of(
     seed: int = 1,
     **fields: object,
 ) -> Rounds:
-    """Sessions of two turns. An arm's TTFT is the session's, times the arm's factor, times lognormal noise of the
-    request and of the block; `failing` arms fail a share of their first turns."""
+    """Return sessions of two turns. TTFT is the session's, times the arm's factor, times lognormal noise of the request
+    and of the block. `failing` arms fail a share of their first turns."""
     rng = np.random.default_rng(seed)
     out: Rounds = []
     for _ in range(rounds):
@@ -43,7 +44,7 @@ def rounds_of(
     return out
 
 
-def _session(number: int, ttfts_s: np.ndarray, is_broken: bool, fields: Mapping[str, object]):
+def _session(number: int, ttfts_s: np.ndarray, is_broken: bool, fields: Mapping[str, object]) -> list[RequestRecord]:
     start_s = number * 0.5
     if is_broken:
         return [failed(number, 0, start_s)]
@@ -51,7 +52,7 @@ def _session(number: int, ttfts_s: np.ndarray, is_broken: bool, fields: Mapping[
 
 
 def drawn_pairs(factor: float, *, rounds: int, sessions: int, noise: float, round_noise: float, seed: int) -> Pairs:
-    """The same law as pairs at once, for hundreds of trials: BASE and "arm"."""
+    """Draw pairs from the same distribution directly, for hundreds of trials: BASE and "arm"."""
     rng = np.random.default_rng(seed)
     rows = rounds * sessions * 2
     unit = np.repeat(np.arange(rounds * sessions), 2)
@@ -66,7 +67,7 @@ def drawn_pairs(factor: float, *, rounds: int, sessions: int, noise: float, roun
 
 
 def found_in(rounds: Rounds, objectives_ms: Mapping[str, float] | None = None, seed: int = 1) -> Contrasts:
-    """Every arm against the first."""
+    """Compare every arm with the first."""
     pairs = pair(rounds, objectives_ms)
     assert pairs is not None
     names = list(rounds[0])
@@ -75,7 +76,7 @@ def found_in(rounds: Rounds, objectives_ms: Mapping[str, float] | None = None, s
 
 
 def arms_in(rounds: Rounds) -> list[Arm]:
-    """The arms as a report has them."""
+    """Return the arms in the form of a report."""
     return [
         Arm(
             name=name,

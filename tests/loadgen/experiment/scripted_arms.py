@@ -1,4 +1,4 @@
-"""A scripted gateway whose policies differ in known ways, in this event loop or in a thread of its own."""
+"""A scripted gateway whose policies differ in known ways, in this event loop or in its own thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import orjson
 from aiohttp import web
@@ -23,7 +24,7 @@ class CountedPod(ScriptedPod):
     hits: int = 0
 
     async def serve(self, words: list[str]) -> int:
-        """As its parent."""
+        """See `ScriptedPod.serve`."""
         cached = await super().serve(words)
         self.queries += len(words) * TOKENS_PER_WORD
         self.hits += cached
@@ -32,8 +33,8 @@ class CountedPod(ScriptedPod):
 
 @dataclass
 class ArmGateway(ScriptedGateway):
-    """`delay_s` is added to the TTFT by policy; `failing` policies refuse measured requests that have no answer yet and
-    whose text has an even number of words."""
+    """`delay_s` is added to the TTFT by policy. `failing` policies refuse measured requests that have no answer yet and
+    an even number of words."""
 
     delay_s: dict[str, float] = field(default_factory=dict)
     failing: tuple[str, ...] = ()
@@ -42,9 +43,9 @@ class ArmGateway(ScriptedGateway):
     model: str = "scripted"
     scrapable: bool = True
     counters_differ_by: int = 0
-    """Tokens that each pod counts as found though usage does not say so."""
+    """Tokens that each pod counts as found, although usage does not report them."""
     admin_headers: list[Mapping[str, str]] = field(default_factory=list)
-    """Of the requests for the list of pods."""
+    """Headers of the requests for the list of pods."""
     on_reset: Callable[[int], None] = lambda number: None
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class ArmGateway(ScriptedGateway):
         self._pods = [CountedPod(self.pool_blocks, self.token_s) for _ in range(self.pods)]
 
     def add_routes(self, app: web.Application) -> None:
-        """What it serves."""
+        """Add the served paths."""
         super().add_routes(app)
         app.router.add_get("/v1/pods", self._list)
         app.router.add_get("/pod/{number}/metrics", self._metrics)
@@ -103,7 +104,7 @@ class ArmGateway(ScriptedGateway):
 
 
 def measured(gateway: ScriptedGateway) -> list[tuple[str, list[dict[str, str]]]]:
-    """Policy and messages of each measured request, in order of arrival."""
+    """Return policy and messages of each measured request, in order of arrival."""
     chats = [policy for kind, policy in gateway.log if kind == "chat"]
     return [
         (policy, body["messages"])
@@ -112,9 +113,12 @@ def measured(gateway: ScriptedGateway) -> list[tuple[str, list[dict[str, str]]]]
     ]
 
 
+G = TypeVar("G", bound=ArmGateway)
+
+
 @contextmanager
-def in_thread(gateway: ArmGateway) -> Iterator[ArmGateway]:
-    """Serve from another thread, for tests of commands that run a loop of their own."""
+def in_thread(gateway: G) -> Iterator[G]:
+    """Serve from another thread, for tests of commands that run their own loop."""
     ready, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""A late generator voids what it could have made up, and nothing else."""
+"""A late generator invalidates claims that its lag could explain, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arm(name: str, ttft_ms: float, lag_ms: float) -> Arm:
 
 
 def contrast(ratio: float, width: float | None, judgement: str) -> Contrast:
-    """`width`: half the interval of the ratio's logarithm; None: there is no interval."""
+    """`width`: half the interval of the ratio's logarithm; None: no interval."""
     ends = (None, None) if width is None else (ratio * math.exp(-width), ratio * math.exp(width))
     interval = Interval(value=ratio, low=ends[0], high=ends[1])
     return Contrast(
@@ -35,32 +35,34 @@ def contrast(ratio: float, width: float | None, judgement: str) -> Contrast:
         pairs=10,
         difference=Interval(value=0.0),
         ratio=interval,
-        judgement=judgement,  # type: ignore[arg-type]
+        judgement=judgement,
     )
 
 
 def is_valid(lag_ms: float, found: Contrast, *, base_lag_ms: float = 0.0) -> bool:
     arms = [arm(BASE, 400.0, base_lag_ms), arm("arm", 100.0, lag_ms)]
     base, other = judged(arms, Contrasts((found,)), BASE)
-    assert base.summary.validity.valid, "what is claimed is claimed of the other arm"
+    assert base.summary.validity.valid, "the claim is about the other arm"
     return other.summary.validity.valid
 
 
-def test_what_the_demo_measures_stands_and_a_generator_that_is_really_late_does_not():
-    """4 times as fast, known within 22 %: lag of 1 ms in 100 cannot make that, lag of 8 ms can."""
+def test_what_the_demo_measures_stands_and_a_generator_that_is_really_late_does_not() -> None:
+    """4 times as fast, known within 22 %: lag of 1 ms in 100 cannot explain that, lag of 8 ms can."""
     claim = contrast(0.25, 0.22, "better")
     assert is_valid(1.0, claim)
-    assert is_valid(2.5, claim), "lost in the interval that is stated"
+    assert is_valid(2.5, claim), "the shift is small compared with the interval"
     assert not is_valid(8.0, claim)
-    assert not is_valid(8.0, contrast(0.25, 2.0, "better")), "nor is a wide interval an excuse"
+    assert not is_valid(8.0, contrast(0.25, 2.0, "better")), "a wide interval is not an excuse"
     assert not is_valid(0.0, claim, base_lag_ms=30.0), "a late baseline makes the other arm look fast"
 
 
-def test_the_smaller_the_effect_the_less_lag_may_be():
+def test_the_smaller_the_effect_the_less_lag_may_be() -> None:
     assert is_valid(1.0, contrast(0.25, None, "better"))
-    assert not is_valid(1.0, contrast(0.9, None, "better")), "2 % may be lag, of an effect of 10 %"
+    assert not is_valid(1.0, contrast(0.9, None, "better")), "2 % may be lag, and the effect is 10 %"
     assert is_valid(0.2, contrast(0.9, None, "better"))
-    assert is_valid(1.0, contrast(0.99, None, "not distinguishable")), "no difference is claimed, 2 % would be none"
+    assert is_valid(1.0, contrast(0.99, None, "not distinguishable")), (
+        "no difference is claimed, and 2 % would not be one"
+    )
     assert not is_valid(4.0, contrast(0.99, None, "not distinguishable"))
 
 
@@ -81,9 +83,9 @@ def test_more_lag_never_mends_a_claim(
         assert not is_valid(more, found)
 
 
-def test_what_is_allowed_leaves_the_intervals_their_coverage():
-    """A true ratio of 0.5, and an arm whose every TTFT is longer by as much lag as is just allowed: 95 % intervals
-    still hold the true ratio in about 92 % of experiments."""
+def test_what_is_allowed_leaves_the_intervals_their_coverage() -> None:
+    """The true ratio is 0.5, and every TTFT of one arm is longer by the largest allowed lag. 95 % intervals still hold
+    the true ratio in about 92 % of experiments."""
     random = np.random.default_rng(5)
     held, trials = 0, 4000
     for _ in range(trials):
@@ -95,7 +97,7 @@ def test_what_is_allowed_leaves_the_intervals_their_coverage():
     assert 0.905 <= held / trials <= 0.94
 
 
-def test_the_reason_names_both_arms_and_the_remedy():
+def test_the_reason_names_both_arms_and_the_remedy() -> None:
     rounds = rounds_of({BASE: 1.0, "arm": 0.5}, noise=0.02)
     late = [
         one.model_copy(update={"summary": one.summary.model_copy(update={"lag": one.summary.lag.model_copy(
@@ -104,6 +106,6 @@ def test_the_reason_names_both_arms_and_the_remedy():
     found = found_in(rounds)
     first, *rest = verdict(judged(late, found, BASE), found, BASE)
     assert first.startswith("INVALID: in arm the load generator was late by 60.0 ms on average, 0.0 ms in round_robin:")
-    assert "Lower the rate, or give the generator a machine of its own" in first
-    assert rest[0].startswith("arm won"), "what was measured is said all the same"
+    assert "Lower the rate, or give the generator its own machine" in first
+    assert rest[0].startswith("arm won"), "the result is reported anyway"
     assert possible_shift(late[1].summary, late[0].summary) > 0.5

@@ -1,8 +1,9 @@
-"""What a report says: only what the requests show, and everything that weakens it."""
+"""The text of a report: only what the requests show, and everything that weakens it."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -31,14 +32,14 @@ def cautions_about(summary: Summary) -> str:
     return "\n".join(cautions([arm], found_in(rounds_of({BASE: 1.0, "arm": 1.0})), BASE, 4))
 
 
-def test_the_winner_its_numbers_and_ties_are_named():
+def test_the_winner_its_numbers_and_ties_are_named() -> None:
     rounds = rounds_of({BASE: 1.0, "predicted_ttft": 0.25, "affinity": 0.2501, "least": 2.0}, noise=0.02)
     lines, _ = said(rounds)
     leader = lines[0].split(" leads: mean TTFT ")[0]
     tied = ({"predicted_ttft", "affinity"} - {leader}).pop()
     assert re.search(r"(3\.9|4\.0)\d times as fast \(interval 3\.\d\d to 4\.\d\d\)", lines[0])
     assert "40% of the prompt tokens" in lines[0]
-    assert lines[0].endswith(f"{tied} cannot be told from it.")
+    assert lines[0].endswith(f"{tied} cannot be distinguished from it.")
     assert lines[1].startswith(f"{tied}: better than round_robin (mean TTFT ")
     assert lines[2].startswith("least: worse than round_robin (mean TTFT ")
 
@@ -47,7 +48,7 @@ def test_the_winner_its_numbers_and_ties_are_named():
     ("base_cached", "other_cached", "reason"),
     [(95, 96, "already found 95%"), (2, 3, "Hardly anything was reused: 3%"), (40, 90, "Reuse rose from 40% to 90%")],
 )
-def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str):
+def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str) -> None:
     one = rounds_of({BASE: 1.0}, cached_tokens=base_cached)
     other = rounds_of({"arm": 1.0}, cached_tokens=other_cached)
     lines, _ = said([{**a, **b} for a, b in zip(one, other, strict=True)])
@@ -55,7 +56,7 @@ def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str):
     assert reason in lines[0]
 
 
-def test_prompts_that_share_nothing_are_the_reason():
+def test_prompts_that_share_nothing_are_the_reason() -> None:
     unlike = [request(i, prompt_bytes=512, prefix_keys=(i * 2 + 1, i * 2 + 2), cached_tokens=0) for i in range(20)]
     run = made_run(unlike)
     lines, _ = said([{BASE: run, "arm": run}])
@@ -71,8 +72,8 @@ def test_prompts_that_share_nothing_are_the_reason():
 )
 def test_caches_that_miss_most_of_what_is_shared_are_not_called_sufficient(
     cached_tokens: tuple[int, int], said_of_it: str
-):
-    """Ten equal prompts: all but the first find the whole of it in one infinite cache."""
+) -> None:
+    """Ten equal prompts: all except the first find the whole prompt in one infinite cache."""
     keys = tuple(range(1, 11))
     runs = [
         made_run([request(i, prompt_bytes=2560, prefix_keys=keys, cached_tokens=cached) for i in range(10)])
@@ -83,14 +84,14 @@ def test_caches_that_miss_most_of_what_is_shared_are_not_called_sufficient(
     assert said_of_it in lines[0]
 
 
-def test_a_server_without_usage_gets_no_reason():
-    silent = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
+def test_a_server_without_usage_gets_no_reason() -> None:
+    silent: dict[str, Any] = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
-    assert "why cannot be said" in lines[0]
-    assert "round_robin, arm: the answers carry no usage, so nothing is known of the hit rate." in warned
+    assert "the reason is not known" in lines[0]
+    assert "round_robin, arm: the answers carry no usage, so the hit rate is not known." in warned
 
 
-def test_a_faster_arm_that_fails_more_does_not_win():
+def test_a_faster_arm_that_fails_more_does_not_win() -> None:
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 0.3}, failing={"arm": 0.2}, noise=0.05))
     assert lines[0] == "No arm was distinguishably faster than round_robin without failing more of its requests."
     assert lines[1].startswith("arm: answers sooner than round_robin but fails more (")
@@ -98,25 +99,27 @@ def test_a_faster_arm_that_fails_more_does_not_win():
     assert any("arm: no comparison with round_robin in ttft_p90_ms, ttft_p99_ms: so many" in line for line in warned)
 
 
-def test_an_arm_that_fails_more_hides_no_tie_of_the_winner():
+def test_an_arm_that_fails_more_hides_no_tie_of_the_winner() -> None:
     arms = {BASE: 1.0, "broken": 0.1, "fast": 0.5, "same": 0.5001}
     lines, _ = said(rounds_of(arms, failing={"broken": 0.2}, noise=0.02))
     leader = lines[0].split(" leads: ")[0]
     tied = ({"fast", "same"} - {leader}).pop()
-    assert lines[0].endswith(f" {tied} cannot be told from it.")
+    assert lines[0].endswith(f" {tied} cannot be distinguished from it.")
 
 
-def test_an_arm_that_fails_more_is_no_tie_of_the_winner():
+def test_an_arm_that_fails_more_is_no_tie_of_the_winner() -> None:
     arms = {BASE: 1.0, "fast": 0.5, "broken": 0.5001}
     lines, _ = said(rounds_of(arms, failing={"broken": 0.2}, noise=0.02))
     assert lines[0].startswith("fast won: ")
-    assert "cannot be told" not in lines[0]
+    assert "cannot be distinguished" not in lines[0]
     assert lines[1].startswith("broken: answers sooner than round_robin but fails more (")
 
 
-def test_an_invalid_run_says_so_first():
+def test_an_invalid_run_says_so_first() -> None:
     lines, _ = said(rounds_of({BASE: 1.0, "arm": 0.3}, failing={"arm": 0.9}))
-    assert re.match(r"INVALID: in arm \d+ of \d+ requests failed: the rest are no sample of the workload\.$", lines[0])
+    assert re.match(
+        r"INVALID: in arm \d+ of \d+ requests failed: the rest is not a sample of the workload\.$", lines[0]
+    )
     assert not lines[1].startswith("INVALID")
     late = rounds_of({BASE: 1.0, "a": 0.3, "b": 0.3}, sent_s=1000.0, first_token_s=2000.0, finished_s=3000.0)
     lines, _ = said(late)
@@ -126,7 +129,7 @@ def test_an_invalid_run_says_so_first():
     assert not lines[1].startswith("INVALID")
 
 
-def test_answers_that_begin_sooner_and_end_later_are_said_aloud():
+def test_answers_that_begin_sooner_and_end_later_are_said_aloud() -> None:
     one = rounds_of({BASE: 1.0}, noise=0.05)
     other = rounds_of({"arm": 0.3}, noise=0.05, finished_s=500.0)
     _, warned = said([{**a, **b} for a, b in zip(one, other, strict=True)])
@@ -136,7 +139,7 @@ def test_answers_that_begin_sooner_and_end_later_are_said_aloud():
     )
 
 
-def test_an_arm_that_cannot_be_judged_and_one_alone():
+def test_an_arm_that_cannot_be_judged_and_one_alone() -> None:
     down = made_run([failed(i) for i in range(5)])
     rounds = [{BASE: made_run([request(i) for i in range(5)]), "arm": down}]
     lines, _ = said(rounds)
@@ -147,22 +150,22 @@ def test_an_arm_that_cannot_be_judged_and_one_alone():
 
 
 @pytest.mark.parametrize(("rounds", "words"), [(1, "There was one round"), (3, "There were 3 rounds"), (4, None)])
-def test_what_the_intervals_cover_is_said(rounds: int, words: str | None):
+def test_what_the_intervals_cover_is_said(rounds: int, words: str | None) -> None:
     _, warned = said(rounds_of({BASE: 1.0, "arm": 0.5}, rounds=rounds))
     covering = [line for line in warned if line.startswith("There w")]
     assert [line.startswith(words) for line in covering] == [True] if words else covering == []
 
 
-def test_a_warm_start_is_suspected():
+def test_a_warm_start_is_suspected() -> None:
     reuse = Reuse(cached_token_rate=0.9, attainable_rate=0.5, achieved_share=1.8, exceeds_attainable=True)
     assert "the caches were not empty at the beginning" in cautions_about(summary_with(reuse))
     finer_blocks = Reuse(cached_token_rate=0.51, attainable_rate=0.5, achieved_share=1.0)
     assert "not empty" not in cautions_about(summary_with(finer_blocks))
 
 
-def test_repeated_prompts_are_said_aloud():
+def test_repeated_prompts_are_said_aloud() -> None:
     text = cautions_about(summary_with(Reuse(cached_token_rate=0.9, duplicate_prompts=9)))
-    assert "had been sent before, whole, in the same block: 9 of 10 in arm." in text
+    assert "Whole prompts were repeated in the same block: 9 of 10 in arm." in text
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_repeated_prompts_are_said_aloud():
         (1000, "both saw the same prompt tokens"),
     ],
 )
-def test_counters_that_disagree_are_explained(counted_tokens: int, words: str):
+def test_counters_that_disagree_are_explained(counted_tokens: int, words: str) -> None:
     reuse = Reuse(cached_token_rate=0.4, counted_rate=0.5, counters_agree=False)
     sample = summary_with(reuse)
     pod = sample.pods["pod-0"].model_copy(update={"counted_prompt_tokens": counted_tokens})
@@ -182,12 +185,12 @@ def test_counters_that_disagree_are_explained(counted_tokens: int, words: str):
     assert words in text
 
 
-def test_unknown_pods_are_said_aloud():
+def test_unknown_pods_are_said_aloud() -> None:
     _, warned = said(rounds_of({BASE: 1.0, "arm": 0.5}, pod=""))
     assert "round_robin, arm: the answers do not name the pod, so how pods shared the load is unknown." in warned
 
 
-def test_what_holds_for_all_arms_is_said_once_and_cautions_stay_few():
+def test_what_holds_for_all_arms_is_said_once_and_cautions_stay_few() -> None:
     rounds = rounds_of({BASE: 1.0, "a": 0.5, "b": 0.4, "c": 0.3}, failing={"a": 0.3, "b": 0.3, "c": 0.3}, pod="")
     _, warned = said(rounds)
     assert sum("no comparison with" in line for line in warned) == 1
@@ -195,8 +198,8 @@ def test_what_holds_for_all_arms_is_said_once_and_cautions_stay_few():
     assert len(warned) <= 5
 
 
-def test_short_prompts_that_were_found_after_all_are_not_called_unshared():
-    """Keys know whole strides only: less than one that is shared shows in the server's usage alone."""
+def test_short_prompts_that_were_found_after_all_are_not_called_unshared() -> None:
+    """Keys cover only whole strides: a shared part shorter than a stride shows only in the server's usage."""
     lines, _ = said(rounds_of({BASE: 1.0, "arm": 1.0}, prompt_bytes=200, prompt_tokens=50, cached_tokens=16))
     assert "share too little" not in lines[0]
     assert "It already found 32% of the prompt tokens cached" in lines[0]

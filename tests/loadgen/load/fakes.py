@@ -1,4 +1,4 @@
-"""A workload, a renderer and a client that need no server: answers take as long as they are told to."""
+"""A workload, a renderer and a client that need no server: answers take as long as the test says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sessions:
 
 
 class Echo:
-    """Renders a turn as the answers it is told of."""
+    """Renders a turn as the answers given to it."""
 
     def messages(self, session: Session, turn: int, answers: Mapping[int, str]) -> list[dict[str, str]]:
         return [{"role": "user", "content": ",".join(f"{number}:{answers[number]}" for number in sorted(answers))}]
@@ -43,7 +43,7 @@ class Echo:
 
 @dataclass(slots=True)
 class FakeClient:
-    """Answers `service_s(call)` seconds after the request; None: as a client should, at the call's deadline."""
+    """Answers `service_s(call)` seconds after the request; None: at the call's deadline, as a client should."""
 
     service_s: Callable[[Call], float | None] = lambda call: 1.0
     fails: frozenset[tuple[int, int]] = frozenset()

@@ -1,4 +1,4 @@
-"""A server on a real socket whose every answer is a script: bytes, pauses, the end of the connection."""
+"""A server on a real socket with a script for every answer: bytes, pauses, the end of the connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client sent."""
+    """A request as the client sent it."""
 
     method: str
     path: str
@@ -37,7 +37,7 @@ Script = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(slots=True)
 class ScriptedServer:
-    """Reads requests, answers as scripted, keeps connections open until the script closes them."""
+    """Reads requests, answers as scripted, and keeps connections open until the script closes them."""
 
     script: Script
     port: int = 0
@@ -115,7 +115,7 @@ def whole(text: str = "one two ") -> bytes:
 
 
 async def answer_well(request: Request, writer: asyncio.StreamWriter) -> None:
-    """A model list, or a complete stream."""
+    """Send a model list or a complete stream."""
     if request.path == "/v1/models":
         writer.write(plain(200, b'{"data":[{"id":"scripted"}]}'))
     else:
@@ -127,7 +127,7 @@ def plain(status: int, body: bytes = b"", *, more: bytes = b"") -> bytes:
 
 
 def saying(*parts: bytes, close: bool = False) -> Script:
-    """A script that sends the same bytes each time, and may end the connection."""
+    """Return a script that sends the same bytes each time, and may close the connection."""
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         for part in parts:

@@ -1,4 +1,4 @@
-"""What a word costs, from the server's own usage."""
+"""Tokens per word, from the server's own usage."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ async def measured(script: Script, **fields: str) -> float:
 
 
 @pytest.mark.parametrize("tokens_per_word", [1.0, 1.37, 6.0])
-async def test_the_template_does_not_count(tokens_per_word: float):
+async def test_the_template_does_not_count(tokens_per_word: float) -> None:
     assert await measured(counting(tokens_per_word)) == pytest.approx(tokens_per_word, abs=0.02)
 
 
-async def test_servers_that_cannot_be_measured_say_why():
+async def test_servers_that_cannot_be_measured_say_why() -> None:
     with pytest.raises(ServerUnusable, match="no usage in streams: give --tokens-per-word"):
         await measured(saying(STREAM_HEAD + chunk(word("a") + stop() + DONE) + LAST))
     with pytest.raises(ServerUnusable, match="is 11 for a short, 11 for a long prompt"):

@@ -48,7 +48,7 @@ async def exchange(
         return *await client.send(call), server
 
 
-async def test_a_complete_answer_is_timed_and_counted():
+async def test_a_complete_answer_is_timed_and_counted() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         role = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         writer.write(STREAM_HEAD + chunk(role))
@@ -65,13 +65,13 @@ async def test_a_complete_answer_is_timed_and_counted():
     assert (record.pod, record.policy) == ("pod-7", "warm")
     assert record.sent_s - record.intended_s >= 1.5
     assert record.first_token_s is not None
-    assert record.first_token_s - record.sent_s >= 0.025  # the empty role chunk is no token
+    assert record.first_token_s - record.sent_s >= 0.025  # the empty role chunk is not a token
     assert len(record.gaps_s) == 4, "every chunk with a choice counts, as in vLLM"
     assert min(record.gaps_s[:3]) > 0.01
     assert record.first_token_s + sum(record.gaps_s[1:]) <= record.finished_s
 
 
-async def test_what_is_sent_to_a_chat_endpoint():
+async def test_what_is_sent_to_a_chat_endpoint() -> None:
     *_, server = await exchange(
         answer_well, policy="warm", api_key="secret", headers={"X-Team": "a"}, extra={"ignore_eos": True}
     )
@@ -89,7 +89,7 @@ async def test_what_is_sent_to_a_chat_endpoint():
     assert request.headers["x-request-id"].startswith("wr-")
 
 
-async def test_a_plain_server_gets_no_header_of_ours_but_the_request_id_and_may_leave_usage_out():
+async def test_a_plain_server_gets_no_header_of_ours_but_the_request_id_and_may_leave_usage_out() -> None:
     body = word("a") + stop() + DONE
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
     record, text, server = await exchange(saying(head + body))
@@ -97,7 +97,7 @@ async def test_a_plain_server_gets_no_header_of_ours_but_the_request_id_and_may_
     assert (record.failure, text, record.pod, record.has_usage, record.output_tokens) == (None, "a", "", False, 0)
 
 
-async def test_a_completions_endpoint_gets_one_prompt_in_which_answers_follow_directly():
+async def test_a_completions_endpoint_gets_one_prompt_in_which_answers_follow_directly() -> None:
     def choice(text: str, reason: str | None = None) -> bytes:
         return event(choices=[{"index": 0, "text": text, "finish_reason": reason}])
 
@@ -111,7 +111,7 @@ async def test_a_completions_endpoint_gets_one_prompt_in_which_answers_follow_di
     assert record.sent_s == record.intended_s
 
 
-async def test_prompts_have_a_fingerprint():
+async def test_prompts_have_a_fingerprint() -> None:
     record, *_ = await exchange(answer_well)
     canonical = canonical_chat(MESSAGES)
     assert record.prompt_bytes == len(canonical)
@@ -121,7 +121,7 @@ async def test_prompts_have_a_fingerprint():
     assert (await exchange(answer_well, prefix_keys=False))[0].prefix_keys == ()
 
 
-async def test_request_ids_never_repeat():
+async def test_request_ids_never_repeat() -> None:
     server = ScriptedServer(answer_well)
     async with server.running() as url:
         for _ in range(2):
@@ -154,7 +154,7 @@ HEADLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length
         (saying(plain(200, b"x" * 10)[:-5], close=True), "disconnected", "closed the connection"),
     ],
 )
-async def test_each_failure_has_its_label(script: Script, label: str, detail: str):
+async def test_each_failure_has_its_label(script: Script, label: str, detail: str) -> None:
     record, _, server = await exchange(script)
     assert record.failure == label
     assert detail in record.detail
@@ -163,12 +163,12 @@ async def test_each_failure_has_its_label(script: Script, label: str, detail: st
     assert server.open == 0
 
 
-async def test_an_answer_that_broke_off_after_its_last_event_is_complete():
+async def test_an_answer_that_broke_off_after_its_last_event_is_complete() -> None:
     record, text, _ = await exchange(saying(STREAM_HEAD + chunk(whole()), close=True))
     assert (record.failure, text) == (None, "one two ")
 
 
-async def test_a_body_may_end_with_the_connection():
+async def test_a_body_may_end_with_the_connection() -> None:
     head = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
     record, text, _ = await exchange(saying(head + whole(), close=True))
     assert (record.failure, text) == (None, "one two ")
@@ -176,13 +176,13 @@ async def test_a_body_may_end_with_the_connection():
     assert record.failure == "truncated"
 
 
-async def test_an_interim_response_is_not_the_answer():
+async def test_an_interim_response_is_not_the_answer() -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
     record, text, _ = await exchange(saying(early, STREAM_HEAD + chunk(whole()) + LAST))
     assert (record.failure, text, record.pod) == (None, "one two ", "pod-7")
 
 
-async def test_the_timeout_bounds_a_stalled_stream_and_what_came_is_kept():
+async def test_the_timeout_bounds_a_stalled_stream_and_what_came_is_kept() -> None:
     record, text, server = await exchange(saying(STREAM_HEAD + chunk(word("a"))), timeout_s=0.2)
     assert record.failure == "timeout"
     assert "0.2 s" in record.detail
@@ -192,12 +192,12 @@ async def test_the_timeout_bounds_a_stalled_stream_and_what_came_is_kept():
     assert server.open == 0
 
 
-async def test_the_end_of_the_run_cuts_off_what_is_under_way():
+async def test_the_end_of_the_run_cuts_off_what_is_under_way() -> None:
     record, text, _ = await exchange(saying(STREAM_HEAD + chunk(word("a"))), deadline_s=0.2)
     assert (record.failure, text, record.pod) == ("cut off", "a", "pod-7")
 
 
-async def test_cancellation_closes_the_connection():
+async def test_cancellation_closes_the_connection() -> None:
     server = ScriptedServer(saying(STREAM_HEAD + chunk(word("a"))))
     async with server.running() as url, Client(Target(url, model="m")) as client:
         task = asyncio.create_task(client.send(client.call(MESSAGES, 1)))
@@ -211,7 +211,7 @@ async def test_cancellation_closes_the_connection():
                 await asyncio.sleep(0.005)
 
 
-async def test_nobody_listening():
+async def test_nobody_listening() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     async with Client(Target(f"http://127.0.0.1:{port}")) as client:
@@ -225,7 +225,7 @@ async def test_nobody_listening():
         assert "ConnectionRefusedError" in (await client.reset_prefix_cache() or "")
 
 
-async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(monkeypatch: pytest.MonkeyPatch):
+async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unknown(*args: object, **kwargs: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -236,7 +236,7 @@ async def test_a_name_that_does_not_resolve_is_a_connection_that_fails(monkeypat
     assert "not known" in record.detail
 
 
-async def test_the_model_is_the_servers_first_unless_named():
+async def test_the_model_is_the_servers_first_unless_named() -> None:
     server = ScriptedServer(answer_well)
     async with server.running() as url:
         async with Client(Target(url)) as client:
@@ -249,7 +249,7 @@ async def test_the_model_is_the_servers_first_unless_named():
 
 
 @pytest.mark.parametrize("body", [b'{"data":[]}', b"[]", b"nonsense", b'{"data":[{}]}'])
-async def test_a_server_without_models_is_unusable(body: bytes):
+async def test_a_server_without_models_is_unusable(body: bytes) -> None:
     async with ScriptedServer(saying(plain(200, body))).running() as url, Client(Target(url)) as client:
         with pytest.raises(ServerUnusable, match="lists no model"):
             await client.model_id()
@@ -271,7 +271,7 @@ def resets(**status: int) -> Script:
         (resets(), "POST /reset_prefix_cache: HTTP 404 said; POST /flush_cache: HTTP 404 said", 2),
     ],
 )
-async def test_the_cache_is_reset_as_the_server_offers_it(script: Script, problem: str | None, tried: int):
+async def test_the_cache_is_reset_as_the_server_offers_it(script: Script, problem: str | None, tried: int) -> None:
     server = ScriptedServer(script)
     async with server.running() as url, Client(Target(url)) as client:
         assert await client.reset_prefix_cache() == problem
@@ -279,7 +279,7 @@ async def test_the_cache_is_reset_as_the_server_offers_it(script: Script, proble
 
 
 def in_use(times: int) -> Script:
-    """As vLLM answers a reset while requests hold blocks: so many times, then it is done."""
+    """Answer a reset as vLLM does while requests hold blocks: refuse `times` times, then succeed."""
     left = iter(range(times))
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
@@ -288,14 +288,14 @@ def in_use(times: int) -> Script:
     return script
 
 
-async def test_a_reset_that_the_blocks_in_use_hold_up_is_repeated():
+async def test_a_reset_that_the_blocks_in_use_hold_up_is_repeated() -> None:
     server = ScriptedServer(in_use(2))
     async with server.running() as url, Client(Target(url)) as client:
         assert await client.reset_prefix_cache() is None
     assert [request.path for request in server.requests] == ["/reset_prefix_cache"] * 3
 
 
-async def test_an_answer_of_200_that_says_no_is_a_refusal_in_words(monkeypatch: pytest.MonkeyPatch):
+async def test_an_answer_of_200_that_says_no_is_a_refusal_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resets_contract, "REPEATED_S", 0.25)
     server = ScriptedServer(in_use(1000))
     async with server.running() as url, Client(Target(url)) as client:
@@ -303,10 +303,10 @@ async def test_an_answer_of_200_that_says_no_is_a_refusal_in_words(monkeypatch: 
     assert said is not None
     assert said.startswith("POST /reset_prefix_cache: the engine emptied nothing")
     assert "repeat it when no request runs" in said
-    assert 2 <= len(server.requests) <= 4, "repeated, and not for ever"
+    assert 2 <= len(server.requests) <= 4, "it is repeated, but not for ever"
 
 
-async def test_get_text_and_a_path_before_v1():
+async def test_get_text_and_a_path_before_v1() -> None:
     server = ScriptedServer(saying(plain(200, b"metric 1\n")))
     async with server.running() as url, Client(Target(f"{url}/team/v1/")) as client:
         assert await client.get_text("/metrics") == "metric 1\n"
@@ -318,16 +318,16 @@ async def test_get_text_and_a_path_before_v1():
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:port", "http://[::1"])
-def test_a_bad_url_is_refused(url: str):
+def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url"):
         Target(url)
 
 
 @pytest.mark.parametrize("fields", [{"policy": "a\r\nb: c"}, {"api_key": "ключ"}, {"headers": {"a": "b\n"}}])
-def test_what_cannot_be_a_header_is_refused(fields: dict[str, str]):
+def test_what_cannot_be_a_header_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="cannot be sent in an HTTP header"):
         replace(Target("http://host"), **fields)  # type: ignore[arg-type]
 
 
-def test_secrets_are_not_shown():
+def test_secrets_are_not_shown() -> None:
     assert "secret" not in repr(Target("http://host", api_key="secret", headers={"Cookie": "secret"}))

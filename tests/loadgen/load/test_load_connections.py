@@ -1,4 +1,4 @@
-"""Which connection a request goes out on, on real sockets, in the clear and over TLS."""
+"""Which connection a request uses, on real sockets, with and without TLS."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -34,7 +35,7 @@ async def send(client: Client) -> RequestRecord:
     return (await client.send(client.call(MESSAGES, 1)))[0]
 
 
-async def test_one_request_after_the_other_uses_one_connection():
+async def test_one_request_after_the_other_uses_one_connection() -> None:
     server = ScriptedServer(answer_well)
     async with server.running() as url, Client(Target(url, model="m")) as client:
         for _ in range(5):
@@ -43,7 +44,7 @@ async def test_one_request_after_the_other_uses_one_connection():
     assert server.open == 0
 
 
-async def test_requests_at_once_have_a_connection_each_and_leave_them_to_the_next():
+async def test_requests_at_once_have_a_connection_each_and_leave_them_to_the_next() -> None:
     everyone = asyncio.Barrier(4)
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
@@ -58,7 +59,7 @@ async def test_requests_at_once_have_a_connection_each_and_leave_them_to_the_nex
     assert server.connections == 4
 
 
-async def test_a_failed_request_does_not_spoil_the_next():
+async def test_a_failed_request_does_not_spoil_the_next() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 1:
             writer.write(STREAM_HEAD + chunk(word("a")))  # and nothing more
@@ -72,7 +73,7 @@ async def test_a_failed_request_does_not_spoil_the_next():
     assert server.connections == 2
 
 
-async def test_a_connection_that_the_server_closed_in_time_is_not_used_again():
+async def test_a_connection_that_the_server_closed_in_time_is_not_used_again() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         await answer_well(request, writer)
         await writer.drain()
@@ -87,10 +88,10 @@ async def test_a_connection_that_the_server_closed_in_time_is_not_used_again():
     assert server.connections == 3
 
 
-async def test_a_request_that_crossed_the_closing_of_its_connection_is_sent_again():
+async def test_a_request_that_crossed_the_closing_of_its_connection_is_sent_again() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.connection == 0 and len(server.requests) == 2:
-            writer.close()  # as if it had closed the idle connection before it saw the request
+            writer.close()  # as if the server had closed the idle connection before the request came
         else:
             await answer_well(request, writer)
 
@@ -106,9 +107,9 @@ async def test_a_request_that_crossed_the_closing_of_its_connection_is_sent_agai
 @pytest.mark.parametrize("answered", [True, False])
 async def test_a_used_connection_lost_later_or_after_a_byte_is_a_failure(
     answered: bool, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     if not answered:
-        monkeypatch.setattr(loadgen.load.client, "STALE_S", 0.0)  # however soon, it is too late
+        monkeypatch.setattr(loadgen.load.client, "STALE_S", 0.0)  # any loss comes too late for a retry
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 1:
@@ -125,14 +126,14 @@ async def test_a_used_connection_lost_later_or_after_a_byte_is_a_failure(
     assert len(server.requests) == 2
 
 
-async def test_a_fresh_connection_that_is_lost_is_a_failure_at_once():
+async def test_a_fresh_connection_that_is_lost_is_a_failure_at_once() -> None:
     server = ScriptedServer(saying(close=True))
     async with server.running() as url, Client(Target(url, model="m")) as client:
         assert (await send(client)).failure == "disconnected"
     assert len(server.requests) == 1
 
 
-async def test_idle_connections_are_given_up_before_servers_close_them(monkeypatch: pytest.MonkeyPatch):
+async def test_idle_connections_are_given_up_before_servers_close_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.contract.http.pool, "KEPT_S", 0.0)
     server = ScriptedServer(answer_well)
     async with server.running() as url, Client(Target(url, model="m")) as client:
@@ -142,7 +143,7 @@ async def test_idle_connections_are_given_up_before_servers_close_them(monkeypat
     assert server.connections == 3
 
 
-async def test_warm_connections_are_the_ones_used():
+async def test_warm_connections_are_the_ones_used() -> None:
     server = ScriptedServer(answer_well)
     async with server.running() as url, Client(Target(url, model="m")) as client:
         await client.warm_connections(3)
@@ -150,7 +151,7 @@ async def test_warm_connections_are_the_ones_used():
     assert server.connections == 3
 
 
-async def test_a_name_with_several_addresses_finds_the_one_that_listens(monkeypatch: pytest.MonkeyPatch):
+async def test_a_name_with_several_addresses_finds_the_one_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ScriptedServer(answer_well)
 
     async def found(host: str, port: int, **kwargs: object) -> list[tuple[object, ...]]:
@@ -182,7 +183,7 @@ def server_tls(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
-async def test_https_with_a_private_authority(server_tls: ssl.SSLContext, ca_file: str):
+async def test_https_with_a_private_authority(server_tls: ssl.SSLContext, ca_file: str) -> None:
     server = ScriptedServer(answer_well)
     async with server.running(server_tls) as url, Client(Target(url, tls_ca_file=ca_file)) as client:
         assert await client.model_id() == "scripted"
@@ -190,7 +191,7 @@ async def test_https_with_a_private_authority(server_tls: ssl.SSLContext, ca_fil
     assert server.connections == 1
 
 
-async def test_https_with_an_unknown_certificate_is_refused_unless_asked_otherwise(server_tls: ssl.SSLContext):
+async def test_https_with_an_unknown_certificate_is_refused_unless_asked_otherwise(server_tls: ssl.SSLContext) -> None:
     server = ScriptedServer(answer_well)
     async with server.running(server_tls) as url:
         async with Client(Target(url, model="m")) as client:
@@ -201,15 +202,15 @@ async def test_https_with_an_unknown_certificate_is_refused_unless_asked_otherwi
             assert (await send(client)).failure is None
 
 
-async def test_http_to_a_tls_port_is_a_failure(server_tls: ssl.SSLContext):
+async def test_http_to_a_tls_port_is_a_failure(server_tls: ssl.SSLContext) -> None:
     server = ScriptedServer(answer_well)
     async with server.running(server_tls) as url, Client(Target(url.replace("https", "http"), model="m")) as client:
         assert (await send(client)).failure in ("disconnected", "bad answer")
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_cancelled_at_any_moment_of_connecting_nothing_stays_open(new_loop):
-    """Closing waits for every connection to be gone: one that nobody forgets would hold it up until it gives up."""
+def test_cancelled_at_any_moment_of_connecting_nothing_stays_open(new_loop: Any) -> None:
+    """Closing waits until every connection is gone; a connection that is never forgotten would make it time out."""
 
     async def play() -> None:
         server = ScriptedServer(answer_well)

@@ -1,4 +1,4 @@
-"""The player in virtual time, against a client that answers as told."""
+"""The player in virtual time, with a client that answers as the test says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSTANT = RunSpec(ArrivalSpec(ArrivalKind.CONSTANT, rate=2.0), seed=1, time_lim
 CLOSED = ArrivalSpec(ArrivalKind.CLOSED, concurrency=3)
 CHAIN = (turn(), turn(0, 1.0), turn(1, 2.0))
 SOON_S = 0.0011
-"""The dispatcher's quantum: how late it may be without a load."""
+"""The dispatcher's quantum: its maximum lag without load."""
 
 
 async def run(client: FakeClient, workload: Sessions = Sessions(), spec: RunSpec = CONSTANT) -> ArmRun:  # noqa: B008
@@ -43,7 +43,7 @@ def rows(result: ArmRun) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.looptime
-async def test_an_open_loop_sends_on_time_however_slow_the_server_and_follow_ups_after_answer_and_pause():
+async def test_an_open_loop_sends_on_time_however_slow_the_server_and_follow_ups_after_answer_and_pause() -> None:
     result = await run(FakeClient(lambda call: 7.0), Sessions(CHAIN))
     records = result.records
     assert len(records) == result.planned == 12
@@ -56,7 +56,7 @@ async def test_an_open_loop_sends_on_time_however_slow_the_server_and_follow_ups
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("kind", [ArrivalKind.POISSON, ArrivalKind.GAMMA, ArrivalKind.BURST, ArrivalKind.USERS])
-async def test_intended_times_are_those_of_the_arrival_process(kind: ArrivalKind):
+async def test_intended_times_are_those_of_the_arrival_process(kind: ArrivalKind) -> None:
     arrivals = ArrivalSpec(kind, rate=50.0, burst_size=7, burstiness=0.5, num_users=3)
     spec = replace(CONSTANT, arrivals=arrivals, sessions=300, seed=5)
     result = await run(FakeClient(lambda call: 0.3), spec=spec)
@@ -67,7 +67,7 @@ async def test_intended_times_are_those_of_the_arrival_process(kind: ArrivalKind
 
 
 @pytest.mark.looptime
-async def test_a_burst_leaves_at_one_instant_built_beforehand():
+async def test_a_burst_leaves_at_one_instant_built_beforehand() -> None:
     arrivals = ArrivalSpec(ArrivalKind.BURST, rate=100.0, burst_size=100)
     client = FakeClient()
     result = await run(client, spec=replace(CONSTANT, arrivals=arrivals, sessions=200))
@@ -78,7 +78,7 @@ async def test_a_burst_leaves_at_one_instant_built_beforehand():
 
 
 @pytest.mark.looptime
-async def test_all_at_once():
+async def test_all_at_once() -> None:
     spec = replace(CONSTANT, arrivals=ArrivalSpec(ArrivalKind.POISSON, rate=float("inf")), sessions=1000)
     client = FakeClient(lambda call: 5.0)
     result = await run(client, spec=spec)
@@ -87,14 +87,14 @@ async def test_all_at_once():
 
 
 @pytest.mark.looptime
-async def test_live_answers_are_fed_back():
+async def test_live_answers_are_fed_back() -> None:
     client = FakeClient()
     await run(client, Sessions(CHAIN), replace(CONSTANT, sessions=1))
     assert [call.body for call in client.sent] == [b"", b"0:a0", b"0:a0,1:a1"]
 
 
 @pytest.mark.looptime
-async def test_turns_branch_from_the_turn_they_go_on_from():
+async def test_turns_branch_from_the_turn_they_go_on_from() -> None:
     #   0 -> 1 -> 3      each answer takes 1 s
     #     -> 2 (later) -> 4
     tree = (turn(think_s=0.5), turn(0, 1.0), turn(0, 4.0), turn(1), turn(2, 1.0))
@@ -107,14 +107,14 @@ async def test_turns_branch_from_the_turn_they_go_on_from():
 
 
 @pytest.mark.looptime
-async def test_several_beginnings_of_one_session():
+async def test_several_beginnings_of_one_session() -> None:
     tree = (turn(), turn(-1, 3.0), turn(1))
     result = await run(FakeClient(), Sessions(tree), replace(CONSTANT, sessions=1))
     assert result.records.sent_s == pytest.approx([0.0, 3.0, 4.0], abs=3 * SOON_S)
 
 
 @pytest.mark.looptime
-async def test_a_failed_turn_ends_its_branch_alone():
+async def test_a_failed_turn_ends_its_branch_alone() -> None:
     tree = (turn(), turn(0), turn(0), turn(1), turn(2))
     result = await run(FakeClient(fails=frozenset({(1, 1)})), Sessions(tree), replace(CONSTANT, sessions=2))
     assert result.planned == 10
@@ -126,7 +126,7 @@ async def test_a_failed_turn_ends_its_branch_alone():
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
-async def test_a_closed_loop_keeps_its_users_busy_and_never_exceeds_them(concurrency: int):
+async def test_a_closed_loop_keeps_its_users_busy_and_never_exceeds_them(concurrency: int) -> None:
     client = FakeClient(lambda call: 2.0)
     spec = replace(CONSTANT, arrivals=replace(CLOSED, concurrency=concurrency), sessions=12)
     result = await run(client, spec=spec)
@@ -137,7 +137,7 @@ async def test_a_closed_loop_keeps_its_users_busy_and_never_exceeds_them(concurr
 
 
 @pytest.mark.looptime
-async def test_a_closed_loop_bounds_branches_too():
+async def test_a_closed_loop_bounds_branches_too() -> None:
     tree = (turn(), turn(0), turn(0), turn(0), turn(1), turn(2))
     client = FakeClient(lambda call: 1.0 + call.session % 3)
     result = await run(client, Sessions(tree), replace(CONSTANT, arrivals=CLOSED, sessions=9))
@@ -146,8 +146,8 @@ async def test_a_closed_loop_bounds_branches_too():
 
 
 @pytest.mark.looptime
-async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_were_due():
-    # 0.5 s of service, 10 a second offered, one at a time: the k-th waits for k others
+async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_were_due() -> None:
+    # 0.5 s of service, 10 requests a second, one at a time: request k waits for k others.
     arrivals = ArrivalSpec(ArrivalKind.CONSTANT, rate=10.0)
     client = FakeClient(lambda call: 0.5)
     result = await run(client, spec=replace(CONSTANT, arrivals=arrivals, sessions=20, max_in_flight=1))
@@ -156,7 +156,7 @@ async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_w
     assert records.intended_s == pytest.approx(np.arange(20) / 10)
     assert records.sent_s == pytest.approx(np.arange(20) / 2, abs=SOON_S)
     assert records.queued_s == pytest.approx(np.arange(20) * 0.4, abs=SOON_S)
-    assert records.lag_s.max() <= SOON_S  # waiting for the cap is not the generator's fault
+    assert records.lag_s.max() <= SOON_S  # waiting for the cap does not count as lag
 
 
 @pytest.mark.looptime
@@ -169,7 +169,7 @@ async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_w
 )
 async def test_the_time_limit_cuts_off_what_is_under_way_and_leaves_the_rest_unsent(
     arrivals: ArrivalSpec, limit_s: float, cut: int, planned: int
-):
+) -> None:
     spec = replace(CONSTANT, arrivals=arrivals, time_limit_s=limit_s)
     result = await run(FakeClient(lambda call: None), Sessions(CHAIN), spec)
     assert rows(result) == [(number, 0, "cut off") for number in range(cut)]
@@ -178,7 +178,7 @@ async def test_the_time_limit_cuts_off_what_is_under_way_and_leaves_the_rest_uns
 
 
 @pytest.mark.looptime
-async def test_the_time_limit_ends_pauses_and_waits_for_the_cap():
+async def test_the_time_limit_ends_pauses_and_waits_for_the_cap() -> None:
     spec = replace(CONSTANT, time_limit_s=3.0, sessions=3, max_in_flight=1)
     result = await run(FakeClient(lambda call: 2.0), Sessions((turn(), turn(0, 60.0))), spec)
     assert rows(result) == [(0, 0, ""), (1, 0, "cut off")]
@@ -188,7 +188,7 @@ async def test_the_time_limit_ends_pauses_and_waits_for_the_cap():
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("arrivals", [ArrivalSpec(ArrivalKind.CONSTANT, rate=2.0), CLOSED])
-async def test_without_a_number_of_sessions_the_time_limit_decides(arrivals: ArrivalSpec):
+async def test_without_a_number_of_sessions_the_time_limit_decides(arrivals: ArrivalSpec) -> None:
     spec = replace(CONSTANT, arrivals=arrivals, sessions=None, time_limit_s=10.25)
     result = await run(FakeClient(), spec=spec)
     assert result.planned == len(result.records)
@@ -196,7 +196,7 @@ async def test_without_a_number_of_sessions_the_time_limit_decides(arrivals: Arr
 
 
 @pytest.mark.looptime
-async def test_a_workload_ends_where_it_ends():
+async def test_a_workload_ends_where_it_ends() -> None:
     result = await run(FakeClient(), Sessions(length=5), replace(CONSTANT, sessions=None))
     assert result.planned == len(result.records) == 5
     result = await run(FakeClient(), Sessions(length=5), replace(CONSTANT, sessions=9, first_session=3))
@@ -207,13 +207,13 @@ TRACE = replace(CONSTANT, arrivals=ArrivalSpec(ArrivalKind.TRACE))
 
 
 @pytest.mark.looptime
-async def test_a_trace_brings_its_own_times_and_a_block_of_it_begins_at_once():
+async def test_a_trace_brings_its_own_times_and_a_block_of_it_begins_at_once() -> None:
     workload = Sessions(starts_s=(1.0, 4.0, 4.0, 9.0))
     result = await run(FakeClient(), workload, TRACE)
     assert result.records.sent_s == pytest.approx([1.0, 4.0, 4.0, 9.0], abs=SOON_S)
     result = await run(FakeClient(), workload, replace(TRACE, first_session=1, sessions=3))
     assert result.records.sent_s == pytest.approx([0.0, 0.0, 5.0], abs=SOON_S)
-    result = await run(FakeClient(), workload)  # other arrivals leave the trace's times alone
+    result = await run(FakeClient(), workload)  # other arrival processes ignore the trace's times
     assert result.records.sent_s == pytest.approx([0.0, 0.5, 1.0, 1.5], abs=SOON_S)
 
 
@@ -222,7 +222,7 @@ async def test_a_trace_brings_its_own_times_and_a_block_of_it_begins_at_once():
     ("starts_s", "words"),
     [((3.0, 1.0, 4.0, 5.0), "session 1 starts before"), (None, "session 0 of sessions has no time")],
 )
-async def test_a_trace_that_cannot_be_played_is_refused(starts_s: tuple[float, ...] | None, words: str):
+async def test_a_trace_that_cannot_be_played_is_refused(starts_s: tuple[float, ...] | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         await run(FakeClient(), Sessions(starts_s=starts_s), TRACE)
 
@@ -235,7 +235,7 @@ async def test_a_trace_that_cannot_be_played_is_refused(starts_s: tuple[float, .
 )
 def test_the_shares_of_several_workers_are_the_schedule_of_one(
     workers: int, sessions: int, first: int, kind: ArrivalKind
-):
+) -> None:
     from loadgen.load.player import _Schedule
 
     workload = Sessions(CHAIN, starts_s=tuple(float(number**2) for number in range(60)))
@@ -251,7 +251,7 @@ def test_the_shares_of_several_workers_are_the_schedule_of_one(
 
 
 @pytest.mark.looptime
-async def test_cancellation_leaves_no_task_and_an_error_is_raised_as_itself():
+async def test_cancellation_leaves_no_task_and_an_error_is_raised_as_itself() -> None:
     before, thresholds = asyncio.all_tasks(), gc.get_threshold()
     client = FakeClient(lambda call: 100.0)
     task = asyncio.create_task(play(client, Sessions(CHAIN), Echo(), CONSTANT))

@@ -1,11 +1,10 @@
-"""However the bytes of a response are cut into reads, the answer is the same."""
+"""The answer does not depend on how the bytes of a response are split into reads."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import cast
 
 import pytest
 from hypothesis import given
@@ -35,7 +34,7 @@ Read = Callable[[Iterable[bytes]], tuple["StreamedAnswer", Connection, "Transpor
 
 
 class Transport(asyncio.Transport):
-    """Takes what is written and remembers whether it was aborted."""
+    """Keeps what is written, and whether it was aborted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class Transport(asyncio.Transport):
 
 @pytest.fixture(scope="module")
 def read() -> Iterator[Read]:
-    """What becomes of pieces, the i-th read at the second i."""
+    """Return a function that reads pieces, the i-th at second i, and returns the answer."""
     loop = asyncio.new_event_loop()
 
     def reading(pieces: Iterable[bytes]) -> tuple[StreamedAnswer, Connection, Transport]:
@@ -104,24 +103,24 @@ def check_complete(answer: StreamedAnswer, connection: Connection, transport: Tr
     assert not connection.closed
 
 
-def test_cut_once_at_every_byte_of_all_but_the_longest(read: Read):
+def test_cut_once_at_every_byte_of_all_but_the_longest(read: Read) -> None:
     for response in responses():
         for position in range(1, len(response), 1 + len(response) // 1500):
             check_complete(*read(cut(response, [position])))
 
 
 @given(which=st.integers(0, 4), at=st.lists(st.integers(1, 2000), max_size=60))
-def test_cut_anywhere(read: Read, which: int, at: list[int]):
+def test_cut_anywhere(read: Read, which: int, at: list[int]) -> None:
     check_complete(*read(cut(responses()[which], at)))
 
 
-def test_byte_by_byte(read: Read):
+def test_byte_by_byte(read: Read) -> None:
     for response in responses():
         check_complete(*read(response[i : i + 1] for i in range(len(response))))
 
 
 @given(at=st.integers(0, len(STREAM_HEAD + chunk(BODY)) - 1))
-def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read, at: int):
+def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read, at: int) -> None:
     response = STREAM_HEAD + chunk(BODY)
     answer, connection, _ = read([response[:at]] if at else [])
     assert not answer.done.done()
@@ -132,21 +131,21 @@ def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read,
     assert connection.answered == (at > 0)
 
 
-def test_chunks_of_one_read_share_its_time(read: Read):
+def test_chunks_of_one_read_share_its_time(read: Read) -> None:
     first, rest = word("a") + word("b"), word("c") + stop() + DONE
     answer, *_ = read([STREAM_HEAD, chunk(first), chunk(rest) + LAST])
     assert len({*answer.chunk_times_s[:2]}) == len({*answer.chunk_times_s[2:], answer.finished_s}) == 1
     assert answer.chunk_times_s[1] < answer.chunk_times_s[2]
 
 
-def test_an_answer_without_text_has_its_first_token_at_its_end(read: Read):
+def test_an_answer_without_text_has_its_first_token_at_its_end(read: Read) -> None:
     answer, *_ = read([STREAM_HEAD, chunk(stop()), chunk(usage(5, 0) + DONE) + LAST])
     assert answer.failure is None
     assert answer.chunk_times_s == [answer.first_token_s]
     assert answer.text == []
 
 
-def test_reasoning_counts_as_tokens_but_is_no_part_of_the_answer(read: Read):
+def test_reasoning_counts_as_tokens_but_is_no_part_of_the_answer(read: Read) -> None:
     thought = event(choices=[{"index": 0, "delta": {"reasoning_content": "hm"}}])
     answer, *_ = read([STREAM_HEAD, chunk(thought), chunk(word("yes") + stop() + DONE) + LAST])
     assert len(answer.chunk_times_s) == 3
@@ -169,8 +168,8 @@ EVENTS = {
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
-def test_gaps_are_those_that_vllm_bench_serve_counts(read: Read, names: list[str]):
-    """Between all events with a choice, whatever their text; the time to the first token is that of the first token."""
+def test_gaps_are_those_that_vllm_bench_serve_counts(read: Read, names: list[str]) -> None:
+    """Gaps are between all events with a choice, whatever their text; TTFT is the time of the first token."""
     names = [*names, "word"]
     answer, *_ = read([STREAM_HEAD, *(chunk(EVENTS[name]) for name in names), chunk(stop() + DONE) + LAST])
     assert answer.failure is None
@@ -181,22 +180,22 @@ def test_gaps_are_those_that_vllm_bench_serve_counts(read: Read, names: list[str
     )
 
 
-def test_more_than_was_asked_for_ends_the_connection(read: Read):
+def test_more_than_was_asked_for_ends_the_connection(read: Read) -> None:
     answer, connection, transport = read([plain(200, whole()) + b"HTTP/1.1 408 Too Late\r\n"])
     assert answer.failure is None
     assert connection.closed
     assert transport.aborted
 
 
-def test_bytes_on_an_idle_connection_end_it(read: Read):
+def test_bytes_on_an_idle_connection_end_it(read: Read) -> None:
     _, connection, transport = read([plain(200, whole()), plain(408)])
     assert connection.closed
     assert transport.aborted
 
 
-def test_a_server_that_says_close_gets_no_second_request(read: Read):
+def test_a_server_that_says_close_gets_no_second_request(read: Read) -> None:
     answer, connection, transport = read([plain(200, whole(), more=b"Connection: close\r\n")])
     assert answer.failure is None
     assert transport.aborted
     assert connection.closed
-    assert cast(bytes, transport.written) == b"a request"
+    assert transport.written == b"a request"

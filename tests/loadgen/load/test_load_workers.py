@@ -1,4 +1,4 @@
-"""Worker processes against a real server: together they are one generator."""
+"""Worker processes against a real server: together they act as one generator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def children() -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Not ended: where nobody waits for orphans, they stay in the process table as zombies."""
+    """Return whether the process runs. A zombie does not: without a parent that waits, orphans stay in the table."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -43,7 +43,7 @@ def left_in(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
 
-async def test_several_processes_play_the_schedule_of_one():
+async def test_several_processes_play_the_schedule_of_one() -> None:
     server, heard = ScriptedServer(answer_well), []
     async with server.running() as url:
         parallel = await play_parallel(Target(url), WORKLOAD, 1.4, SPEC, 2, lambda *counts: heard.append(counts))
@@ -70,7 +70,7 @@ async def test_several_processes_play_the_schedule_of_one():
     assert children() == []
 
 
-async def test_a_worker_that_dies_is_named_and_takes_the_others_along():
+async def test_a_worker_that_dies_is_named_and_takes_the_others_along() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.path == "/v1/models":
             await answer_well(request, writer)
@@ -80,13 +80,13 @@ async def test_a_worker_that_dies_is_named_and_takes_the_others_along():
 
     killed: list[int] = []
     async with ScriptedServer(script).running() as url:
-        with pytest.raises(WorkerDied, match=r"worker \d of 2 died \(killed by signal 9\): it said nothing"):
+        with pytest.raises(WorkerDied, match=r"worker \d of 2 died \(killed by signal 9\): it printed nothing"):
             await play_parallel(Target(url), WORKLOAD, 1.4, SPEC, 2)
     assert killed
     assert children() == []
 
 
-async def test_what_a_worker_cannot_do_is_said_in_its_words():
+async def test_what_a_worker_cannot_do_is_said_in_its_words() -> None:
     async with ScriptedServer(answer_well).running() as url:
         pass
     with pytest.raises(WorkerDied, match=r"worker \d of 2 died \(exit code 1\): .*ServerUnusable.*/v1/models"):
@@ -94,7 +94,7 @@ async def test_what_a_worker_cannot_do_is_said_in_its_words():
     assert children() == []
 
 
-async def test_cancellation_ends_all_workers():
+async def test_cancellation_ends_all_workers() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.path == "/v1/models":
             await answer_well(request, writer)
@@ -118,7 +118,7 @@ asyncio.run(play_parallel(Target(sys.argv[1]), WORKLOAD, 1.4, SPEC, 2))
 """
 
 
-async def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(tmp_path: Path):
+async def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(tmp_path: Path) -> None:
     async def never(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.path == "/v1/models":
             await answer_well(request, writer)
@@ -145,6 +145,6 @@ async def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(tmp_pat
         (replace(SPEC, max_in_flight=1), "share a cap on requests in flight of 1: use at most 1"),
     ],
 )
-async def test_a_cap_too_small_to_share_is_refused(spec: RunSpec, words: str):
+async def test_a_cap_too_small_to_share_is_refused(spec: RunSpec, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         await play_parallel(Target("http://nowhere.invalid"), WORKLOAD, 1.4, spec, 3)

@@ -1,4 +1,4 @@
-"""The log against a plain list of records, and merged parts against one log."""
+"""The log compared with a plain list of records, and merged parts compared with one log."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def check_details(found: Records, expected: list[RequestRecord], kept_keys: int,
 
 
 class LogAgainstList(RuleBasedStateMachine):
-    """Whatever is added comes back, in order, also through a folder."""
+    """Everything that is added comes back in order, also after saving and loading."""
 
     @initialize(start_s=TIMES, keep_gaps=st.booleans(), kept_keys=st.integers(0, 30))
     def begin(self, start_s: float, keep_gaps: bool, kept_keys: int) -> None:
@@ -130,14 +131,14 @@ test_log_against_list = LogAgainstList.TestCase
 
 @settings(max_examples=50)
 @given(records=st.lists(RECORDS, max_size=12), parts=st.integers(1, 4), owner=st.randoms(use_true_random=False))
-def test_merged_parts_are_one_log(records: list[RequestRecord], parts: int, owner):
+def test_merged_parts_are_one_log(records: list[RequestRecord], parts: int, owner: Random) -> None:
     records = [replace(record, finished_s=float(number)) for number, record in enumerate(records)]
     owners = [owner.randrange(parts) for _ in records]
     pieces = [records_of([r for r, o in zip(records, owners, strict=True) if o == part], 0.5) for part in range(parts)]
     check(Records.merge(pieces), records, 0.5, 10**6, True)
 
 
-def test_nothing_at_all():
+def test_nothing_at_all() -> None:
     for empty in (records_of([]), Records.merge([]), Records.merge([records_of([]), records_of([])])):
         assert len(empty) == 0
         assert empty.failures == empty.groups == ("",)
@@ -145,12 +146,12 @@ def test_nothing_at_all():
         assert empty.lag_s.size == 0
 
 
-def test_lag_is_what_the_cap_did_not_ask_for():
+def test_lag_is_what_the_cap_did_not_ask_for() -> None:
     record = RequestRecord(0, 0, "", intended_s=1.0, sent_s=3.5, finished_s=4.0, queued_s=2.0)
     assert records_of([record]).lag_s == pytest.approx([0.5])
 
 
-def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 4)
     make = [RequestRecord(i, 0, f"g{i % 10}", 0, 0, i, failure=f"f{i % 10}", detail=f"d{i % 10}") for i in range(30)]
     found = records_of(make)
@@ -165,7 +166,7 @@ def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch):
     assert 0 < names.count(OTHERS) < 30
 
 
-def test_a_finished_log_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_finished_log_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = records_of([RequestRecord(7, 0, "", 0, 0, 0)] * 3000)
     assert list(tmp_path.iterdir()) == []
@@ -178,7 +179,7 @@ GAPS = st.lists(st.floats(0, 0) | st.floats(1e-5, 1000), min_size=1, max_size=30
 
 
 @given(gaps=GAPS, q=st.floats(0, 1))
-def test_quantiles_are_within_half_a_bucket(gaps: list[float], q: float):
+def test_quantiles_are_within_half_a_bucket(gaps: list[float], q: float) -> None:
     histogram = GapHistogram()
     histogram.add(gaps)
     exact = sorted(gaps)[max(math.ceil(q * len(gaps)), 1) - 1]
@@ -188,7 +189,7 @@ def test_quantiles_are_within_half_a_bucket(gaps: list[float], q: float):
 
 
 @given(gaps=GAPS, at=st.integers(0, 300))
-def test_merged_histograms_are_one(gaps: list[float], at: int):
+def test_merged_histograms_are_one(gaps: list[float], at: int) -> None:
     whole, first, second = GapHistogram(), GapHistogram(), GapHistogram()
     whole.add(gaps)
     first.add(gaps[:at])
@@ -201,7 +202,7 @@ def test_merged_histograms_are_one(gaps: list[float], at: int):
     assert first.quantile(0.5) == whole.quantile(0.5)
 
 
-def test_beyond_the_ends():
+def test_beyond_the_ends() -> None:
     histogram = GapHistogram()
     histogram.add([1e-9, 5e4, 6e4])
     assert histogram.counts[0] == 1

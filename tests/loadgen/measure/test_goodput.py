@@ -1,4 +1,4 @@
-"""Service-level objectives count over everything offered."""
+"""Service-level objectives count all offered requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.loadgen.measure.builders import failed, made_run, request
     unsent=st.integers(0, 5),
     limit_ms=st.integers(1, 1000),
 )
-def test_failed_and_unsent_requests_are_not_good(ttfts_ms: list[int], broken: int, unsent: int, limit_ms: int):
+def test_failed_and_unsent_requests_are_not_good(ttfts_ms: list[int], broken: int, unsent: int, limit_ms: int) -> None:
     sent = [request(i, ttft_s=ms / 1000) for i, ms in enumerate(ttfts_ms)] + [failed(100 + i) for i in range(broken)]
     found = summarise(made_run(sent, len(sent) + unsent, duration_s=10.0), objectives_ms={"ttft": limit_ms}).goodput
     assert found is not None
@@ -32,21 +32,21 @@ def test_failed_and_unsent_requests_are_not_good(ttfts_ms: list[int], broken: in
     ("objectives", "good"),
     [("ttft:100", 1), ("ttft:99", 0), ("tpot:50", 1), ("tpot:49", 0), ("e2el:600", 1), ("e2el:599", 0)],
 )
-def test_each_objective_has_its_own_clock(objectives: str, good: int):
+def test_each_objective_has_its_own_clock(objectives: str, good: int) -> None:
     run = made_run([request(ttft_s=0.1)])  # then 10 tokens in 0.5 s
     found = summarise(run, objectives_ms=parse_objectives([objectives])).goodput
     assert found is not None
     assert found.share == good
 
 
-def test_all_objectives_must_be_met_and_one_token_meets_any_tpot():
+def test_all_objectives_must_be_met_and_one_token_meets_any_tpot() -> None:
     run = made_run([request(output_tokens=1, finished_s=0.1), request(ttft_s=0.4)])
     found = summarise(run, objectives_ms=parse_objectives(["ttft:300", "tpot:10"])).goodput
     assert found is not None
     assert found.share == 0.5
 
 
-def test_ttft_counts_from_the_intended_send_time():
+def test_ttft_counts_from_the_intended_send_time() -> None:
     run = made_run([request(sent_s=5.0, first_token_s=5.1, finished_s=5.2)])
     assert summarise(run, objectives_ms={"ttft": 200.0}).goodput.share == 0  # type: ignore[union-attr]
 
@@ -61,12 +61,12 @@ def test_ttft_counts_from_the_intended_send_time():
         ("tpot:nan", "above 0 ms"),
     ],
 )
-def test_bad_objectives_are_refused(word: str, complaint: str):
+def test_bad_objectives_are_refused(word: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_objectives([word])
 
 
-def test_an_objective_given_twice_is_refused():
+def test_an_objective_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="ttft is given twice"):
         parse_objectives(["ttft:5", "ttft:6"])
     assert parse_objectives(["ttft:500", "tpot:50", "e2el:5e3"]) == {"ttft": 500, "tpot": 50, "e2el": 5000}

@@ -33,7 +33,7 @@ def exposition(queries: int, hits: int, name: str = "vllm:prefix_cache", models:
 
 @asynccontextmanager
 async def pod(answers: list[str | int]) -> AsyncIterator[str]:
-    """Answers each scrape with the next text, or status."""
+    """Answer each scrape with the next text or status."""
 
     async def metrics(request: web.Request) -> web.Response:
         answer = answers.pop(0)
@@ -50,12 +50,12 @@ async def pod(answers: list[str | int]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def test_series_of_one_pod_are_added():
+def test_series_of_one_pod_are_added() -> None:
     assert parse_counters(exposition(100, 30, models=("a", "b"))) == PodCount(200, 60)
     assert parse_counters(exposition(7, 3, name="vllm:gpu_prefix_cache")) == PodCount(7, 3)
 
 
-def test_the_engine_of_this_project_is_read():
+def test_the_engine_of_this_project_is_read() -> None:
     from engine.metrics import EngineMetrics
 
     metrics = EngineMetrics("m")
@@ -65,17 +65,17 @@ def test_the_engine_of_this_project_is_read():
 
 
 @pytest.mark.parametrize("text", ["", "up 1\n", exposition(1, 1, name="other")])
-def test_a_page_without_the_counters_is_refused(text: str):
+def test_a_page_without_the_counters_is_refused(text: str) -> None:
     with pytest.raises(CounterError, match="prefix cache switched on"):
         parse_counters(text)
 
 
-def test_a_page_that_is_no_exposition_is_refused():
+def test_a_page_that_is_no_exposition_is_refused() -> None:
     with pytest.raises(CounterError, match="no Prometheus text"):
         parse_counters("<html>{\n")
 
 
-async def test_a_run_is_the_difference_of_two_readings():
+async def test_a_run_is_the_difference_of_two_readings() -> None:
     answers: list[str | int] = [exposition(100, 30), exposition(1100, 430)]
     async with pod(answers) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
         found = counted(await metrics.read(), await metrics.read())
@@ -84,7 +84,7 @@ async def test_a_run_is_the_difference_of_two_readings():
     assert not found.problems
 
 
-async def test_a_restarted_and_a_silent_pod_are_named():
+async def test_a_restarted_and_a_silent_pod_are_named() -> None:
     restarted: list[str | int] = [exposition(100, 30), exposition(10, 3)]
     broken: list[str | int] = [exposition(5, 5), 500]
     async with pod(restarted) as one, pod(broken) as two:
@@ -92,7 +92,7 @@ async def test_a_restarted_and_a_silent_pod_are_named():
         addresses = [PodAddress(name, f"{url}/metrics") for name, url in urls.items()]
         async with PodMetrics(addresses) as metrics:
             found = counted(await metrics.read(), await metrics.read())
-    assert not found, "a sum over some pods is no hit rate"
+    assert not found, "a sum over some pods is not a hit rate"
     assert found.pods == {}
     said = "\n".join(found.problems)
     assert "one: its counters went back: it restarted" in said
@@ -100,18 +100,18 @@ async def test_a_restarted_and_a_silent_pod_are_named():
     assert "gone: http://127.0.0.1:1/metrics: ClientConnectorError" in said
 
 
-def test_a_pod_that_came_or_went_is_named():
+def test_a_pod_that_came_or_went_is_named() -> None:
     found = counted(Reading({"old": PodCount(1, 1)}), Reading({"new": PodCount(1, 1)}))
     assert sorted(found.problems) == ["new: was there only after the run", "old: was there only before the run"]
 
 
-def test_addresses():
+def test_addresses() -> None:
     for url in ("http://a:8000", "http://a:8000/", "http://a:8000/metrics"):
         assert address_of(url) == PodAddress("a:8000", "http://a:8000/metrics")
     assert address_of("http://a:8000/1/stats") == PodAddress("a:8000/1/stats", "http://a:8000/1/stats")
 
 
-def test_pods_of_a_gateway():
+def test_pods_of_a_gateway() -> None:
     listing = (
         '{"pods": [{"url": "http://a:1", "pod": "a", "admitted": true},'
         ' {"url": "http://b:1", "pod": null, "admitted": false}, {"url": "http://c:1", "pod": "c", "admitted": false}]}'

@@ -1,4 +1,4 @@
-"""An HTML document taken apart, strict about nesting."""
+"""A parsed HTML document; the parser is strict about nesting."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Results as commands make them, without running anything: numbers that belong together, drawn from a seed."""
+"""Results as commands make them, but without a run: consistent numbers drawn from a seed."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +38,8 @@ COMPARED = (
 )
 
 
-def distribution(values: Sequence[float], cdf: bool = True) -> Distribution:
-    """Of milliseconds."""
+def distribution(values: Sequence[float] | np.ndarray[Any, Any], cdf: bool = True) -> Distribution:
+    """Return the distribution of values in milliseconds."""
     if not len(values):
         return Distribution()
     p50, p90, p95, p99 = (float(p) for p in np.percentile(values, [50, 90, 95, 99]))
@@ -69,7 +70,7 @@ def summary(
     detail: bool = True,
     lag_ms: float = 0.4,
 ) -> Summary:
-    """`slow` scales the latencies, `hit` is the cached share, `skew` how unevenly the pods are loaded."""
+    """`slow` scales the latencies, `hit` is the cached share, `skew` is how unevenly the pods are loaded."""
     random = np.random.default_rng(zlib.crc32(f"{name} {slow} {requests}".encode()))
     done = requests - failed
     sent = random.lognormal(np.log(300 * slow), 0.7, done)
@@ -180,7 +181,7 @@ ARMS = {
 
 
 def arm(name: str, slow: float = 1.0, hit: float = 0.5, blocks: int = 4, pods: int = 4, **more: object) -> Arm:
-    """An arm with `blocks` blocks and, from two on, a band around its quantiles."""
+    """Return an arm with `blocks` blocks and, with at least two, a band around its quantiles."""
     whole = summary(name, slow=slow, hit=hit, pods=pods, **more)  # type: ignore[arg-type]
     parts = [
         summary(
@@ -201,7 +202,7 @@ def arm(name: str, slow: float = 1.0, hit: float = 0.5, blocks: int = 4, pods: i
 
 
 def contrasts(arms: Sequence[Arm], intervals: bool = True) -> tuple[Contrast, ...]:
-    """Every arm against the first."""
+    """Compare every arm with the first."""
     found = []
     for metric, better in COMPARED:
         for other in arms[1:]:
@@ -213,7 +214,7 @@ def contrasts(arms: Sequence[Arm], intervals: bool = True) -> tuple[Contrast, ..
             found.append(
                 Contrast(
                     metric=metric,
-                    better=better,  # type: ignore[arg-type]
+                    better=better,
                     baseline=arms[0].name,
                     arm=other.name,
                     pairs=4,
@@ -247,7 +248,7 @@ def _value(s: Summary, metric: str) -> float | None:
 
 
 def result(command: str = "compare", **changes: object) -> Result:
-    """A Result around the given fields."""
+    """Return a Result with the given fields."""
     fields = {
         "command": command,
         "created": "2026-03-01T12:30:00+00:00",
@@ -269,7 +270,7 @@ def result(command: str = "compare", **changes: object) -> Result:
 
 
 def comparison(pods: int = 4, names: Sequence[str] = tuple(ARMS), blocks: int = 4, **more: object) -> Result:
-    """Four arms with four blocks each, unless told otherwise."""
+    """Return four arms with four blocks each, unless the arguments say otherwise."""
     shapes = list(ARMS.values())
     arms = tuple(
         arm(name, *shapes[i % len(shapes)], blocks=blocks, pods=pods, skew=0.4 if i == 0 else 0.1)
@@ -292,14 +293,14 @@ def comparison(pods: int = 4, names: Sequence[str] = tuple(ARMS), blocks: int = 
 
 
 def bench(pods: int = 4, **more: object) -> Result:
-    """One arm."""
+    """Return a Result with one arm."""
     one = arm("bench", 0.8, 0.6, blocks=0, pods=pods, **more)
     given = {"request_rate": 8.0, "burstiness": 1.0, "max_concurrency": 64, "num_prompts": 400, "label": None}
     return result("bench", arms=(one,), configuration=given, verdict=("400 requests in 60.0 s.",))
 
 
 def sweep() -> Result:
-    """Eight rates and two arms, with a knee."""
+    """Return eight rates and two arms, with a knee."""
     points, arms = [], []
     for name, knee, hit in (("round_robin", 9, 0.3), ("affinity_groups", 17, 0.7)):
         for rate in (2, 4, 6, 8, 10, 14, 18, 24):
@@ -317,7 +318,7 @@ def sweep() -> Result:
 
 
 def with_failures() -> Result:
-    """A comparison in which one arm lost requests and another was measured by a late generator."""
+    """Return a comparison in which one arm lost requests and another was measured by a late generator."""
     arms = (
         arm("round_robin", 1.0, 0.3),
         arm("cache_aware", 0.5, 0.7, failed=37),
@@ -332,7 +333,7 @@ def with_failures() -> Result:
 
 
 def nothing_completed() -> Result:
-    """Every request failed, in every arm."""
+    """Return a Result in which every request of every arm failed."""
     arms = tuple(
         arm(name, requests=12, failed=12, blocks=0, goodput=False, pods=2) for name in ("round_robin", "other")
     )
@@ -344,7 +345,7 @@ def nothing_completed() -> Result:
 
 
 def odd_names() -> Result:
-    """Names with markup, Unicode and 120 letters."""
+    """Return a Result whose names have markup, Unicode and 120 letters."""
     return comparison(names=ODD_NAMES)
 
 
@@ -363,10 +364,10 @@ BUILDERS: dict[str, Callable[[], Result]] = {
     "no_arms": lambda: result("bench", arms=()),
 }
 NAMES = tuple(BUILDERS)
-"""Every kind of Result that outputs must bear."""
+"""Every kind of Result that outputs must handle."""
 
 
 @cache
 def named(name: str) -> Result:
-    """One of them."""
+    """Return the Result with this name."""
     return BUILDERS[name]()

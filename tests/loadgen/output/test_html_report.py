@@ -1,4 +1,4 @@
-"""The page as a browser and a reader see it."""
+"""The report page, from the point of view of a browser and of a reader."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from loadgen.output.columns import shown_columns
 from loadgen.output.html import render_html
 from loadgen.output.plots.catalog import plots_of
 from loadgen.output.units import interval, metric_label, ratio
+from loadgen.result.model import Arm
 from tests.loadgen.output import results
 from tests.loadgen.output.documents import Document
 
@@ -23,12 +24,12 @@ REFERENCES = ("src", "href", "xlink:href", "data", "srcset", "action", "poster",
 
 
 @cache
-def page_of(name):
+def page_of(name: str) -> str:
     return render_html(results.named(name))
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_page_is_well_formed_and_refers_to_nothing_outside(name):
+def test_page_is_well_formed_and_refers_to_nothing_outside(name: str) -> None:
     document = Document(page_of(name))
     for tag, attribute, value in document.attributes:
         if attribute in REFERENCES:
@@ -42,7 +43,7 @@ def test_page_is_well_formed_and_refers_to_nothing_outside(name):
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_ids_are_unique_and_references_inside_resolve(name):
+def test_ids_are_unique_and_references_inside_resolve(name: str) -> None:
     attributes = Document(page_of(name)).attributes
     ids = [value for _, attribute, value in attributes if attribute == "id"]
     assert len(ids) == len(set(ids))
@@ -54,7 +55,7 @@ def test_ids_are_unique_and_references_inside_resolve(name):
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_table_has_every_arm_with_the_numbers_of_its_summary(name):
+def test_table_has_every_arm_with_the_numbers_of_its_summary(name: str) -> None:
     result = results.named(name)
     rows = Document(page_of(name)).rows
     columns = shown_columns([arm.summary for arm in result.arms])
@@ -67,7 +68,7 @@ def test_table_has_every_arm_with_the_numbers_of_its_summary(name):
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_page_says_what_a_reader_needs(name):
+def test_page_says_what_a_reader_needs(name: str) -> None:
     result = results.named(name)
     text = " ".join(Document(page_of(name)).words)
     for needed in (*result.verdict, *result.cautions, *result.definitions.values(), *result.workload.values()):
@@ -79,7 +80,7 @@ def test_page_says_what_a_reader_needs(name):
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_every_chart_says_in_words_what_it_shows(name):
+def test_every_chart_says_in_words_what_it_shows(name: str) -> None:
     alts = [value for tag, attribute, value in Document(page_of(name)).attributes if attribute == "aria-label"]
     plots = plots_of(results.named(name))
     assert alts == [plot.alt for plot in plots]
@@ -88,20 +89,20 @@ def test_every_chart_says_in_words_what_it_shows(name):
         assert any(letter.isdigit() for letter in plot.alt)
 
 
-def test_page_is_small_enough_to_mail():
+def test_page_is_small_enough_to_mail() -> None:
     assert len(page_of("comparison").encode()) < 2_000_000
     assert len(page_of("many_pods").encode()) < 2_000_000
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_charts_have_only_colours_that_a_dark_page_changes(name):
+def test_charts_have_only_colours_that_a_dark_page_changes(name: str) -> None:
     svgs = re.findall(r"<svg.*?</svg>", page_of(name), flags=re.DOTALL)
     assert len(svgs) == len(plots_of(results.named(name)))
     for svg in svgs:
-        assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#000000"}  # matplotlib's name for "inherits"
+        assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#000000"}  # matplotlib writes it for "inherit"
 
 
-def test_colours_belong_to_arms_and_the_baseline_is_grey():
+def test_colours_belong_to_arms_and_the_baseline_is_grey() -> None:
     slots = theme.slots(results.named("comparison"))
     assert slots["round_robin"] == 0
     assert sorted(slots.values()) == [0, 1, 2, 3]
@@ -115,10 +116,10 @@ names = st.text(min_size=1, max_size=40)
 
 @settings(max_examples=5)
 @given(st.lists(names, min_size=1, max_size=3, unique=True), st.text(max_size=60))
-def test_any_name_and_any_text_is_shown_as_text(found, words):
+def test_any_name_and_any_text_is_shown_as_text(found: list[str], words: str) -> None:
     summaries = [results.summary(pods=2, failed=9, requests=60) for _ in found]
     arms = tuple(
-        results.Arm(
+        Arm(
             name=name, url=words, summary=s.model_copy(update={"failure_details": {"timeout": words}}), policy=words
         )
         for name, s in zip(found, summaries, strict=True)
@@ -130,12 +131,12 @@ def test_any_name_and_any_text_is_shown_as_text(found, words):
     assert document.tags <= Document(page_of("comparison")).tags | {"strong", "q", "ul", "li", "em"}
     shown = " ".join("".join(document.words).split())
     for text in (*found, words):
-        # A parser turns NUL and lone carriage returns into something else, and folds blanks.
+        # A parser changes NUL and lone carriage returns, and folds blanks.
         if text.isprintable():
             assert " ".join(text.split()) in shown
 
 
-def test_nothing_is_drawn_and_no_matplotlib_imported_unless_a_page_is_wanted():
+def test_nothing_is_drawn_and_no_matplotlib_imported_unless_a_page_is_wanted() -> None:
     code = (
         "import sys, loadgen.output.save, loadgen.output.terminal, loadgen.output.live, loadgen.commands.report;"
         "sys.exit('matplotlib' in sys.modules or 'jinja2' in sys.modules)"

@@ -1,4 +1,4 @@
-"""What is shown while arms run."""
+"""The display while arms run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
         return self.now_s
 
 
-def record(ttft_s=0.2, failure=None, lag_s=0.001):
+def record(ttft_s: float = 0.2, failure: str | None = None, lag_s: float = 0.001) -> RequestRecord:
     return RequestRecord(
         session=0,
         turn=0,
@@ -41,12 +41,18 @@ def record(ttft_s=0.2, failure=None, lag_s=0.001):
     )
 
 
-def screen(width=100, terminal=False):
+def screen(width: int = 100, terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, color_system=None)
 
 
+def shown(console: Console) -> str:
+    """Return what the console has printed."""
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_running_quantile_is_within_one_percent_of_nearest_rank(values, q):
+def test_running_quantile_is_within_one_percent_of_nearest_rank(values: list[float], q: float) -> None:
     quantile = RunningQuantile()
     for value in values:
         quantile.add(value)
@@ -54,16 +60,18 @@ def test_running_quantile_is_within_one_percent_of_nearest_rank(values, q):
     assert quantile.quantile_s(q) == pytest.approx(exact, rel=0.0101)
 
 
-def test_running_quantile_takes_anything():
+def test_running_quantile_takes_anything() -> None:
     quantile = RunningQuantile()
     assert quantile.quantile_s(0.99) is None
     for value in (0.0, 1e-9, 1e9):
         quantile.add(value)
     assert quantile.quantile_s(0.1) == 0.0
-    assert quantile.quantile_s(1.0) > 1e4
+    highest = quantile.quantile_s(1.0)
+    assert highest is not None
+    assert highest > 1e4
 
 
-def test_arm_adds_up_its_blocks():
+def test_arm_adds_up_its_blocks() -> None:
     arm, clock = ArmState("a"), Clock()
     for _ in range(2):
         arm.start(10, clock())
@@ -82,7 +90,7 @@ def test_arm_adds_up_its_blocks():
     assert cells["req/s"] == "0.3"
 
 
-def test_totals_from_workers_count_on_top_of_the_blocks_before():
+def test_totals_from_workers_count_on_top_of_the_blocks_before() -> None:
     arm, clock = ArmState("a"), Clock()
     arm.start(100, clock())
     arm.set_totals(100, 97, 3)
@@ -96,7 +104,7 @@ def test_totals_from_workers_count_on_top_of_the_blocks_before():
     assert cells["TTFT mean"] == cells["cached"] == "–"
 
 
-def test_without_a_plan_nothing_is_promised():
+def test_without_a_plan_nothing_is_promised() -> None:
     arm, clock = ArmState("a"), Clock()
     arm.start(None, clock())
     arm.add(record())
@@ -107,7 +115,7 @@ def test_without_a_plan_nothing_is_promised():
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
-def test_table_fits_and_keeps_the_most_wanted_columns(width):
+def test_table_fits_and_keeps_the_most_wanted_columns(width: int) -> None:
     arms = [ArmState("round_robin"), ArmState("x" * 90), ArmState("[red]日本語[/red]" * 3)]
     for i, arm in enumerate(arms):
         arm.start(1_000_000, 0)
@@ -116,7 +124,7 @@ def test_table_fits_and_keeps_the_most_wanted_columns(width):
         arm.set_totals(999_999, 999_000, i * 400_000)
     console = screen(width)
     console.print(live_table(arms, 3900.0, width))
-    lines = console.file.getvalue().splitlines()
+    lines = shown(console).splitlines()
     assert max(cell_len(line.rstrip()) for line in lines) <= width
     assert len([line for line in lines if "999,000" in line]) == 3
     if width >= 60:
@@ -126,7 +134,7 @@ def test_table_fits_and_keeps_the_most_wanted_columns(width):
         assert "lag p99" in lines[0]
 
 
-def test_plain_lines_come_every_few_seconds_and_at_the_end():
+def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
     clock, console = Clock(), screen()
     with PlainLines(console, clock) as progress:
         progress.note("[bold]starting[/bold]")
@@ -135,14 +143,14 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end():
             clock.now_s += 0.5
             progress.request_ended(record(failure="timeout" if i == 3 else None))
         progress.arm_ended()
-    lines = console.file.getvalue().splitlines()
+    lines = shown(console).splitlines()
     assert lines[0] == "[bold]starting[/bold]"
     assert len(lines) == 1 + 3 + 1
     assert lines[1].startswith("a: 9/30 done, 1 failed, 2.0 req/s, TTFT mean 200 ms p99 ")
     assert lines[-1].startswith("a ended: 29/30 done, 1 failed")
 
 
-def test_workers_totals_make_plain_lines_too():
+def test_workers_totals_make_plain_lines_too() -> None:
     clock, console = Clock(), screen()
     with PlainLines(console, clock) as progress:
         progress.arm_started("a", 100)
@@ -150,11 +158,11 @@ def test_workers_totals_make_plain_lines_too():
             clock.now_s += 1
             progress.progress(i, i, 0)
         progress.arm_ended()
-    assert len(console.file.getvalue().splitlines()) == 5
+    assert len(shown(console).splitlines()) == 5
 
 
 @pytest.mark.parametrize("width", [60, 120])
-def test_live_table_on_a_terminal_shows_arms_and_leaves_the_cursor_visible(width):
+def test_live_table_on_a_terminal_shows_arms_and_leaves_the_cursor_visible(width: int) -> None:
     console = screen(width, terminal=True)
     with LiveTable(console) as progress:
         progress.note("warming up")
@@ -164,14 +172,14 @@ def test_live_table_on_a_terminal_shows_arms_and_leaves_the_cursor_visible(width
         progress.arm_started("other [b]", 2)
         progress.progress(2, 1, 1)
         progress.arm_ended()
-    text = console.file.getvalue()
+    text = shown(console)
     assert "warming up" in text
     assert "round_robin" in text
     assert "other [b]" in text
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # cursor shown again
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is visible again
 
 
-def test_the_terminal_is_left_in_order_when_the_run_breaks():
+def test_the_terminal_is_left_in_order_when_the_run_breaks() -> None:
     console = screen(80, terminal=True)
 
     def interrupted() -> None:
@@ -181,19 +189,30 @@ def test_the_terminal_is_left_in_order_when_the_run_breaks():
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    text = console.file.getvalue()
+    text = shown(console)
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
-def test_a_pipe_gets_lines_and_a_terminal_the_table():
+def test_a_pipe_gets_lines_and_a_terminal_the_table() -> None:
     progress: Progress = open_progress(screen())
     assert isinstance(progress, PlainLines)
     progress = open_progress(screen(terminal=True))
     assert isinstance(progress, LiveTable)
 
 
-def test_calls_without_an_arm_are_harmless():
-    progress = PlainLines(screen())
-    progress.request_ended(record())
-    progress.progress(1, 1, 0)
-    progress.arm_ended()
+def test_calls_without_an_arm_are_not_shown_and_counted_for_none() -> None:
+    clock, console = Clock(), screen()
+    with PlainLines(console, clock) as progress:
+        for _ in range(3):
+            clock.now_s += 60
+            progress.request_ended(record())
+            progress.progress(7, 7, 0)
+            progress.arm_ended()
+        assert shown(console) == ""
+        progress.arm_started("a", 3)
+        clock.now_s += 1
+        progress.request_ended(record())
+        progress.arm_ended()
+        progress.arm_ended()
+    (line,) = shown(console).splitlines()
+    assert line.startswith("a ended: 1/3 done")

@@ -1,4 +1,4 @@
-"""Saving, and `warmroute-loadgen report` as a user calls it."""
+"""Saving, and `warmroute-loadgen report` as users run it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,24 +20,26 @@ from tests.loadgen.output import results
 BENCH = results.named("bench")
 
 
-def test_save_writes_every_format_and_leaves_nothing_else(tmp_path):
+def test_save_writes_every_format_and_leaves_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "out"
     paths = save(BENCH, folder, FORMATS)
     assert sorted(paths.all()) == sorted(folder.iterdir())
     assert {path.name for path in paths.all()} >= {"result.json", "report.html", "report.md", "result.csv"}
     assert {path.name for path in paths.pngs} >= {"plot-ttft-cdf.png", "plot-time-parts.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.pngs)
+    assert paths.json is not None
     assert read_result(paths.json) == BENCH
+    assert paths.html is not None
     assert paths.html.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_save_writes_only_what_is_asked_for(tmp_path):
+def test_save_writes_only_what_is_asked_for(tmp_path: Path) -> None:
     paths = save(BENCH, tmp_path, ["csv"])
     assert paths.all() == [tmp_path / "result.csv"] == list(tmp_path.iterdir())
     assert paths.html is paths.json is paths.markdown is None
 
 
-def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     write_whole(path, b"old")
 
@@ -50,12 +53,12 @@ def test_a_failed_write_keeps_the_old_file_and_no_scrap(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_can_be_read_by_others(tmp_path):
+def test_files_can_be_read_by_others(tmp_path: Path) -> None:
     path = write_whole(tmp_path / "x", b"1")
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_report_draws_an_old_result_again(tmp_path, capsys):
+def test_report_draws_an_old_result_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save(results.comparison(), tmp_path / "old", ["json"]).json
     assert run([str(source), "--out", str(tmp_path / "new"), "--formats", "html,md,csv"]) == 0
     names = {path.name for path in (tmp_path / "new").iterdir()}
@@ -67,9 +70,10 @@ def test_report_draws_an_old_result_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_whoever_reads_may_leave_early(tmp_path, is_writable):
-    """`| head -1`: rich would end the process at the first line, and with it what took an hour to measure."""
+def test_a_reader_of_the_output_may_leave_early(tmp_path: Path, is_writable: bool) -> None:
+    """`| head -1`: rich would end the process at the first line, and an hour of measurements would be lost."""
     source = save(results.comparison(), tmp_path, ["json"]).json
+    assert source is not None
     (tmp_path / "out").write_text("") if not is_writable else None
     program = """
 import sys
@@ -94,19 +98,21 @@ sys.exit(report(read_result(Path(sys.argv[1])), OutputSettings(out=sys.argv[2], 
         assert "--out cannot be written" in ended.stderr
 
 
-def test_report_goes_beside_the_result_unless_told_otherwise(tmp_path):
+def test_report_goes_beside_the_result_unless_told_otherwise(tmp_path: Path) -> None:
     source = save(BENCH, tmp_path, ["json"]).json
+    assert source is not None
     assert run([str(source), "--formats", "md"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md"}
 
 
-def test_png_flag_adds_the_charts(tmp_path):
+def test_png_flag_adds_the_charts(tmp_path: Path) -> None:
     source = save(BENCH, tmp_path, ["json"]).json
+    assert source is not None
     assert run([str(source), "--formats", "csv", "--png"]) == 0
     assert (tmp_path / "plot-ttft-cdf.png").exists()
 
 
-def test_report_says_what_is_wrong_with_a_file(tmp_path, capsys):
+def test_report_says_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(to_json(BENCH).replace(b"warmroute-result/1", b"warmroute-result/9"))
     assert run([str(path)]) == 1
@@ -116,22 +122,23 @@ def test_report_says_what_is_wrong_with_a_file(tmp_path, capsys):
     assert "none.json cannot be read" in capsys.readouterr().err
 
 
-def test_report_says_when_the_folder_cannot_be_written(tmp_path, capsys):
+def test_report_says_when_the_folder_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = save(BENCH, tmp_path, ["json"]).json
+    assert source is not None
     assert run([str(source), "--out", str(source / "below"), "--formats", "csv"]) == 1
     assert "--out cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["x.json", "--formats", "pdf"], ["x.json", "--fromats", "md"]])
-def test_report_refuses_bad_flags(argv, capsys):
+def test_report_refuses_bad_flags(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().err
 
 
-def test_formats_are_named_where_one_is_unknown():
-    with pytest.raises(ConfigError, match="'pdf' is no format; allowed: json, html, md, csv, png"):
+def test_an_unknown_format_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'pdf' is not a format; allowed: json, html, md, csv, png"):
         OutputSettings.load(["--formats", "md,pdf"], prog="x", environ={})
     chosen = OutputSettings.load(["--formats", "md,md"], prog="x", environ={"WARMROUTE_PNG": "true"})
     assert chosen.chosen_formats() == ("md", "png")

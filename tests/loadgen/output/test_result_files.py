@@ -1,9 +1,11 @@
-"""result.json and vLLM's names: written, read back, refused."""
+"""result.json and vLLM's names: writing, reading back, refusing bad files."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from loadgen.output.vllm_block import our_block, vllm_block
 from loadgen.result.files import ResultUnreadable, read_result, to_json
+from loadgen.result.model import Arm
 from loadgen.result.vllm import Detailed, bench_json, flat_summary
 from tests.loadgen.output import results
 
@@ -31,7 +34,7 @@ VLLM_NAMES = (
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_result_read_back_is_equal(name, tmp_path):
+def test_result_read_back_is_equal(name: str, tmp_path: Path) -> None:
     result = results.named(name)
     path = tmp_path / "result.json"
     path.write_bytes(to_json(result))
@@ -48,16 +51,18 @@ def test_result_read_back_is_equal(name, tmp_path):
     ),
     st.lists(st.floats(0, 1e6), max_size=4),
 )
-def test_any_text_and_any_number_survives(tmp_path_factory, text, configuration, cdf):
+def test_any_text_and_any_number_survives(
+    tmp_path_factory: pytest.TempPathFactory, text: str, configuration: dict[str, Any], cdf: list[float]
+) -> None:
     summary = results.summary(requests=20, pods=1)
     summary = summary.model_copy(update={"ttft": summary.ttft.model_copy(update={"cdf_ms": tuple(cdf)})})
-    result = results.result(arms=(results.Arm(name=text, url=text, summary=summary),), configuration=configuration)
+    result = results.result(arms=(Arm(name=text, url=text, summary=summary),), configuration=configuration)
     path = tmp_path_factory.mktemp("any") / "result.json"
     path.write_bytes(to_json(result))
     assert read_result(path) == result
 
 
-def test_arms_carry_the_names_that_other_programs_read():
+def test_arms_carry_the_names_that_other_programs_read() -> None:
     result = results.comparison()
     content = orjson.loads(to_json(result))
     assert list(content["arms"]) == [arm.name for arm in result.arms]
@@ -82,7 +87,7 @@ def test_arms_carry_the_names_that_other_programs_read():
         (b'{"result": {"format": "warmroute-result/1"}}', "field 'command'"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_field(tmp_path, content, words):
+def test_a_wrong_file_is_refused_with_the_field(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(ResultUnreadable, match=re.escape(words)) as caught:
@@ -90,7 +95,7 @@ def test_a_wrong_file_is_refused_with_the_field(tmp_path, content, words):
     assert str(path) in str(caught.value)
 
 
-def test_a_wrong_value_deep_inside_is_named(tmp_path):
+def test_a_wrong_value_deep_inside_is_named(tmp_path: Path) -> None:
     content = orjson.loads(to_json(results.bench()))
     content["result"]["arms"][0]["summary"]["completed"] = "many"
     content["result"]["arms_"] = 1
@@ -104,12 +109,12 @@ def test_a_wrong_value_deep_inside_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["nowhere/x.json", "."])
-def test_a_missing_file_and_a_folder_are_refused(tmp_path, missing):
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ResultUnreadable, match=r"cannot be read|is a folder"):
         read_result(tmp_path / missing)
 
 
-def test_bench_json_has_vllms_names_with_vllms_meaning():
+def test_bench_json_has_vllms_names_with_vllms_meaning() -> None:
     result = results.bench()
     s = result.arms[0].summary
     content = bench_json(result, result.arms[0], metadata={"tp": "2"})
@@ -120,12 +125,16 @@ def test_bench_json_has_vllms_names_with_vllms_meaning():
     assert content["mean_ttft_ms"] == s.ttft_from_send.mean_ms
     assert content["mean_e2el_ms"] == s.e2e_from_send.mean_ms
     assert content["mean_e2el_including_client_queue_ms"] == s.e2e.mean_ms
+    assert s.ttft.mean_ms is not None
+    assert s.ttft_from_send.mean_ms is not None
     assert content["mean_client_queue_time_ms"] == pytest.approx(s.ttft.mean_ms - s.ttft_from_send.mean_ms)
-    assert content["warmroute"]["mean_ttft_ms"] == s.ttft.mean_ms
+    own = content["warmroute"]
+    assert isinstance(own, dict)
+    assert own["mean_ttft_ms"] == s.ttft.mean_ms
     assert "ttfts" not in content
 
 
-def test_bench_json_without_rate_or_completions_still_has_numbers():
+def test_bench_json_without_rate_or_completions_still_has_numbers() -> None:
     result = results.nothing_completed()
     content = bench_json(result, result.arms[0])
     assert content["request_rate"] == "inf"
@@ -134,7 +143,7 @@ def test_bench_json_without_rate_or_completions_still_has_numbers():
     json.dumps(content, allow_nan=False)
 
 
-def test_details_are_passed_through_and_must_fit_each_other():
+def test_details_are_passed_through_and_must_fit_each_other() -> None:
     result = results.bench()
     detailed = Detailed([3, 4], [1, 2], [0.1, 0.0], [[], [0.2]], [0.0, 1.0], ["", "timeout"], ["a", "b"])
     content = bench_json(result, result.arms[0], detailed)
@@ -144,7 +153,7 @@ def test_details_are_passed_through_and_must_fit_each_other():
         Detailed([3], [1, 2], [0.1], [[]], [0.0], [""])
 
 
-def test_console_block_can_be_read_by_the_usual_expressions():
+def test_console_block_can_be_read_by_the_usual_expressions() -> None:
     result = results.bench()
     s = result.arms[0].summary
     block = vllm_block(result, s, ALL_METRICS)
@@ -156,25 +165,27 @@ def test_console_block_can_be_read_by_the_usual_expressions():
         (r"Benchmark duration \(s\):\s+([\d.]+)", s.duration_s),
         (r"Total input tokens:\s+(\d+)", s.prompt_tokens),
         (r"Request throughput \(req/s\):\s+([\d.]+)", s.request_throughput),
-        (r"Request goodput \(req/s\):\s+([\d.]+)", s.goodput.request_goodput),
+        (r"Request goodput \(req/s\):\s+([\d.]+)", s.goodput and s.goodput.request_goodput),
         (r"Mean TTFT \(ms\):\s+([\d.]+)", s.ttft_from_send.mean_ms),
         (r"P99 TPOT \(ms\):\s+([\d.]+)", s.tpot.p99_ms),
         (r"Median ITL \(ms\):\s+([\d.]+)", s.itl.median_ms),
         (r"Mean E2EL \(ms\):\s+([\d.]+)", s.e2e_from_send.mean_ms),
     ):
-        assert float(re.search(pattern, block)[1]) == pytest.approx(value, abs=0.005)
+        found = re.search(pattern, block)
+        assert found
+        assert float(found[1]) == pytest.approx(value, abs=0.005)
     assert "TPOT" not in vllm_block(result, s, ["ttft"])
 
 
 @pytest.mark.parametrize("name", ["bench", "bench_failing", "many_pods", "nothing_completed", "odd_names"])
-def test_blocks_fit_sixty_columns(name):
+def test_blocks_fit_sixty_columns(name: str) -> None:
     result = results.named(name)
     for arm in result.arms:
         lines = f"{vllm_block(result, arm.summary, ALL_METRICS)}\n{our_block(arm.summary)}".splitlines()
         assert max(map(len, lines)) <= 60
 
 
-def test_flat_summary_is_json_even_where_nothing_was_measured():
+def test_flat_summary_is_json_even_if_nothing_was_measured() -> None:
     flat = flat_summary(results.nothing_completed().arms[0].summary)
     assert flat["mean_ttft_ms"] is None
     json.dumps(flat, allow_nan=False)

@@ -1,4 +1,4 @@
-"""CSV, Markdown and terminal carry the Result's numbers, at any width and with any name."""
+"""CSV, Markdown and terminal show the Result's numbers, at any width and with any name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import csv
 import html
 import io
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,18 +31,19 @@ from loadgen.output.units import (
     number,
     percent,
 )
-from loadgen.result.model import Interval
+from loadgen.result.model import Arm, Interval, Result
 from tests.loadgen.output import results
 
 
-def printed(result, width):
-    console = Console(file=io.StringIO(), width=width, highlight=False)
+def printed(result: Result, width: int) -> str:
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, highlight=False)
     print_result(result, console)
-    return console.file.getvalue()
+    return shown.getvalue()
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_csv_has_every_number_in_full(name):
+def test_csv_has_every_number_in_full(name: str) -> None:
     result = results.named(name)
     rows = list(csv.DictReader(io.StringIO(render_csv(result))))
     expected = [(("arm", a.name, ""), a.summary) for a in result.arms]
@@ -61,7 +64,7 @@ def test_csv_has_every_number_in_full(name):
                 assert float(shown) == value
 
 
-def test_csv_columns_are_the_same_for_every_command():
+def test_csv_columns_are_the_same_for_every_command() -> None:
     headers = {
         next(csv.reader(io.StringIO(render_csv(r)))).__repr__()
         for name in results.NAMES
@@ -74,12 +77,12 @@ def test_csv_columns_are_the_same_for_every_command():
     assert {"duration_s", "ttft_mean_ms", "request_throughput_per_s", "prompt_tokens"} <= set(columns)
 
 
-def unescaped(cell):
+def unescaped(cell: str) -> str:
     return html.unescape(re.sub(r"\\([\\`*_\[\]~$])", r"\1", cell.strip()))
 
 
 @pytest.mark.parametrize("name", results.NAMES)
-def test_markdown_tables_have_the_same_number_of_cells_and_the_results_numbers(name):
+def test_markdown_tables_have_the_same_number_of_cells_and_the_results_numbers(name: str) -> None:
     result = results.named(name)
     text = render_markdown(result)
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| ")]
@@ -98,7 +101,7 @@ def test_markdown_tables_have_the_same_number_of_cells_and_the_results_numbers(n
 
 
 @given(st.text(max_size=60))
-def test_markdown_escapes_whatever_a_name_holds(name):
+def test_markdown_escapes_whatever_a_name_holds(name: str) -> None:
     shown = escaped(name)
     assert "\n" not in shown
     assert not re.search(r"(?<!\\)[\[\]`*~|]", shown.replace("\\\\", ""))
@@ -109,7 +112,7 @@ def test_markdown_escapes_whatever_a_name_holds(name):
 
 @pytest.mark.parametrize("width", [60, 80, 110, 200])
 @pytest.mark.parametrize("name", results.NAMES)
-def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(name, width):
+def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(name: str, width: int) -> None:
     result = results.named(name)
     text = printed(result, width)
     assert max(cell_len(line.rstrip()) for line in text.splitlines() or [""]) <= width
@@ -131,18 +134,19 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_is_lost(name, width):
     ),
     st.integers(40, 150),
 )
-def test_tables_of_any_cells_fit_any_width(rows, width):
+def test_tables_of_any_cells_fit_any_width(rows: list[tuple[str, int, str]], width: int) -> None:
     cells = [[name, str(value), word, "x"] for name, value, word in rows]
-    console = Console(file=io.StringIO(), width=width)
+    shown = io.StringIO()
+    console = Console(file=shown, width=width)
     for table in fitting_tables(["name of it", "a value (ms)", "a word", "x"], cells, width):
         console.print(table)
-    text = console.file.getvalue()
+    text = shown.getvalue()
     assert max(cell_len(line.rstrip()) for line in text.splitlines()) <= width
     for _, value, _ in rows:
         assert str(value) in text
 
 
-def test_a_bench_prints_the_latencies_that_percentile_metrics_names():
+def test_a_bench_prints_the_latencies_that_percentile_metrics_names() -> None:
     bench = results.named("bench")
     assert "E2EL" in printed(bench, 80)
     asked = bench.model_copy(update={"configuration": {"percentile_metrics": ["ttft", "itl"]}})
@@ -154,7 +158,7 @@ def test_a_bench_prints_the_latencies_that_percentile_metrics_names():
 
 
 @pytest.mark.parametrize("render", [render_markdown, lambda result: printed(result, 110), render_html])
-def test_what_makes_a_run_void_comes_before_the_verdict_and_only_once(render):
+def test_what_makes_a_run_void_comes_before_the_verdict_and_only_once(render: Callable[..., Any]) -> None:
     void = results.named("with_failures")
     reason = void.arms[2].summary.validity.reasons[0]
     text = " ".join(html.unescape(render(void)).split())
@@ -166,7 +170,7 @@ def test_what_makes_a_run_void_comes_before_the_verdict_and_only_once(render):
     assert text.index(reason) < text.index("It won.")
 
 
-def test_contrasts_are_shown_metric_by_metric_in_whatever_order_they_come():
+def test_contrasts_are_shown_metric_by_metric_in_whatever_order_they_come() -> None:
     whole = results.named("comparison")
     mixed = whole.model_copy(update={"contrasts": tuple(sorted(whole.contrasts, key=lambda c: c.arm))})
     text = printed(mixed, 110)
@@ -176,28 +180,28 @@ def test_contrasts_are_shown_metric_by_metric_in_whatever_order_they_come():
     assert [len(group) for group in groups.values()] == [3] * len(groups)
 
 
-def test_what_a_server_says_cannot_steer_the_terminal():
+def test_what_a_server_says_cannot_steer_the_terminal() -> None:
     bad = results.summary(failed=3).model_copy(update={"failure_details": {"timeout": "\x1b[31mred\x07"}})
-    text = printed(results.result(arms=(results.Arm(name="\x1b[2Ja", url="", summary=bad),)), 80)
+    text = printed(results.result(arms=(Arm(name="\x1b[2Ja", url="", summary=bad),)), 80)
     assert "\x1b" not in text
     assert "red" in text
 
 
 @given(st.floats(0, 1e7))
-def test_short_numbers_stay_within_half_a_percent_of_the_value(value):
+def test_short_numbers_stay_within_half_a_percent_of_the_value(value: float) -> None:
     for text, unit in ((milliseconds(value), 1), (number(value), 1)):
         assert float(text.replace(",", "")) * unit == pytest.approx(value, rel=0.005, abs=0.005)
     assert float(percent(value / 1e7).removesuffix(" %")) / 100 == pytest.approx(value / 1e7, abs=0.0005)
 
 
-def test_every_column_of_the_table_reads_a_summary():
+def test_every_column_of_the_table_reads_a_summary() -> None:
     summary = results.summary()
     for column in COLUMNS:
         assert column.value(summary) is not None
         assert column.cell(summary) not in ("", "–")
 
 
-def test_words_for_numbers():
+def test_words_for_numbers() -> None:
     assert metric_label("ttft_p99_ms") == "TTFT p99"
     assert metric_label("cached_token_rate") == "Cached token rate"
     assert metric_value("ttft_mean_ms", -12.0, sign=True) == "-12.0 ms"
@@ -209,7 +213,7 @@ def test_words_for_numbers():
 
 
 @given(st.text(max_size=50), st.integers(3, 40))
-def test_clipping_keeps_both_ends(name, width):
+def test_clipping_keeps_both_ends(name: str, width: int) -> None:
     short = clipped(name, width)
     assert len(short) <= width
     assert len(short) == min(len(name), width)

@@ -1,4 +1,4 @@
-"""Small workloads, fleets and routers whose every move is known."""
+"""Small workloads, fleets and routers with known behaviour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACE = ArrivalSpec(ArrivalKind.TRACE)
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A workload of exactly these sessions."""
+    """A workload of exactly the given sessions."""
 
     sessions: tuple[Session, ...]
     name: str = "listed"
@@ -42,18 +42,18 @@ def turn(*pieces: Piece, output: int = 4, after: int = -1, think_s: float = 0.0)
 
 
 def one(number: int, at_s: float, *pieces: Piece, output: int = 4) -> Session:
-    """A session of one request."""
+    """Return a session of one request."""
     return Session(number, "", (turn(*pieces, output=output),), at_s)
 
 
 def steady(count: int, every_s: float, tokens: int = 400, output: int = 40) -> Listed:
-    """Unique requests, one every `every_s` seconds."""
+    """Return unique requests, one every `every_s` seconds."""
     return Listed(tuple(one(n, n * every_s, Piece(f"u{n}", tokens), output=output) for n in range(count)))
 
 
 @dataclass
 class Told:
-    """A router that goes by a list of pods, then by the first that is not excluded, and notes all it hears."""
+    """A router that follows a list of pods, then takes the first pod that is not excluded. It notes all calls."""
 
     wanted: list[str] = field(default_factory=list)
     name: str = "told"
@@ -96,7 +96,7 @@ def fleet(pods: int = 2, *faults: Fault, event_delay_s: float = 0.002, kv_tokens
 def run(
     spec: FleetSpec, workload: Workload, *routers: Router, arrivals: ArrivalSpec = TRACE, seed: int = 1
 ) -> list[RequestRecord]:
-    """Every record, in the order in which requests ended."""
+    """Return every record, in the order in which requests ended."""
     records: list[RequestRecord] = []
     assert workload.length is not None
     simulation = Simulation(spec, workload, arrivals, sessions=workload.length, seed=seed, on_record=records.append)
@@ -105,7 +105,7 @@ def run(
 
 
 def offered(number: int, keys: Sequence[int] = (), tokens: int = 0, first_token: int = 0) -> Offered:
-    """A request with these prefix keys; by default as long as its keys say."""
+    """Return a request with these prefix keys; its default length follows from the keys."""
     length = tokens or max(1, 64 * len(keys))
     ids = array("i", range(first_token, first_token + length))
     return Offered(number, number, ids, tuple(map(PrefixKey, keys)), output_tokens=10)

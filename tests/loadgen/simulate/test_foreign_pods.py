@@ -1,4 +1,4 @@
-"""Gateways before pods that publish nothing and evict, in virtual time."""
+"""Gateways with pods that publish nothing and evict blocks, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loadgen.workloads.chat import Chat
 
 PREFIXES, PREFIX_TOKENS, BLOCK = 24, 1490, 32
 CPU = SimProfile("cpu", w0_ms=15.0, a_ms=15.0, c1_ms=0.13, c2_ms=1e-6, c3_ms=1e-4, c4_ms=1.0, kv_tokens=20_480)
-"""About a small model on a CPU: 0.2 s for a cold prefix."""
+"""Approximately a small model on a CPU: 0.2 s for a cold prefix."""
 
 
 def attained(
@@ -29,7 +29,7 @@ def attained(
     shares: bool = True,
     noise: StepNoise | None = None,
 ) -> float:
-    """Reused tokens of prefixes, as part of what is reused if each prefix is computed once."""
+    """Return the reused tokens of prefixes, as a share of the reuse if each prefix is computed only once."""
     records: list[RequestRecord] = []
     tokens = PREFIX_TOKENS
     workload = Chat("two-pods", seed, PREFIXES, 0.0, tokens, tokens, 12, 18, turns_min=1, turns_max=1, output_tokens=4)
@@ -57,8 +57,8 @@ def test_prefixes_that_just_fit_stay_where_they_are(gateways: int, requests: int
 
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_pods_that_differ_by_noise_alone_are_taken_for_equal(gateways: int) -> None:
-    """Steps take half or twice their time, each by itself and for two seconds at a time, as on a machine that does
-    other work. With constants fitted to each pod by itself, 24 seeds kept 0.96 of the hits."""
+    """Steps take half or twice their time, each step by itself and for two seconds at a time, as on a machine that does
+    other work. With constants fitted to each pod separately, 24 seeds kept 0.96 of the hits."""
     noises = [StepNoise(step=0.5, spell=0.6, common=0.5, seed=seed) for seed in range(1, 9)]
     found = [attained(gateways, 192, noise.seed, noise=noise) for noise in noises]
     assert statistics.median(found) >= 0.97, found

@@ -28,12 +28,12 @@ from loadgen.simulate.timeline import Timeline
 PROFILE = PROFILES["h100-8b"]
 SPEC = PodSpec("pod", PROFILE, kv_tokens=8000, max_step_tokens=512, max_running=5)
 Arrival = tuple[float, int, int, int]
-"""Seconds, tokens of a shared prefix, tokens of its own, tokens of the answer."""
+"""Seconds, tokens of a shared prefix, unique tokens, tokens of the answer."""
 Seen = dict[tuple[int, str], tuple[float, int]]
 """(request, 'first' or its end) -> (seconds, cached tokens)."""
 
 TICK_S = 0.0011731
-"""Arrivals at multiples of this never fall on the end of a step, where the order is anybody's guess."""
+"""Arrivals at multiples of this never fall on the end of a step, where the order is not defined."""
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 900).map(TICK_S.__mul__), st.integers(0, 600), st.integers(1, 900), st.integers(1, 30)),
     min_size=1,
@@ -85,7 +85,7 @@ def real(spec: PodSpec, arrivals: Sequence[Arrival]) -> Seen:
         users = []
         for number, arrival in enumerate(arrivals):
             if (wait_s := start_s + arrival[0] - clock()) > 1e-9:
-                await asyncio.sleep(wait_s)  # timers of one moment would go off in any order
+                await asyncio.sleep(wait_s)  # timers of one moment would fire in any order
             users.append(asyncio.create_task(user(number, arrival)))
         await asyncio.gather(*users)
         task.cancel()
@@ -98,8 +98,8 @@ def real(spec: PodSpec, arrivals: Sequence[Arrival]) -> Seen:
 
 @given(ARRIVALS, st.sampled_from([1600, SPEC.kv_tokens]))
 @settings(max_examples=30, deadline=None)
-def test_an_emulated_pod_takes_the_time_of_the_real_engine(arrivals: list[Arrival], kv_tokens: int):
-    """Also where requests of the same moment share a step, and where running ones take each other's blocks."""
+def test_an_emulated_pod_takes_the_time_of_the_real_engine(arrivals: list[Arrival], kv_tokens: int) -> None:
+    """This includes requests of one moment that share a step, and running requests that take each other's blocks."""
     spec = replace(SPEC, kv_tokens=kv_tokens)
     ours, theirs = emulated(spec, arrivals), real(spec, arrivals)
     assert ours.keys() == theirs.keys()
@@ -109,7 +109,7 @@ def test_an_emulated_pod_takes_the_time_of_the_real_engine(arrivals: list[Arriva
 
 
 @given(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 400))
-def test_a_run_lasts_as_long_as_its_steps_and_knows_where_it_is(decodes: int, context: int, steps: int):
+def test_a_run_lasts_as_long_as_its_steps_and_knows_where_it_is(decodes: int, context: int, steps: int) -> None:
     def plan(grown: int) -> StepPlan:
         held = Request(1, [1], 1)
         return StepPlan(tuple(SequenceChunk(held, context + grown, (1,), (), True, True) for _ in range(decodes)))
@@ -122,8 +122,8 @@ def test_a_run_lasts_as_long_as_its_steps_and_knows_where_it_is(decodes: int, co
     assert PROFILE.steps_by(first_s, sequences, 0.0) == 1
 
 
-def test_what_a_pod_publishes_adds_up_to_what_it_holds():
-    timeline, held = Timeline(), set()
+def test_what_a_pod_publishes_adds_up_to_what_it_holds() -> None:
+    timeline, held = Timeline(), set[PrefixKey]()
     reports: list[Report] = []
 
     def take(name: str, report: Report) -> None:

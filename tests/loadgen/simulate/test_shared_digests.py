@@ -1,4 +1,4 @@
-"""What the simulated fleet computes once for all pods is what each pod would compute; a run leaves no garbage."""
+"""The values that the fleet computes once for all pods are those of each pod; a run leaves no garbage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import gc
 from array import array
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loadgen.simulate.digests as digests
 from engine.cache.prefix_cache import PrefixCache
+from engine.contract.prefix_key import PrefixKey
 from engine.sched.request import KeySpan
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.digests import SharedDigests, SharingCache
@@ -32,7 +34,9 @@ def ids(pieces: Sequence[tuple[int, int]]) -> array[int]:
 
 @given(PROMPTS, st.sampled_from((1, 16, 48, 1024)), st.integers(0, 40))
 @settings(deadline=None, max_examples=60)
-def test_shared_digests_are_those_that_each_pod_would_make(prompts, block_size: int, answer: int):
+def test_shared_digests_are_those_that_each_pod_would_make(
+    prompts: list[list[tuple[int, int]]], block_size: int, answer: int
+) -> None:
     shared = SharedDigests()
     pods = [SharingCache(100, block_size, shared) for _ in range(2)]
     alone = PrefixCache(100, block_size)
@@ -47,7 +51,7 @@ def test_shared_digests_are_those_that_each_pod_would_make(prompts, block_size: 
             assert sequence.contents == expected.contents
 
 
-def test_pods_of_a_fleet_hash_a_prefix_once_and_keep_a_bounded_number(monkeypatch):
+def test_pods_of_a_fleet_hash_a_prefix_once_and_keep_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedDigests()
     one, other = SharingCache(500, 16, shared), SharingCache(500, 16, shared)
     prompt = ids([(0, 1024)])
@@ -60,14 +64,14 @@ def test_pods_of_a_fleet_hash_a_prefix_once_and_keep_a_bounded_number(monkeypatc
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8))
-def test_spans_are_the_keys_and_what_each_covers(chains: list[list[int]]):
+def test_spans_are_the_keys_and_what_each_covers(chains: list[list[int]]) -> None:
     spans = SharedSpans(stride_bytes=256)
     for chain in chains:
-        keys = tuple(hash((i, *chain[: i + 1])) for i in range(len(chain)))
+        keys = tuple(PrefixKey(hash((i, *chain[: i + 1]))) for i in range(len(chain)))
         assert spans.of(keys) == tuple(KeySpan(key, 64 * (i + 1)) for i, key in enumerate(keys))
 
 
-def test_a_run_makes_no_garbage_while_the_collector_is_off():
+def test_a_run_makes_no_garbage_while_the_collector_is_off() -> None:
     scenario = Scenario(FleetSpec(emulated_pods(2)), steady(60, 0.02), TRACE, 60, seed=1)
     gc.collect()
     gc.disable()

@@ -24,11 +24,11 @@ def simulate(folder: Path, *flags: str) -> Result:
     return Result.model_validate(json.loads((folder / "result.json").read_text())["result"])
 
 
-def test_arms_are_compared_on_the_same_requests(tmp_path: Path):
+def test_arms_are_compared_on_the_same_requests(tmp_path: Path) -> None:
     result = simulate(
         tmp_path, *SMALL, "--arms", "power_of_two", "round_robin", "predicted_ttft", "--seeds", "3,4",
         "--die", "pod-1@1", "--join", "pod-9@0.5", "--slow", "pod-2@1=0.5", "--gateways", "2",
-        "--sessions", "100", "--request-rate", "50",  # so many that the pod that joins, which is cold, is worth its use
+        "--sessions", "100", "--request-rate", "50",  # enough load to make a cold pod that joins worth using
     )  # fmt: skip
     assert [arm.name for arm in result.arms] == ["power_of_two", "round_robin", "predicted_ttft"]
     assert result.baseline == "round_robin"
@@ -48,7 +48,7 @@ def test_arms_are_compared_on_the_same_requests(tmp_path: Path):
     assert result.facts["events"] == "pod-9 join at 0.5 s; pod-1 die at 1 s; pod-2 slow at 1 s to 0.5"
 
 
-def test_report_and_spreadsheet_are_drawn(tmp_path: Path):
+def test_report_and_spreadsheet_are_drawn(tmp_path: Path) -> None:
     flags = ("--pods", "2", "--sessions", "12", "--request-rate", "8", "--arms", "round_robin,omniscient")
     assert run([*flags, "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
@@ -57,7 +57,7 @@ def test_report_and_spreadsheet_are_drawn(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "result.csv", "result.json"}
 
 
-def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path):
+def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
     result = simulate(
         tmp_path, "--sweep", "rate", "--rates", "4,60,900", "--pods", "1", "--arms", "least_loaded", "--sessions", "40",
         "--point-s", "1", "--workload", "diverse", "--formats", "json",
@@ -69,8 +69,8 @@ def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path):
     assert "saturate it" in result.verdict[0]
 
 
-def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path):
-    """Answers of 3 s in steps of 2 s: each request finds more others than the one before, and no queue."""
+def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
+    """Answers take 3 s, sweep steps 2 s: each request finds more others than the one before, but there is no queue."""
     result = simulate(
         tmp_path, "--sweep", "rate", "--rates", "2,16", "--pods", "1", "--arms", "least_loaded", "--sessions", "20",
         "--point-s", "2", "--workload", "random", "--random-input-len", "64", "--random-output-len", "500",
@@ -81,8 +81,8 @@ def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path):
     assert result.sweep[1].summary.completed > 16 * 30
 
 
-def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path):
-    """40 sessions: at 20 requests/s all have come within two seconds, before any queue shows."""
+def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path) -> None:
+    """With 40 sessions at 20 requests/s, all have come within two seconds, before any queue shows."""
     flags = (
         "--sweep", "rate", "--pods", "1", "--arms", "least_loaded", "--point-s", "5", "--workload", "gsp",
         "--gsp-num-groups", "4", "--gsp-prompts-per-group", "10", "--formats", "json",
@@ -94,11 +94,11 @@ def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path):
     assert not [point for point in result.sweep if point.saturated]
     assert "no higher rate was tried, since the workload's 40 sessions would last less than the" in result.cautions[-1]
     asked = simulate(tmp_path / "asked", *flags, "--rates", "2,20")
-    assert [point.rate for point in asked.sweep] == [2.0, 20.0], "what is asked for is played"
+    assert [point.rate for point in asked.sweep] == [2.0, 20.0], "the requested steps are played"
     assert "at 20 requests/s the workload's 40 sessions last less than the" in asked.cautions[-1]
 
 
-def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
+def test_a_trace_is_played_at_its_own_times(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows: list[dict[str, Any]] = [
         {"timestamp": 1000 * n, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 10 + n]} for n in range(4)
@@ -113,7 +113,7 @@ def test_a_trace_is_played_at_its_own_times(tmp_path: Path):
 
 
 def recorded(folder: Path, kind: str, requests: int) -> tuple[str, ...]:
-    """A data set or trace in which each prompt is longer than the one before, and the flags that play it."""
+    """Write a data set or trace in which each prompt is longer than the one before; return the flags that play it."""
     path = folder / f"{kind}.jsonl"
     rows: list[dict[str, Any]] = [
         {"timestamp": 500 * n, "input_length": 1200 + n, "output_length": 4, "hash_ids": [1, 2 + n % 2]}
@@ -127,16 +127,16 @@ def recorded(folder: Path, kind: str, requests: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kind", ["mooncake", "custom"])
-def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind: str):
+def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind: str) -> None:
     flags = recorded(tmp_path, kind, 12)
     result = simulate(tmp_path / "out", *flags, "--sessions", "4", "--seeds", "1,2,3")
     whole = simulate(tmp_path / "whole", *flags, "--sessions", "12")
     for arm, alone in zip(result.arms, whole.arms, strict=True):
         tokens = [block.prompt_tokens for block in arm.blocks]
-        assert tokens == sorted(set(tokens)), "longer from part to part"
-        assert sum(tokens) == alone.summary.prompt_tokens, "and together all of it"
+        assert tokens == sorted(set(tokens)), "prompts get longer from part to part"
+        assert sum(tokens) == alone.summary.prompt_tokens, "the parts make up the whole"
         if kind == "mooncake":
-            assert all(block.duration_s < 3 for block in arm.blocks), "each from time 0"
+            assert all(block.duration_s < 3 for block in arm.blocks), "each part starts at time 0"
     assert not [line for line in result.cautions if "--seeds" in line]
 
 
@@ -151,21 +151,21 @@ def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind:
 )
 def test_seeds_without_sessions_of_their_own_are_left_out_and_named(
     tmp_path: Path, kind: str, flags: tuple[str, ...], played: int
-):
+) -> None:
     flags = (*recorded(tmp_path, kind, 12), *flags)
     result = simulate(tmp_path / "out", *flags, "--seeds", "1,2,3,4")
     fewer = simulate(tmp_path / "fewer", *flags, "--seeds", ",".join("1234"[:played]))
     assert len(result.arms[0].blocks) == played
-    assert result.contrasts == fewer.contrasts, "copies of a round make no interval narrower"
+    assert result.contrasts == fewer.contrasts, "copies of a round do not narrow an interval"
     assert [line for line in result.cautions if line not in fewer.cautions] == [
-        f"The data set has sessions for {played} of the 4 rounds that --seeds asks for. No other was played: the same"
-        " sessions again would narrow the intervals and tell nothing. Fewer --sessions make more rounds, unless"
-        " --reuse-prompts sends one pool in all of them."
+        f"The data set has sessions for {played} of the 4 rounds that --seeds asks for. The others were not"
+        " played: the same sessions again would narrow the intervals without new information. Fewer --sessions make"
+        " more rounds, unless --reuse-prompts sends one pool in all of them."
     ]
 
 
 @pytest.mark.parametrize("workload", ["multi-turn", "branching"])
-def test_answers_that_follow_ups_find_cached_are_no_warm_start(tmp_path: Path, workload: str):
+def test_answers_that_follow_ups_find_cached_are_no_warm_start(tmp_path: Path, workload: str) -> None:
     flags = ("--pods", "1", "--sessions", "8", "--request-rate", "4", "--workload", workload, "--formats", "json")
     result = simulate(tmp_path, *flags, "--arms", "round_robin,predicted_ttft")
     for arm in result.arms:
@@ -177,7 +177,7 @@ def test_answers_that_follow_ups_find_cached_are_no_warm_start(tmp_path: Path, w
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     (tmp_path / "file").write_text("")
     assert run([*SMALL, "--out", str(tmp_path / "file" / "out")]) == 2
     said = capsys.readouterr()
@@ -205,14 +205,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--kv-tokens", "60000000000"], "8 pods of 60,000,000,000 tokens of KV in blocks of 16 are more than"),
         (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
         (["--profile", "missing.yaml"], "missing.yaml cannot be read"),
-        (["--arms", "fastest"], "fastest is no arm"),
+        (["--arms", "fastest"], "fastest is not an arm"),
         (["--baseline", "omniscient"], "--baseline omniscient is not an arm"),
         (["--max-running", "4096"], "--max-step-tokens must be at least --max-running"),
         (["--kv-tokens", "100", "--block-size", "128"], "100 tokens of KV are less than a block of 128"),
         (["--workload", "diverse", "--arrival", "trace"], "needs a workload with times of its own"),
     ],
 )
-def test_bad_flags_are_named_with_the_remedy(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_flags_are_named_with_the_remedy(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = run(flags)
     except SystemExit as exit_:
@@ -227,7 +227,7 @@ def command(folder: Path, hash_seed: str, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_two_processes_find_the_same_bit_for_bit(tmp_path: Path):
+def test_two_processes_find_the_same_bit_for_bit(tmp_path: Path) -> None:
     arms = "predicted_ttft,affinity_groups,bounded_hash,sglang_cache_aware,llmd_211,preble_e2,omniscient"
     flags = (*SMALL, "--arms", arms, "--gateways", "2", "--die", "pod-1@1", "--workload", "branching")
     started = [command(tmp_path / seed, seed, *flags) for seed in ("1", "271828")]
@@ -242,11 +242,11 @@ def test_two_processes_find_the_same_bit_for_bit(tmp_path: Path):
     assert found[0] == found[1]
 
 
-def test_ctrl_c_ends_it_without_files(tmp_path: Path):
+def test_ctrl_c_ends_it_without_files(tmp_path: Path) -> None:
     process = command(tmp_path / "out", "0", "--sessions", "1000000", "--request-rate", "50", "--workload", "diverse")
     try:
         assert process.stderr is not None
-        line = process.stderr.readline()  # the first progress line: the run is on its way
+        line = process.stderr.readline()  # the first progress line: the run has begun
         assert "round_robin" in line
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)

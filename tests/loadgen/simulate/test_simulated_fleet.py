@@ -1,4 +1,4 @@
-"""Users, gateways and pods in virtual time: what is conserved, and what happens when something goes wrong."""
+"""Users, gateways and pods in virtual time: what is conserved, and the effects of faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.gateway import MAX_ATTEMPTS
 from loadgen.simulate.omniscient import Omniscient
-from loadgen.simulate.pod import SimPod
+from loadgen.simulate.pod import PodSpec, SimPod
 from loadgen.simulate.scenario import Scenario, play
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Piece, Session
@@ -47,7 +47,7 @@ def die(pod: str, at_s: float) -> Fault:
 @settings(max_examples=12, deadline=None)
 def test_every_request_ends_in_one_record(
     arm: str, workload: Chat, gateways: int, deaths: list[float], closed: bool, seed: int
-):
+) -> None:
     faults = [die(f"pod-{number}", at_s) for number, at_s in enumerate(deaths)]
     arrivals = ArrivalSpec(ArrivalKind.CLOSED, concurrency=5) if closed else POISSON
     scenario = Scenario(fleet(3, *faults, kv_tokens=8000), workload, arrivals, 12, seed, gateways)
@@ -69,7 +69,7 @@ def test_every_request_ends_in_one_record(
         assert not failed
 
 
-def test_a_dying_pod_loses_only_what_had_begun_to_stream():
+def test_a_dying_pod_loses_only_what_had_begun_to_stream() -> None:
     workload = steady(60, 0.05, output=200)
     dead, at_s = "pod-1", 1.51
     router = Told(["pod-0", "pod-1", "pod-2"])
@@ -82,14 +82,14 @@ def test_a_dying_pod_loses_only_what_had_begun_to_stream():
         assert record.first_token_s is not None
         assert record.first_token_s <= at_s + 0.01
     moved = {number for _, number, excluded in router.asked if excluded == [dead]}
-    assert moved, "others had been sent there without a first token"
+    assert moved, "other requests there had no first token yet"
     assert moved.isdisjoint(record.session for record in lost)
     assert all(record.finished_s < at_s for record in records if record.pod == dead and not record.failure)
     assert [pods for _, pods in router.changes][-1] == ["pod-0", "pod-2"]
     assert router.changes[-1][0] == pytest.approx(at_s + fleet().discovery_s)
 
 
-def test_a_dead_pod_that_is_still_listed_is_left_after_one_refusal_each():
+def test_a_dead_pod_that_is_still_listed_is_left_after_one_refusal_each() -> None:
     spec = fleet(2, die("pod-0", 0.0))
     router = Told(["pod-0"])
     (record,) = run(spec, Listed((one(0, 0.5, Piece("a", 300)),)), router)
@@ -98,14 +98,14 @@ def test_a_dead_pod_that_is_still_listed_is_left_after_one_refusal_each():
         (pytest.approx(0.5 + spec.network_s + spec.refuse_s), 0, ["pod-0"]),
     ]
     assert record.failure is None
-    assert record.intended_s == 0.5, "the wait for the dead pod is the user's"
+    assert record.intended_s == 0.5, "the user's time includes the wait for the dead pod"
     assert record.first_token_s is not None
     assert record.first_token_s > 0.5 + spec.refuse_s
     assert router.ends == [(0, "pod-0", False), (0, "pod-1", True)]
 
 
 @pytest.mark.parametrize("arm", ARM_NAMES)
-def test_an_answer_that_had_left_a_dying_pod_arrives(arm: str):
+def test_an_answer_that_had_left_a_dying_pod_arrives(arm: str) -> None:
     """Its pod dies while the last token is on the network."""
     scenario = Scenario(fleet(2), Listed((one(0, 0.5, Piece("a", 300)),)), TRACE, 1, 1)
     records: list[RequestRecord] = []
@@ -115,7 +115,7 @@ def test_an_answer_that_had_left_a_dying_pod_arrives(arm: str):
     assert records[1] == records[0]
 
 
-def test_a_request_gives_up_after_three_pods():
+def test_a_request_gives_up_after_three_pods() -> None:
     spec = fleet(5, *(die(f"pod-{number}", 0.0) for number in range(4)))
     router = Told()
     (record,) = run(spec, Listed((one(0, 0.5, Piece("a", 300)),)), router)
@@ -124,7 +124,7 @@ def test_a_request_gives_up_after_three_pods():
 
 
 @pytest.mark.parametrize("arm", ["least_loaded", "predicted_ttft", "dynamo_kv", "omniscient"])
-def test_a_joining_pod_gets_traffic_once_it_is_known(arm: str):
+def test_a_joining_pod_gets_traffic_once_it_is_known(arm: str) -> None:
     (new,) = emulated_pods(1)
     spec = FleetSpec(emulated_pods(2), (Fault(1.0, FaultKind.JOIN, "pod-x", spec=_named(new, "pod-x")),))
     records: list[RequestRecord] = []
@@ -135,11 +135,11 @@ def test_a_joining_pod_gets_traffic_once_it_is_known(arm: str):
     assert min(record.intended_s for record in there) >= known_s
 
 
-def _named(spec, name):
+def _named(spec: PodSpec, name: str) -> PodSpec:
     return type(spec)(name, spec.profile, kv_tokens=spec.kv_tokens)
 
 
-def test_a_slow_pod_gets_less_under_predicted_ttft_and_its_share_under_round_robin():
+def test_a_slow_pod_gets_less_under_predicted_ttft_and_its_share_under_round_robin() -> None:
     spec = fleet(4, Fault(0.0, FaultKind.SLOW, "pod-2", speed=0.25))
     shares = {}
     for arm in ("predicted_ttft", "round_robin"):
@@ -152,7 +152,7 @@ def test_a_slow_pod_gets_less_under_predicted_ttft_and_its_share_under_round_rob
     assert shares["predicted_ttft"] < 0.15
 
 
-def test_gateways_take_turns_and_hear_of_events_after_their_delay():
+def test_gateways_take_turns_and_hear_of_events_after_their_delay() -> None:
     fast, slow = Told(takes_reports=True), Told(takes_reports=True)
     records = run(fleet(1, event_delay_s=0.7), steady(8, 0.1), fast, slow)
     assert [number for _, number, _ in fast.asked] == [0, 2, 4, 6]
@@ -160,12 +160,12 @@ def test_gateways_take_turns_and_hear_of_events_after_their_delay():
     assert fast.reports == slow.reports
     first = min(record.first_token_s or 0.0 for record in records)
     stored = [at_s for at_s, _, report in fast.reports if report.stored]
-    # keys are published within 50 ms of the step that computed them, and that step precedes the first token
+    # Keys are published within 50 ms of the step that computed them, and that step precedes the first token.
     assert first + 0.7 - 0.002 <= min(stored) + 0.05
     assert min(stored) <= first + 0.7 + 0.05
 
 
-def test_gateways_that_hear_late_know_less():
+def test_gateways_that_hear_late_know_less() -> None:
     chats = Chat("one", 1, 12, 0.0, 1500, 1500, 40, 40, 1, 1, output_tokens=16)
     rates = {}
     for gateways, delay_s in ((1, 0.002), (4, 0.002), (4, 5.0)):
@@ -176,7 +176,7 @@ def test_gateways_that_hear_late_know_less():
     assert rates[1, 0.002] >= rates[4, 0.002] > rates[4, 5.0]
 
 
-def test_scrapes_show_what_a_pod_answered_some_time_ago():
+def test_scrapes_show_what_a_pod_answered_some_time_ago() -> None:
     router = Told(scrape_s=0.1)
     spec = fleet(1)
     run(spec, steady(20, 0.01, tokens=2000), router)
@@ -186,9 +186,9 @@ def test_scrapes_show_what_a_pod_answered_some_time_ago():
 
 
 @pytest.mark.parametrize("arm", ["affinity_groups", "llmd_322", "smg_least_load"])
-def test_years_without_a_request_take_no_time(arm: str, monkeypatch: pytest.MonkeyPatch):
-    """Scrapes, exchanges of shares and the index's sweeping wait for the next request; a pod dies and another joins
-    meanwhile.
+def test_years_without_a_request_take_no_time(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapes, exchanges of shares and the sweep of the index wait for the next request; meanwhile a pod dies and
+    another joins.
     """
     steps, step = 0, Timeline.step
 
@@ -209,8 +209,8 @@ def test_years_without_a_request_take_no_time(arm: str, monkeypatch: pytest.Monk
     assert {record.pod for record in records if record.intended_s} >= {"pod-0", "pod-2", "pod-x"}
 
 
-def test_a_pause_moves_no_scrape():
-    """Two requests with an idle while between them, and the same with a third that is under way all the time."""
+def test_a_pause_moves_no_scrape() -> None:
+    """Play two requests with an idle time between them, then the same with a third that is in flight all the time."""
     sessions = (one(0, 0.013, Piece("a", 300)), one(1, 2.345, Piece("b", 300), output=60))
     long = one(2, 0.0, Piece("c", 300), output=600)
     paused, steady_on = Told(scrape_s=0.1), Told(scrape_s=0.1)
@@ -221,10 +221,10 @@ def test_a_pause_moves_no_scrape():
     assert all(at_s == pytest.approx(min(times, key=lambda t: abs(t - at_s))) for at_s, _, _ in paused.scrapes)
     assert max(at_s for at_s, _, _ in paused.scrapes) > 2.345
     idle = [scrape for at_s, _, scrape in paused.scrapes if at_s < 2.345][-1]
-    assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0), "what it waits with is that of an idle pod"
+    assert (idle.running, idle.waiting, idle.kv_usage) == (0, 0, 0.0), "the waiting scrape is that of an idle pod"
 
 
-def test_each_birth_and_death_is_known_after_its_own_second():
+def test_each_birth_and_death_is_known_after_its_own_second() -> None:
     new = _named(emulated_pods(1)[0], "pod-x")
     router = Told()
     run(fleet(2, die("pod-0", 1.0), Fault(1.9, FaultKind.JOIN, "pod-x", spec=new)), steady(40, 0.1), router)
@@ -235,8 +235,8 @@ def test_each_birth_and_death_is_known_after_its_own_second():
     ]
 
 
-def test_a_pod_that_comes_back_at_once_is_not_taken_for_the_one_that_died():
-    """Its name is listed all the time; what the old life held is not believed of the new one."""
+def test_a_pod_that_comes_back_at_once_is_not_taken_for_the_one_that_died() -> None:
+    """Its name is listed all the time; keys of the dead process are not believed to be on the new one."""
     prefix = Piece("p", 2000)
     spec = fleet(1, die("pod-0", 1.0), Fault(1.2, FaultKind.JOIN, "pod-0", spec=emulated_pods(1)[0]))
     router = Told()
@@ -246,7 +246,7 @@ def test_a_pod_that_comes_back_at_once_is_not_taken_for_the_one_that_died():
     assert [at_s for at_s, _ in router.changes] == pytest.approx([0.0, 1.2, 2.2])
 
 
-def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from():
+def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from() -> None:
     a, b, c, d = (Piece(name, 100) for name in "abcd")
     turns = (
         turn(a, output=20),
@@ -260,13 +260,11 @@ def test_a_turn_is_asked_a_pause_after_the_answer_it_goes_on_from():
     assert records[2].intended_s == pytest.approx(records[0].finished_s + 0.5), "a branch does not wait for the other"
     assert records[3].intended_s == pytest.approx(records[2].finished_s + 1.0)
     assert records[3].prompt_tokens == 100 + 20 + 100 + 8 + 100, "the branch's own history, answers included"
-    assert [records[step].after for step in range(4)] == [-1, 0, 0, 2], (
-        "what it could have found cached follows from it"
-    )
+    assert [records[step].after for step in range(4)] == [-1, 0, 0, 2], "its attainable tokens follow from it"
     assert records[2].cached_tokens == (100 + 20) // 16 * 16 - (0 if 120 % 16 else 16)
 
 
-def test_the_closed_loop_keeps_its_number_of_sessions_going():
+def test_the_closed_loop_keeps_its_number_of_sessions_going() -> None:
     workload = Listed(tuple(Session(n, "", (turn(Piece(f"u{n}", 500), output=50),)) for n in range(30)))
     records = run(fleet(2), workload, Told(), arrivals=ArrivalSpec(ArrivalKind.CLOSED, concurrency=4))
     assert len(records) == 30
@@ -281,13 +279,13 @@ def test_the_closed_loop_keeps_its_number_of_sessions_going():
     assert starts[4:] == ends[: len(starts) - 4], "each end begins the next"
 
 
-def test_a_prompt_larger_than_a_pods_cache_fails_and_the_run_goes_on():
+def test_a_prompt_larger_than_a_pods_cache_fails_and_the_run_goes_on() -> None:
     workload = Listed((one(0, 0.0, Piece("big", 5000)), one(1, 0.1, Piece("small", 50))))
     records = run(fleet(1, kv_tokens=2048), workload, Told())
     assert {record.session: record.failure for record in records} == {0: "too long", 1: None}
 
 
-def test_a_request_that_finds_a_pods_queue_full_fails_and_the_run_goes_on():
+def test_a_request_that_finds_a_pods_queue_full_fails_and_the_run_goes_on() -> None:
     (pod,) = emulated_pods(1)
     spec = FleetSpec((replace(pod, max_waiting=3),))
     records = run(spec, Listed(tuple(one(n, 0.0 if n < 9 else 5.0, Piece(f"u{n}", 50)) for n in range(10))), Told())
@@ -296,7 +294,7 @@ def test_a_request_that_finds_a_pods_queue_full_fails_and_the_run_goes_on():
 
 
 class Watched(Omniscient):
-    """Checks what it believes."""
+    """Checks its own beliefs."""
 
     seen: int = 0
 
@@ -312,7 +310,7 @@ class Watched(Omniscient):
 
 
 class Alone(Omniscient):
-    """Notes the waits it believes in."""
+    """Notes the waits that it expects."""
 
     def __init__(self, pods: Callable[[], Mapping[str, SimPod]]) -> None:
         super().__init__(pods)
@@ -324,8 +322,8 @@ class Alone(Omniscient):
         return view
 
 
-def test_the_omniscient_router_counts_a_running_step_once():
-    """A request that comes 10 ms into the other's prefill waits for the rest of that step, and no longer."""
+def test_the_omniscient_router_counts_a_running_step_once() -> None:
+    """A request that comes 10 ms into the other's prefill waits only for the rest of that step."""
     records: list[RequestRecord] = []
     workload = Listed((one(0, 0.0, Piece("a", 1500)), one(1, 0.010, Piece("b", 400))))
     simulation = Simulation(fleet(1), workload, TRACE, sessions=2, seed=1, on_record=records.append)
@@ -337,7 +335,7 @@ def test_the_omniscient_router_counts_a_running_step_once():
     assert router.waits_s == pytest.approx([0.0, first.first_token_s - network_s - 0.010], abs=network_s)
 
 
-def test_the_omniscient_router_never_expects_the_past():
+def test_the_omniscient_router_never_expects_the_past() -> None:
     records: list[RequestRecord] = []
     spec = fleet(3, Fault(0.5, FaultKind.SLOW, "pod-0", speed=0.5), die("pod-1", 1.0), kv_tokens=12_000)
     simulation = Simulation(
@@ -350,7 +348,7 @@ def test_the_omniscient_router_never_expects_the_past():
 
 
 @pytest.mark.parametrize("arm", ARM_NAMES)
-def test_every_arm_serves(arm: str):
+def test_every_arm_serves(arm: str) -> None:
     records: list[RequestRecord] = []
     simulation = Simulation(fleet(3), CHATS, POISSON, sessions=30, seed=1, on_record=records.append)
     simulation.run([make_router(arm, simulation, 1, 256)])
@@ -358,6 +356,6 @@ def test_every_arm_serves(arm: str):
     assert not [record for record in records if record.failure]
 
 
-def test_an_unknown_arm_is_named_with_the_known_ones():
+def test_an_unknown_arm_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown router 'fastest'; known are round_robin"):
         play(Scenario(fleet(1), CHATS, POISSON, 1, 1), "fastest")

@@ -1,6 +1,8 @@
-"""Each peer does what its published formula says, in situations small enough to reckon by hand."""
+"""Each peer follows its published formula, in situations small enough to compute by hand."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -28,14 +30,14 @@ def fresh(kind: type[Peer], *pods: str) -> Peer:
 
 
 def busy(peer: Peer, pod: str, count: int, first: int = 1000, tokens: int = 64) -> None:
-    """`count` requests of their own go to the pod and stay."""
+    """Send `count` unique requests to the pod; they stay in flight."""
     others = [other for other in peer.pods if other != pod]
     for number in range(first, first + count):
         assert peer.choose(offered(number, [number], tokens), others, 0.0) == pod
 
 
 def send(peer: Peer, number: int, keys: list[int], pod: str, now_s: float = 0.0) -> None:
-    """A request goes to the pod, whatever the peer would like, and ends."""
+    """Send a request to the pod, whatever the peer would choose, and end it."""
     request = offered(number, keys)
     assert peer.choose(request, [other for other in peer.pods if other != pod], now_s) == pod
     peer.ended(request, pod, now_s, completed=True)
@@ -46,7 +48,7 @@ def held(*keys: int) -> Report:
 
 
 @pytest.mark.parametrize("kind", PEERS.values(), ids=lambda kind: kind.name)
-def test_books_are_balanced_and_excluded_pods_are_left_out(kind: type[Peer]):
+def test_books_are_balanced_and_excluded_pods_are_left_out(kind: type[Peer]) -> None:
     peer = fresh(kind, A, B, C)
     requests = [offered(number, [number % 3, 10 + number]) for number in range(40)]
     pods = [peer.choose(request, [B], 0.1 * request.number) for request in requests]
@@ -61,16 +63,16 @@ def test_books_are_balanced_and_excluded_pods_are_left_out(kind: type[Peer]):
     assert peer.choose(offered(99), [A, B, C], 7.0) is None
 
 
-def test_sglang_follows_a_match_of_over_30_percent_and_else_the_least_loaded():
+def test_sglang_follows_a_match_of_over_30_percent_and_else_the_least_loaded() -> None:
     peer = fresh(SglangCacheAware)
     send(peer, 1, [1, 2, 3, 4], A)
     busy(peer, A, 5)
     assert peer.choose(offered(2, [1, 2, 3, 70, 71, 72, 73, 74, 75]), [], 1.0) == A, "3 of 9: 33 %"
-    assert peer.choose(offered(3, [1, 2, 3, 70, 71, 72, 73, 74, 75, 76]), [], 1.0) == A, "4 of 10 since that one"
+    assert peer.choose(offered(3, [1, 2, 3, 70, 71, 72, 73, 74, 75, 76]), [], 1.0) == A, "4 of 10 since then"
     assert peer.choose(offered(4, [1, 2, 3, 80, 81, 82, 83, 84, 85, 86]), [], 1.0) == B, "3 of 10 is not over 30 %"
 
 
-def test_sglang_drops_affinity_only_where_both_thresholds_are_passed():
+def test_sglang_drops_affinity_only_if_both_thresholds_are_passed() -> None:
     peer = fresh(SglangCacheAware)
     send(peer, 1, [1, 2], A)
     busy(peer, B, 130, first=5000)
@@ -80,7 +82,7 @@ def test_sglang_drops_affinity_only_where_both_thresholds_are_passed():
     assert peer.choose(offered(4, [1, 2]), [], 1.0) == B, "66 more and 196 > 195"
 
 
-def test_sglang_gives_a_tie_to_the_worker_that_was_sent_the_fewest():
+def test_sglang_gives_a_tie_to_the_worker_that_was_sent_the_fewest() -> None:
     peer = fresh(SglangCacheAware, A, B, C)
     chosen = []
     for number in range(7):
@@ -91,7 +93,7 @@ def test_sglang_gives_a_tie_to_the_worker_that_was_sent_the_fewest():
     assert chosen == [A, B, C, A, B, C, A]
 
 
-def test_smg_adds_queue_tokens_and_kv_pressure():
+def test_smg_adds_queue_tokens_and_kv_pressure() -> None:
     peer = fresh(SmgLeastLoad)
     for pod, waiting in ((A, 0), (B, 1)):
         peer.scraped(pod, Scrape(0, waiting, 0.0), 0.0)
@@ -100,33 +102,35 @@ def test_smg_adds_queue_tokens_and_kv_pressure():
     assert peer.choose(offered(2, tokens=1), [], 1.0) == B, "1,500 against 1,024"
     full = fresh(SmgLeastLoad)
     for pod, kv in ((A, 0.9), (B, 0.0)):
-        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 9 = 1.35 s, 2,700 tokens' worth
+        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 9 = 1.35 s, as long as 2,700 tokens
     busy(full, B, 1, tokens=2600)
     assert full.choose(offered(1, tokens=1), [], 1.0) == B
     busy(full, B, 1, first=2000, tokens=200)
     assert full.choose(offered(2, tokens=1), [], 1.0) == A
 
 
-def test_smg_counts_what_it_sent_until_the_next_poll_alone():
+def test_smg_counts_what_it_sent_until_the_next_poll_alone() -> None:
     peer = fresh(SmgLeastLoad)
     assert {peer.choose(offered(n, tokens=5000), [], 0.0) for n in range(2)} == {A, B}, (
         "fewest requests before any poll"
     )
     peer.scraped(A, Scrape(1, 0, 0.0), 1.0)
     peer.scraped(B, Scrape(0, 0, 0.1), 1.0)
-    assert peer.choose(offered(2, tokens=10), [], 1.0) == A, "its request is in the poll, and none waits"
+    assert peer.choose(offered(2, tokens=10), [], 1.0) == A, "the poll includes its request, and none waits"
     late = fresh(SmgLeastLoad)
     late.scraped(A, Scrape(0, 9, 0.0), 0.0)
     busy(late, B, 1)
-    assert late.choose(offered(2, tokens=1), [], 0.0) == A, "a pod without a report is the best one and its requests"
+    assert late.choose(offered(2, tokens=1), [], 0.0) == A, (
+        "a pod without a report counts as the best one plus its own requests"
+    )
 
 
-def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end():
+def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end() -> None:
     peer = fresh(DynamoKv)
     peer.reported(B, held(1, 2, 3, 4), 0.0)
     first = offered(1, [1, 2, 3, 4])
     assert peer.choose(first, [], 0.0) == B, "prefill credited"
-    # B now costs 16 blocks of decode; its prefill was credited whole. A new request of 16 blocks costs A 16 + 16.
+    # B now costs 16 blocks of decode; the credit covered its whole prefill. A new request of 16 blocks costs A 16 + 16.
     assert peer.choose(offered(2, [50, 51, 52, 53]), [], 0.0) == A
     # A: prefill 16 + decode 16, B: decode 16; own 16 + 16 on both
     assert peer.choose(offered(3, [60, 61, 62, 63]), [], 0.0) == B
@@ -138,7 +142,7 @@ def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end():
     assert peer.choose(offered(5, [80]), [], 0.4) == B, "A: 16 + 32, B: 16"
 
 
-def test_dynamo_counts_a_block_that_requests_share_once():
+def test_dynamo_counts_a_block_that_requests_share_once() -> None:
     peer = fresh(DynamoKv)
     shared = [offered(n, [1, 2, 3, 4]) for n in range(3)]
     for request in shared:
@@ -148,24 +152,24 @@ def test_dynamo_counts_a_block_that_requests_share_once():
     fifth = offered(9, [80, 81, 82, 83, 84])
     assert peer.choose(fifth, [A], 0.0) == B
     peer.first_token(fifth, B, 0, 0.0)
-    # A holds 16 blocks, not 48; B 24, its first request's one key among them
+    # A holds 16 blocks, not 48; B holds 24, including the one key of its first request.
     assert peer.choose(offered(10, [90]), [], 0.1) == A
     peer.ended(offered(10, [90]), A, 0.2, completed=True)
     peer.ended(shared[0], A, 0.2, completed=True)
     peer.ended(shared[1], A, 0.2, completed=True)
     peer.reported(B, held(1, 2, 3, 4), 0.2)
     peer.reported(A, held(1, 2, 3, 4), 0.2)
-    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and none of its own against 24 and 16"
+    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and no own blocks, compared with 24 and 16"
 
 
-def test_dynamo_knows_nothing_of_its_own_choices_before_events():
+def test_dynamo_knows_nothing_of_its_own_choices_before_events() -> None:
     peer = fresh(DynamoKv, A, B)
     prompt = [1, 2, 3, 4]
     assert {peer.choose(offered(n, prompt), [], 0.0) for n in range(2)} == {A, B}
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(LlmDApproximate, B), (LlmDPrecise, B)])
-def test_llmd_weighs_queue_against_a_partial_match(kind: type[Peer], expected: str):
+def test_llmd_weighs_queue_against_a_partial_match(kind: type[Peer], expected: str) -> None:
     peer = fresh(kind)
     send(peer, 1, [1], A)
     peer.scraped(A, Scrape(1, 9, 0.0), 0.0)
@@ -174,7 +178,7 @@ def test_llmd_weighs_queue_against_a_partial_match(kind: type[Peer], expected: s
     assert peer.choose(offered(2, [1, 70, 71, 72]), [], 0.0) == expected
 
 
-def test_llmd_322_prefers_a_whole_match_to_the_shortest_queue_and_211_as_well():
+def test_llmd_322_prefers_a_whole_match_to_the_shortest_queue_and_211_as_well() -> None:
     for kind in (LlmDApproximate, LlmDPrecise):
         peer = fresh(kind)
         send(peer, 1, [1, 2, 3, 4], A)
@@ -184,7 +188,7 @@ def test_llmd_322_prefers_a_whole_match_to_the_shortest_queue_and_211_as_well():
         assert peer.choose(offered(2, [1, 2, 3, 4]), [], 0.0) == A
 
 
-def test_llmd_211_forgets_what_it_sent_after_two_seconds_unless_events_confirm():
+def test_llmd_211_forgets_what_it_sent_after_two_seconds_unless_events_confirm() -> None:
     for confirmed, expected in ((False, {A, B}), (True, {A})):
         peer = fresh(LlmDPrecise)
         send(peer, 1, [1, 2], A)
@@ -199,7 +203,7 @@ def test_llmd_211_forgets_what_it_sent_after_two_seconds_unless_events_confirm()
         assert chosen == expected
 
 
-def test_kubeai_looks_at_25_tokens_of_the_first_user_message_only():
+def test_kubeai_looks_at_25_tokens_of_the_first_user_message_only() -> None:
     peer = fresh(KubeAi, A, B, C)
     homes = {}
     for start in range(0, 4000, 100):
@@ -212,7 +216,7 @@ def test_kubeai_looks_at_25_tokens_of_the_first_user_message_only():
     assert set(homes.values()) == {A, B, C}
 
 
-def test_kubeai_bound_is_125_percent_of_the_mean_with_the_new_request_counted():
+def test_kubeai_bound_is_125_percent_of_the_mean_with_the_new_request_counted() -> None:
     peer = fresh(KubeAi, A, B)
     home = peer.choose(offered(1, tokens=100), [], 0.0)
     # in flight 1 and 0: bound (1 + 1) / 2 x 1.25 = 1.25, so the home still takes one
@@ -223,7 +227,7 @@ def test_kubeai_bound_is_125_percent_of_the_mean_with_the_new_request_counted():
     assert peer.choose(offered(4, tokens=100), [], 0.0) == home
 
 
-def test_aibrix_follows_the_prefix_until_8_requests_apart():
+def test_aibrix_follows_the_prefix_until_8_requests_apart() -> None:
     peer = fresh(AibrixPrefixCache)
     send(peer, 1, [1, 2], A)
     busy(peer, A, 8)
@@ -236,7 +240,7 @@ def test_aibrix_follows_the_prefix_until_8_requests_apart():
     assert peer.choose(offered(4, [1, 2]), [], 1.0) == B
 
 
-def test_aibrix_takes_the_next_best_match_within_a_deviation_and_forgets_after_20_minutes():
+def test_aibrix_takes_the_next_best_match_within_a_deviation_and_forgets_after_20_minutes() -> None:
     peer = fresh(AibrixPrefixCache, A, B, C)
     send(peer, 1, [1, 2, 3, 4], A)
     send(peer, 2, [1, 2], B)
@@ -252,15 +256,15 @@ def test_aibrix_takes_the_next_best_match_within_a_deviation_and_forgets_after_2
     assert late.choose(offered(7, [1, 2]), [], 2 * EVICTION_S + 3) == B
 
 
-def test_preble_exploits_where_more_is_cached_than_missing():
+def test_preble_exploits_if_more_is_cached_than_missing() -> None:
     peer = fresh(PrebleE2)
     send(peer, 1, [1, 2, 3, 4], A)
     assert peer.choose(offered(2, [1, 2, 3, 70]), [], 1.0) == A, "3 cached, 1 missing"
     assert peer.choose(offered(3, [1, 2, 80, 81]), [], 1.0) == B, "2 and 2: the least load + prefill"
 
 
-def test_preble_hands_over_where_the_holder_has_twice_the_load():
-    peer = fresh(PrebleE2)
+def test_preble_hands_over_if_the_holder_has_twice_the_load() -> None:
+    peer: Any = fresh(PrebleE2)
     keys = list(range(1, 33))
     send(peer, 1, keys, A)
     assert peer.choose(offered(2, keys), [], 1.0) == A
@@ -271,7 +275,7 @@ def test_preble_hands_over_where_the_holder_has_twice_the_load():
     assert peer._load(A, 400.0) + peer._load(B, 400.0) == pytest.approx(peer._sums[A] + peer._sums[B])
 
 
-def test_power_of_two_never_takes_the_busiest_of_three_and_sees_only_two():
+def test_power_of_two_never_takes_the_busiest_of_three_and_sees_only_two() -> None:
     peer = fresh(PowerOfTwo, A, B, C)
     busy(peer, C, 50)
     busy(peer, B, 30, first=3000)
@@ -282,4 +286,4 @@ def test_power_of_two_never_takes_the_busiest_of_three_and_sees_only_two():
         chosen.append(pod)
         peer.ended(request, pod or "", 0.0, completed=True)
     assert C not in chosen
-    assert set(chosen) == {A, B}, "B where A was not among the two"
+    assert set(chosen) == {A, B}, "B if A was not among the two"

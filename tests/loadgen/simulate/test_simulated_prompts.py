@@ -1,13 +1,17 @@
-"""Prompts of token ids share what the workload's pieces share, and pods reuse exactly that."""
+"""Token-id prompts share what the workload's pieces share, and pods reuse exactly that."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
+from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.prompts import PromptMaker
+from loadgen.simulate.routing import Offered
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from tests.loadgen.simulate.hand_made import Listed, Told, fleet, turn
 
@@ -20,7 +24,7 @@ def session_of(*pieces: Piece) -> Session:
 
 
 def shared_tokens(one: list[Piece], other: list[Piece]) -> int:
-    """By the definition of a piece: equal ones, then a common start of the same key and style."""
+    """Count by the definition of a piece: equal pieces, then a common start of the same key and style."""
     shared = 0
     for left, right in zip(one, other, strict=False):
         if (left.key, left.style) != (right.key, right.style):
@@ -31,12 +35,12 @@ def shared_tokens(one: list[Piece], other: list[Piece]) -> int:
     return shared
 
 
-def common(one, other) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @given(MESSAGES, MESSAGES)
-def test_prompts_share_tokens_as_pieces_do(one: list[Piece], other: list[Piece]):
+def test_prompts_share_tokens_as_pieces_do(one: list[Piece], other: list[Piece]) -> None:
     maker = PromptMaker(seed=7, stride_bytes=64)
     first = maker.prompt(session_of(*one), 0, {})
     second = maker.prompt(session_of(*other), 0, {})
@@ -46,7 +50,7 @@ def test_prompts_share_tokens_as_pieces_do(one: list[Piece], other: list[Piece])
     assert common(first.keys, second.keys) == shared * 4 // 64
 
 
-def test_the_first_user_message_is_where_a_hash_of_it_begins():
+def test_the_first_user_message_is_where_a_hash_of_it_begins() -> None:
     system = ChatMessage("system", (Piece("s", 30),))
     asked = ChatMessage("user", (Piece("q", 20),))
     session = Session(0, "", (Turn((system, asked), 5), Turn((asked,), 5, after=0)))
@@ -60,16 +64,16 @@ def test_the_first_user_message_is_where_a_hash_of_it_begins():
 
 @given(st.lists(MESSAGES, min_size=1, max_size=8), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_a_lone_pod_reuses_what_brute_force_finds(prompts: list[list[Piece]], output: int):
+def test_a_lone_pod_reuses_what_brute_force_finds(prompts: list[list[Piece]], output: int) -> None:
     sessions = tuple(Session(n, "", (turn(*pieces, output=output),)) for n, pieces in enumerate(prompts))
     cached: dict[int, int] = {}
     known: list[list[int]] = []
     expected: dict[int, int] = {}
 
     class Oracle(Told):
-        """Computes, when asked for a pod, what an unlimited cache of whole blocks holds of the prompt."""
+        """When asked for a pod, computes how much of the prompt an unlimited cache of whole blocks holds."""
 
-        def choose(self, request, excluded, now_s):
+        def choose(self, request: Offered, excluded: Sequence[str], now_s: float) -> str | None:
             tokens = list(request.tokens)
             longest = max((common(tokens, before) for before in known), default=0)
             expected[request.number] = min(longest, len(tokens) - 1) // 16 * 16
@@ -85,7 +89,7 @@ def test_a_lone_pod_reuses_what_brute_force_finds(prompts: list[list[Piece]], ou
     )
     maker = PromptMaker(seed=7, stride_bytes=64)
 
-    def note(record):
+    def note(record: RequestRecord) -> None:
         cached[record.session] = record.cached_tokens
         known.append(list(maker.prompt(sessions[record.session], 0, {}).tokens))
 

@@ -1,4 +1,4 @@
-"""One workload of each kind, small, and what tests ask of it."""
+"""One small workload of each kind, and helpers for the tests."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SMALL: dict[str, dict[str, object]] = {
 
 
 def sample(name: str, seed: int = 1, **flags: object) -> Workload:
-    """A small workload of this kind."""
+    """Return a small workload of this kind."""
     return build_workload(
         WorkloadSettings.model_validate({"workload": name, "seed": seed, **SMALL.get(name, {}), **flags})
     )
 
 
 def answers(session: Session) -> dict[int, str]:
-    """The same answer for every turn: what makes prompts differ is the workload alone."""
+    """Return the same answer for every turn, so that prompts differ only because of the workload."""
     return dict.fromkeys(range(len(session.turns)), "the same answer")
 
 
 def pieces(session: Session, turn: int) -> list[Piece]:
-    """The pieces of a prompt, in order; answers are pieces of their own text."""
+    """Return the pieces of a prompt in order; answers are pieces with their own text."""
     out: list[Piece] = []
     for step in conversation(session, turn):
         out += [piece for message in session.turns[step].messages for piece in message.pieces]

@@ -1,4 +1,4 @@
-"""Arrival processes: mean rate and spread as named, the same for the same seed, flags refused where they do not fit."""
+"""Arrival processes: mean rate and spread as requested, equal times for equal seeds, unsuitable flags refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pickle
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,7 +41,7 @@ def variation(starts: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("spec", OPEN, ids=lambda spec: f"{spec.kind}-{spec.burstiness:g}")
-def test_mean_rate_is_as_asked(spec: ArrivalSpec):
+def test_mean_rate_is_as_asked(spec: ArrivalSpec) -> None:
     starts = times(spec)
     # The standard error of the mean gap is its coefficient of variation / sqrt(COUNT): at most 3 % here.
     assert COUNT / starts[-1] == pytest.approx(5.0, rel=0.1)
@@ -59,7 +60,7 @@ def test_mean_rate_is_as_asked(spec: ArrivalSpec):
     ],
     ids=str,
 )
-def test_gaps_vary_as_asked(spec: ArrivalSpec, expected: float):
+def test_gaps_vary_as_asked(spec: ArrivalSpec, expected: float) -> None:
     assert variation(times(spec)) == pytest.approx(expected, rel=0.12, abs=1e-6)
 
 
@@ -71,7 +72,9 @@ def test_gaps_vary_as_asked(spec: ArrivalSpec, expected: float):
     users=st.tuples(st.integers(1, 50), st.floats(0.1, 100)),
     seed=st.integers(0, 10**6),
 )
-def test_starts_ascend_from_zero_and_are_the_same_for_the_same_seed(kind, rate, burstiness, ramp, users, seed):
+def test_starts_ascend_from_zero_and_are_the_same_for_the_same_seed(
+    kind: ArrivalKind, rate: float, burstiness: float, ramp: tuple[Any, ...], users: tuple[int, float], seed: int
+) -> None:
     spec = ArrivalSpec(
         kind,
         rate,
@@ -92,19 +95,19 @@ def test_starts_ascend_from_zero_and_are_the_same_for_the_same_seed(kind, rate, 
     assert times(spec, seed, 20) == starts[:20]
 
 
-def test_another_seed_gives_other_times():
+def test_another_seed_gives_other_times() -> None:
     for spec in (OPEN[0], OPEN[1], OPEN[6]):
         assert times(spec, 1, 20) != times(spec, 2, 20)
 
 
 @pytest.mark.parametrize("kind", [ArrivalKind.POISSON, ArrivalKind.GAMMA, ArrivalKind.CONSTANT, ArrivalKind.BURST])
-def test_an_infinite_rate_is_everything_at_once(kind: ArrivalKind):
+def test_an_infinite_rate_is_everything_at_once(kind: ArrivalKind) -> None:
     assert times(ArrivalSpec(kind, math.inf, burst_size=3), count=50) == [0.0] * 50
 
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
 @pytest.mark.parametrize(("start", "end"), [(1.0, 20.0), (20.0, 1.0), (3.0, 3.0)])
-def test_a_ramp_has_the_rate_of_each_moment_and_keeps_the_last(strategy, start: float, end: float):
+def test_a_ramp_has_the_rate_of_each_moment_and_keeps_the_last(strategy: Any, start: float, end: float) -> None:
     spec = ArrivalSpec(
         ArrivalKind.RAMP, burstiness=math.inf, ramp_strategy=strategy, ramp_start=start, ramp_end=end, ramp_s=100.0
     )
@@ -116,13 +119,13 @@ def test_a_ramp_has_the_rate_of_each_moment_and_keeps_the_last(strategy, start: 
         assert seen == pytest.approx(rate, rel=0.05, abs=0.11)
 
 
-def test_a_linear_ramp_may_begin_at_nothing():
+def test_a_linear_ramp_may_begin_at_nothing() -> None:
     spec = ArrivalSpec(ArrivalKind.RAMP, burstiness=math.inf, ramp_start=0.0, ramp_end=10.0, ramp_s=10.0)
     assert times(spec, count=51)[-1] == pytest.approx(10.0)
     assert times(spec, count=61)[-1] == pytest.approx(11.0)
 
 
-def test_each_user_keeps_the_gap():
+def test_each_user_keeps_the_gap() -> None:
     spec = ArrivalSpec(ArrivalKind.USERS, num_users=7, user_gap_s=3.0)
     starts = times(spec, count=70)
     for user in range(7):
@@ -130,17 +133,17 @@ def test_each_user_keeps_the_gap():
     assert 0 <= starts[0] < starts[6] < 3.0
 
 
-def test_bursts_come_together():
+def test_bursts_come_together() -> None:
     assert times(ArrivalSpec(ArrivalKind.BURST, 2.0, burst_size=4), count=9) == [0.0] * 4 + [2.0] * 4 + [4.0]
 
 
 @pytest.mark.parametrize("kind", [ArrivalKind.CLOSED, ArrivalKind.TRACE])
-def test_closed_loop_and_trace_have_no_times_of_their_own(kind: ArrivalKind):
+def test_closed_loop_and_trace_have_no_times_of_their_own(kind: ArrivalKind) -> None:
     with pytest.raises(ValueError, match=f"{kind} has no start times"):
         start_times_s(ArrivalSpec(kind), 1)
 
 
-def test_a_trace_needs_a_workload_with_times():
+def test_a_trace_needs_a_workload_with_times() -> None:
     check_times(ArrivalSpec(ArrivalKind.POISSON), sample("tenants"))
     with pytest.raises(ValueError, match=r"--arrival trace needs .* --workload tenants has none"):
         check_times(ArrivalSpec(ArrivalKind.TRACE), sample("tenants"))
@@ -171,7 +174,7 @@ def load(*flags: str) -> ArrivalSettings:
         ),
     ],
 )
-def test_flags_say_how_sessions_arrive(flags: str, expected: ArrivalSpec):
+def test_flags_say_how_sessions_arrive(flags: str, expected: ArrivalSpec) -> None:
     spec = load(*flags.split()).arrivals(turns_per_session=3.0)
     assert spec.about() == expected.about()
     if spec.kind not in (ArrivalKind.CLOSED, ArrivalKind.TRACE):
@@ -187,18 +190,18 @@ def test_flags_say_how_sessions_arrive(flags: str, expected: ArrivalSpec):
         ("--arrival closed --session-rate 3", "--session-rate is a flag of .*, not of closed"),
         ("--arrival trace --request-rate 3", "--request-rate is a flag of .*, not of trace"),
         ("--burst-size 3 --burstiness 2", "--burst-size is a flag of --arrival burst, not of gamma"),
-        ("--session-rate 3 --request-rate 3", "--session-rate and --request-rate say the same"),
+        ("--session-rate 3 --request-rate 3", "--session-rate and --request-rate exclude each other"),
         ("--ramp-up-strategy exponential --ramp-up-start-rps 0", "--ramp-up-start-rps must be above 0"),
         ("--arrival ramp --ramp-s inf", "--ramp-s must be finite"),
         ("--session-rate 0", "--session-rate: got '0'"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused_by_name(flags: str, message: str):
+def test_flags_that_do_not_fit_are_refused_by_name(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*flags.split())
 
 
-def test_mean_turns_is_of_the_sessions_there_are():
+def test_mean_turns_is_of_the_sessions_there_are() -> None:
     assert mean_turns(sample("gsp"), 10_000) == 2.0
     assert mean_turns(sample("diverse"), 5) == 1.0
     assert 2 < mean_turns(sample("tenants", unique_share=0.0), 500) < 4

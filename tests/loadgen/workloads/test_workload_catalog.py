@@ -41,16 +41,16 @@ def seen(workload: Workload) -> list[object]:
     return [workload.length, *map(workload.session, range(count))]
 
 
-def test_every_flag_belongs_to_a_workload_and_every_workloads_flag_exists():
+def test_every_flag_belongs_to_a_workload_and_every_workloads_flag_exists() -> None:
     of_workloads = {flag for kind in KINDS.values() for flag in kind.flags}
     assert of_workloads == set(WorkloadSettings.model_fields) - GENERAL
     assert set(CONTROLS) <= set(NAMES) == set(KINDS)
 
 
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
-def test_every_flag_changes_the_workload_and_its_default_does_not(name: str, flag: str):
+def test_every_flag_changes_the_workload_and_its_default_does_not(name: str, flag: str) -> None:
     defaults = KINDS[name].flags
-    room = {"tenants": 5, "turns_max": 12, "regenerate_share": 0.4}  # else a flag has nothing to act on
+    room = {"tenants": 5, "turns_max": 12, "regenerate_share": 0.4}  # otherwise a flag has nothing to act on
     base = {"workload": name, **{key: value for key, value in room.items() if key in defaults and key != flag}}
     plain = seen(build_workload(WorkloadSettings.model_validate(base)))
     assert seen(build_workload(WorkloadSettings.model_validate(base | {flag: defaults[flag]}))) == plain
@@ -66,7 +66,7 @@ def bigger(defaults: Mapping[str, Any], flag: str) -> int:
     return int(max(defaults[flag], defaults.get(f"{flag.removesuffix('_min')}_max", 0))) * 2 + 1
 
 
-def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str]):
+def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load("--help")
     shown = "".join(capsys.readouterr().out.split())
@@ -98,12 +98,12 @@ def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str
         ("--cache-pressure inf --cluster-kv-tokens 9", "--cache-pressure: got 'inf'"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(flags: str, message: str):
+def test_what_does_not_fit_is_refused_by_name(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*flags.split())
 
 
-def test_other_tools_names_are_understood():
+def test_other_tools_names_are_understood() -> None:
     assert load("--workload", "generated-shared-prefix").workload == "gsp"
     assert load("--workload", "prefix_repetition").workload == "prefix-repetition"
 
@@ -119,7 +119,7 @@ def test_other_tools_names_are_understood():
         ("prefix-repetition", 50_000, 4.0, "num prefixes"),
     ],
 )
-def test_cache_pressure_sizes_the_working_set(name: str, kv_tokens: int, pressure: float, unit: str):
+def test_cache_pressure_sizes_the_working_set(name: str, kv_tokens: int, pressure: float, unit: str) -> None:
     settings = load("--workload", name, "--cache-pressure", str(pressure), "--cluster-kv-tokens", str(kv_tokens))
     workload = build_workload(settings)
     about = workload.about()
@@ -131,19 +131,19 @@ def test_cache_pressure_sizes_the_working_set(name: str, kv_tokens: int, pressur
     assert workload.name == name
 
 
-def test_cache_pressure_leaves_one_unit():
+def test_cache_pressure_leaves_one_unit() -> None:
     workload = build_workload(load("--cache-pressure", "0.001", "--cluster-kv-tokens", "1000"))
     assert {workload.session(i).group for i in range(20)} == {"tenant 1"}
     assert workload.about()["cache pressure"].startswith("1.75 ")
 
 
-def test_cache_pressure_has_a_bound():
+def test_cache_pressure_has_a_bound() -> None:
     settings = load("--workload", "few-shot", "--cache-pressure", "9", "--cluster-kv-tokens", str(10**9))
     with pytest.raises(ConfigError, match=r"--cache-pressure 9 .* would take .* templates"):
         build_workload(settings)
 
 
-def test_reused_prompts_come_round_again():
+def test_reused_prompts_come_round_again() -> None:
     workload = build_workload(load("--workload", "diverse", "--reuse-prompts", "5"))
     sessions = [workload.session(i) for i in range(12)]
     assert [session.number for session in sessions] == list(range(12))
@@ -155,14 +155,14 @@ def test_reused_prompts_come_round_again():
     assert groups.session(32).turns == groups.session(0).turns
 
 
-def test_about_says_ranges_and_values():
+def test_about_says_ranges_and_values() -> None:
     about = sample("tenants").about()
     assert about["system tokens"] == "200 to 300"
     assert about["tenants"] == "3"
     assert sample("gsp").about()["gsp range ratio"] == "0.5"
 
 
-def test_a_file_and_its_flags(tmp_path: Path):
+def test_a_file_and_its_flags(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     path.write_text("\n".join(json.dumps(row | {"timestamp": ms}) for ms in (0, 0, 4000)))
@@ -175,9 +175,9 @@ def test_a_file_and_its_flags(tmp_path: Path):
     assert [again.session(i).start_s for i in range(3)] != jittered
 
 
-def test_a_command_takes_traffic_and_arrivals_together():
+def test_a_command_takes_traffic_and_arrivals_together() -> None:
     class Both(WorkloadSettings, ArrivalSettings):
-        """As a command's settings are made."""
+        """Made like a command's settings."""
 
     settings = Both.load(["--workload", "rag", "--burstiness", "0.5"], prog="x", environ={"WARMROUTE_DOCUMENTS": "7"})
     assert build_workload(settings).about()["documents"] == "7"

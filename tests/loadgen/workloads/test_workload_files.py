@@ -1,4 +1,4 @@
-"""Data set files: every malformed record is named with file, place and field; text is sent as it stands."""
+"""Data set files: each malformed record is reported with file, place and field; text is sent as it is."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def said(session: Session, turn: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("form", ["array", "lines", "gzip"])
-def test_sharegpt_conversations_go_on_from_live_answers(tmp_path: Path, form: str):
+def test_sharegpt_conversations_go_on_from_live_answers(tmp_path: Path, form: str) -> None:
     path = tmp_path / "chats.json"
     if form == "array":
         path.write_text(json.dumps(CHATS, indent=2))
@@ -83,14 +83,14 @@ def test_sharegpt_conversations_go_on_from_live_answers(tmp_path: Path, form: st
         workload.session(2)
 
 
-def test_sharegpt_limits(tmp_path: Path):
+def test_sharegpt_limits(tmp_path: Path) -> None:
     path = lines(tmp_path / "chats.jsonl", *CHATS)
     assert load_sharegpt(path, dataset_limit=1).length == 1
     short = load_sharegpt(path, turns_max=1, sharegpt_output_len=7)
     assert [[turn.output_tokens for turn in short.session(i).turns] for i in range(2)] == [[7], [7]]
 
 
-def test_custom_prompts(tmp_path: Path):
+def test_custom_prompts(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], "output_tokens": 9}
     workload = load_custom(lines(tmp_path / "p.jsonl", {"prompt": "one"}, chat, {"prompt": "one"}), output_tokens=4)
     assert [said(workload.session(i), 0) for i in range(2)] == [[("user", "one")], [("system", "S"), ("user", "U")]]
@@ -123,7 +123,9 @@ def test_custom_prompts(tmp_path: Path):
         (load_sharegpt, {"conversations": [{"from": "human"}]}, ":2", "conversations[0]"),
     ],
 )
-def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path, load, record, where, field):
+def test_a_malformed_record_is_named_with_file_line_and_field(
+    tmp_path: Path, load: Callable[..., Any], record: dict[str, Any], where: str, field: str
+) -> None:
     good = {load_mooncake: MOONCAKE, load_bailian: BAILIAN, load_custom: {"prompt": "x"}, load_sharegpt: CHATS[0]}[load]
     path = lines(tmp_path / "data.jsonl", good, record)
     with pytest.raises(DatasetError, match=f"{re.escape(str(path))}({where}): field '{re.escape(field)}' must"):
@@ -141,7 +143,7 @@ def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path, load, re
         (b"\x1f\x8bnot gzip", "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, content: bytes, message: str):
+def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=message) as caught:
@@ -150,14 +152,14 @@ def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, content: bytes,
 
 
 @pytest.mark.parametrize("content", ['[{"conversations": []}, {"conv', '[{"a": 1}, nonsense]', "[1]"])
-def test_a_broken_array_is_refused_with_the_entry(tmp_path: Path, content: str):
+def test_a_broken_array_is_refused_with_the_entry(tmp_path: Path, content: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(content)
     with pytest.raises(DatasetError, match=f"{re.escape(str(path))}, entry [12]"):
         load_sharegpt(path)
 
 
-def test_a_missing_file_is_named():
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(DatasetError, match=r"--dataset-path nowhere/at/all cannot be read: .*No such file"):
         load_mooncake(Path("nowhere/at/all"))
 
@@ -168,7 +170,9 @@ def test_a_missing_file_is_named():
     chunk=st.integers(1, 40),
     indent=st.sampled_from([None, 1]),
 )
-def test_an_array_is_read_in_pieces_of_any_size(tmp_path_factory, items, chunk, indent):
+def test_an_array_is_read_in_pieces_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, items: list[dict[str, str]], chunk: int, indent: int | None
+) -> None:
     path = tmp_path_factory.mktemp("array") / "data.json"
     path.write_text("[" + ", ".join(json.dumps(item, indent=indent) for item in items) + "\n]")
     with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +181,7 @@ def test_an_array_is_read_in_pieces_of_any_size(tmp_path_factory, items, chunk, 
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, pack: Callable[[bytes], bytes]):
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "data"
     path.write_bytes(pack(b"\xef\xbb\xbf" + json.dumps(MOONCAKE).encode() + b"\r\n"))
     assert load_mooncake(path).length == 1
@@ -187,14 +191,14 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, pack: Callable[[
     assert load_azure(path).length == 1
 
 
-def test_times_that_cannot_be_seconds_are_refused(tmp_path: Path):
+def test_times_that_cannot_be_seconds_are_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "data.jsonl", MOONCAKE, MOONCAKE | {"timestamp": 1e300})
     with pytest.raises(DatasetError, match=f"{re.escape(str(path))}: times from 0 to 1e\\+297 s"):
         load_mooncake(path)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_traces(tmp_path: Path, end: str):
+def test_csv_traces(tmp_path: Path, end: str) -> None:
     azure = tmp_path / "azure.csv"
     rows = [
         "TIMESTAMP,ContextTokens,GeneratedTokens",
@@ -229,7 +233,7 @@ def test_csv_traces(tmp_path: Path, end: str):
         ("", ":1: column 'TIMESTAMP' is missing"),
     ],
 )
-def test_a_malformed_csv_is_named_with_line_and_column(tmp_path: Path, content: str, message: str):
+def test_a_malformed_csv_is_named_with_line_and_column(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(content)
     with pytest.raises(DatasetError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""All kinds: reproducible in every process, unique prompts, and sharing exactly where it is declared."""
+"""All kinds: reproducible in every process, unique prompts, and sharing only where it is declared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prompts(sessions: list[Session]) -> list[bytes]:
     ]
 
 
-def test_another_process_gives_the_same_sessions_and_texts():
+def test_another_process_gives_the_same_sessions_and_texts() -> None:
     seen = {
         subprocess.run(
             [sys.executable, "-c", _DIGEST],
@@ -65,7 +65,7 @@ def test_another_process_gives_the_same_sessions_and_texts():
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_sessions_depend_on_workload_and_number_alone(name: str):
+def test_sessions_depend_on_workload_and_number_alone(name: str) -> None:
     workload = sample(name)
     forward = [workload.session(i) for i in range(COUNT)]
     again = pickle.loads(pickle.dumps(workload))
@@ -79,14 +79,14 @@ def test_sessions_depend_on_workload_and_number_alone(name: str):
 @pytest.mark.parametrize("name", [name for name in SYNTHETIC if name not in BRANCHING])
 @settings(max_examples=5)
 @given(seed=SEEDS)
-def test_no_two_turns_of_a_run_have_equal_prompts(name: str, seed: int):
+def test_no_two_turns_of_a_run_have_equal_prompts(name: str, seed: int) -> None:
     workload = sample(name, seed)
     everything = prompts([workload.session(i) for i in range(COUNT)])
     assert len(set(everything)) == len(everything)
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_turns_go_on_from_earlier_ones_and_ask_for_something(name: str):
+def test_turns_go_on_from_earlier_ones_and_ask_for_something(name: str) -> None:
     workload = sample(name)
     for session in map(workload.session, range(COUNT)):
         assert all(-1 <= turn.after < i for i, turn in enumerate(session.turns))
@@ -95,7 +95,7 @@ def test_turns_go_on_from_earlier_ones_and_ask_for_something(name: str):
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
-def test_rendered_prompts_share_what_their_pieces_say(name: str):
+def test_rendered_prompts_share_what_their_pieces_say(name: str) -> None:
     workload, renderer = sample(name), Renderer(1.3)
     sessions = [workload.session(i) for i in range(8)]
     turns = [(session, turn) for session in sessions for turn in range(len(session.turns))]
@@ -111,7 +111,7 @@ def test_rendered_prompts_share_what_their_pieces_say(name: str):
 
 
 def _declared(first: list[Piece], second: list[Piece], renderer: Renderer) -> tuple[int, int]:
-    """Bytes of the leading pieces in common, and how much more may be equal: separators, roles, the keys' beginning."""
+    """Return the bytes of the common leading pieces, and how many more may be equal: separators, roles, keys."""
     shared = 0
     for count, (one, other) in enumerate(zip(first, second, strict=False), 1):
         texts = renderer.text(one), renderer.text(other)
@@ -129,7 +129,7 @@ def _common(one: bytes, other: bytes) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_groups_name_what_is_shared():
+def test_groups_name_what_is_shared() -> None:
     for name in ("tenants", "few-shot", "gsp", "prefix-repetition", "code", "batch"):
         by_group: dict[str, set[str]] = {}
         workload = sample(name)
@@ -141,7 +141,7 @@ def test_groups_name_what_is_shared():
     assert {sample("diverse").session(i).group for i in range(5)} == {""}
 
 
-def test_demo_traffic_is_the_default():
+def test_demo_traffic_is_the_default() -> None:
     workload = build_workload(WorkloadSettings())
     sessions = [*map(workload.session, range(200))]
     assert {s.turns[0].messages[0].role for s in sessions} == {"system"}
@@ -154,14 +154,14 @@ def test_demo_traffic_is_the_default():
     assert sum(pauses) / len(pauses) == pytest.approx(1.0, abs=0.2)
 
 
-def test_unique_share_is_met_and_shares_nothing():
+def test_unique_share_is_met_and_shares_nothing() -> None:
     sessions = [*map(sample("tenants", unique_share=0.3).session, range(1000))]
     alone = [session for session in sessions if not session.group]
     assert 0.23 < len(alone) / 1000 < 0.37
     assert all(len(s.turns) == 1 and len(s.turns[0].messages) == 1 for s in alone)
 
 
-def test_branching_regenerates_with_the_same_prompt_and_edits_with_another():
+def test_branching_regenerates_with_the_same_prompt_and_edits_with_another() -> None:
     workload = sample("branching", regenerate_share=0.3, edit_share=0.2, branch_after_s=7.0)
     regenerated = edited = straight = 0
     for session in map(workload.session, range(300)):
@@ -181,7 +181,7 @@ def test_branching_regenerates_with_the_same_prompt_and_edits_with_another():
 
 
 @pytest.mark.parametrize("order", ["fixed", "shuffled", "sorted"])
-def test_rag_order_decides_what_a_prefix_can_share(order: str):
+def test_rag_order_decides_what_a_prefix_can_share(order: str) -> None:
     workload = sample("rag", rag_order=order, documents=10, documents_per_question=4)
     lists = []
     for session in map(workload.session, range(300)):
@@ -201,8 +201,8 @@ def test_rag_order_decides_what_a_prefix_can_share(order: str):
         assert len(by_first[1]) > 10
 
 
-def test_agents_grow_by_results_of_tools_and_wait_for_them():
-    """As long and as often as its flags say: 3,000 tokens that all share, 140,000 at the end."""
+def test_agents_grow_by_results_of_tools_and_wait_for_them() -> None:
+    """Lengths follow the flags: all agents share 3,000 tokens, and a prompt has 140,000 at the end."""
     workload = build_workload(WorkloadSettings(workload="agentic"))
     sizes, counts, pauses, shared = [], [], [], set()
     for number in range(40):
@@ -220,7 +220,7 @@ def test_agents_grow_by_results_of_tools_and_wait_for_them():
     assert 3.5 < statistics.fmean(pauses) < 4.5
 
 
-def test_code_grows_and_its_cursor_moves():
+def test_code_grows_and_its_cursor_moves() -> None:
     session = sample("code", turns_min=4, turns_max=4, typed_tokens=30).session(0)
     files = [turn.messages[1].pieces[0] for turn in session.turns]
     assert [file.tokens - files[0].tokens for file in files] == [0, 30, 60, 90]
@@ -230,7 +230,7 @@ def test_code_grows_and_its_cursor_moves():
     assert [turn.think_s for turn in session.turns] == sorted(turn.think_s for turn in session.turns)
 
 
-def test_gsp_has_every_prompt_of_every_group_once_in_order_or_not():
+def test_gsp_has_every_prompt_of_every_group_once_in_order_or_not() -> None:
     ordered, shuffled = sample("gsp", gsp_ordered=True), sample("gsp")
     assert ordered.length == shuffled.length == 40
     in_order = [ordered.session(i).group for i in range(40)]
@@ -252,7 +252,7 @@ def test_gsp_has_every_prompt_of_every_group_once_in_order_or_not():
     )
 
 
-def test_prefix_repetition_gives_each_prefix_its_share_in_every_round():
+def test_prefix_repetition_gives_each_prefix_its_share_in_every_round() -> None:
     workload = sample("prefix-repetition", prefix_repetition_num_prefixes=5)
     groups = [workload.session(i).group for i in range(240)]
     for start in (0, 80, 160):
@@ -260,22 +260,22 @@ def test_prefix_repetition_gives_each_prefix_its_share_in_every_round():
     assert groups[:80] != groups[80:160]
 
 
-def test_random_lengths_are_in_vllms_range():
+def test_random_lengths_are_in_vllms_range() -> None:
     workload = sample("random", random_input_len=100, random_output_len=10, random_range_ratio=0.5, random_prefix_len=7)
     turns = [workload.session(i).turns[0] for i in range(400)]
     assert {turn.messages[0].pieces[0].tokens for turn in turns} == {7}
     own = [turn.messages[0].pieces[1].tokens for turn in turns]
-    assert (min(own), max(own)) == (pytest.approx(50, abs=2), pytest.approx(150, abs=2))
+    assert (min(own), max(own)) == pytest.approx((50, 150), abs=2)
     assert {turn.output_tokens for turn in turns} == set(range(5, 16))
 
 
 @given(size=st.integers(1, 500), seed=SEEDS)
-def test_permuted_is_a_permutation(size: int, seed: int):
+def test_permuted_is_a_permutation(size: int, seed: int) -> None:
     assert sorted(permuted(i, size, seed) for i in range(size)) == list(range(size))
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.5])
-def test_zipf_draws_by_popularity(exponent: float):
+def test_zipf_draws_by_popularity(exponent: float) -> None:
     popularity, rng, count = Zipf(6, exponent), rng_of(1, "draws"), 6000
     seen = Counter(popularity.draw(rng) for _ in range(count))
     weights = [(i + 1) ** -exponent for i in range(6)]
@@ -285,7 +285,9 @@ def test_zipf_draws_by_popularity(exponent: float):
 
 
 @given(count=st.integers(1, 30), wanted=st.integers(1, 40), exponent=st.floats(0, 5), seed=SEEDS)
-def test_distinct_draws_are_distinct_and_as_many_as_there_are(count: int, wanted: int, exponent: float, seed: int):
+def test_distinct_draws_are_distinct_and_as_many_as_there_are(
+    count: int, wanted: int, exponent: float, seed: int
+) -> None:
     found = Zipf(count, exponent).draw_distinct(rng_of(seed, "draws"), wanted)
     assert len(found) == len(set(found)) == min(count, wanted)
     assert set(found) <= set(range(count))

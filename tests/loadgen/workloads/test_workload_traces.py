@@ -1,4 +1,4 @@
-"""Traces: equal leading blocks are equal leading text, times are the file's, and one cache reuses what it should."""
+"""Traces: equal leading blocks are equal leading text, times are the file's, and one cache has the known reuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def common(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_mooncake_prompts_share_the_text_of_leading_blocks(tmp_path: Path):
+def test_mooncake_prompts_share_the_text_of_leading_blocks(tmp_path: Path) -> None:
     rows = ((0, 1500, [0, 1, 2]), (3000, 1300, [0, 1, 5]), (3000, 1024, [7, 1]), (6000, 1500, [0, 1, 2]))
     trace = load_mooncake(mooncake(tmp_path / "t.jsonl", *rows), speedup=3.0)
     assert [trace.session(i).start_s for i in range(4)] == [0.0, 1.0, 1.0, 2.0]
@@ -49,7 +49,7 @@ def test_mooncake_prompts_share_the_text_of_leading_blocks(tmp_path: Path):
     assert [trace.session(i).group for i in range(4)] == ["block 1", "block 1", "block 1", "block 1"]
 
 
-def test_tokens_without_a_block_are_the_requests_own(tmp_path: Path):
+def test_tokens_without_a_block_are_the_requests_own(tmp_path: Path) -> None:
     trace = load_mooncake(mooncake(tmp_path / "t.jsonl", (0, 1500, [4, 5]), (0, 1500, [4, 5]), (0, 30, [])))
     pieces = [trace.session(i).turns[0].messages[0].pieces for i in range(3)]
     assert [[piece.tokens for piece in own] for own in pieces] == [[512, 512, 476], [512, 512, 476], [30]]
@@ -58,14 +58,14 @@ def test_tokens_without_a_block_are_the_requests_own(tmp_path: Path):
     assert trace.about()["equal prompts"] == "0"
 
 
-def test_requests_are_in_order_of_time_whatever_the_files_order(tmp_path: Path):
+def test_requests_are_in_order_of_time_whatever_the_files_order(tmp_path: Path) -> None:
     trace = load_mooncake(mooncake(tmp_path / "t.jsonl", (2000, 10, [1]), (500, 20, [2]), (500, 30, [3])))
     assert [trace.session(i).start_s for i in range(3)] == [0.0, 0.0, 1.5]
     assert list(trace.prompts()) == [(array("q", [2]), 20), (array("q", [3]), 30), (array("q", [1]), 10)]
     assert load_mooncake(tmp_path / "t.jsonl", dataset_limit=2).length == 2
 
 
-def test_bailian_requests_belong_to_the_chat_their_parents_lead_to(tmp_path: Path):
+def test_bailian_requests_belong_to_the_chat_their_parents_lead_to(tmp_path: Path) -> None:
     chats = ((5, -1), (6, 5), (7, 6), (8, 99), (9, 8))
     records = [
         {
@@ -86,7 +86,7 @@ def test_bailian_requests_belong_to_the_chat_their_parents_lead_to(tmp_path: Pat
     assert [trace.session(i).start_s for i in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_a_trace_travels_by_pickling_and_holds_no_text(tmp_path: Path):
+def test_a_trace_travels_by_pickling_and_holds_no_text(tmp_path: Path) -> None:
     rows = [(i * 10, 5120, list(range(i, i + 10))) for i in range(300)]
     trace = load_mooncake(mooncake(tmp_path / "t.jsonl", *rows))
     data = pickle.dumps(trace)
@@ -98,7 +98,7 @@ def test_a_trace_travels_by_pickling_and_holds_no_text(tmp_path: Path):
 
 
 @given(times=st.lists(st.integers(0, 9).map(float), min_size=1, max_size=60), seed=st.integers(0, 99))
-def test_jitter_spreads_equal_times_until_the_next(times: list[float], seed: int):
+def test_jitter_spreads_equal_times_until_the_next(times: list[float], seed: int) -> None:
     jittered = spread(array("d", times), seed)
     distinct = sorted(set(times))
     after = dict(zip(distinct, [*distinct[1:], float("inf")], strict=True))
@@ -111,15 +111,15 @@ def test_jitter_spreads_equal_times_until_the_next(times: list[float], seed: int
     assert jittered == spread(array("d", times), seed)
 
 
-def test_jitter_is_uniform():
+def test_jitter_is_uniform() -> None:
     jittered = spread(array("d", [0.0] * 2000 + [10.0]), 1)
     assert sum(jittered[:2000]) / 2000 == pytest.approx(5.0, abs=0.3)
     assert sum(time_s < 2.5 for time_s in jittered) == pytest.approx(500, abs=100)
 
 
 @given(prompts=PROMPTS, capacity=st.integers(1, 12))
-def test_one_lru_cache_reuses_what_a_plain_model_of_it_reuses(prompts: list[list[int]], capacity: int):
-    """Blocks are prefixes here, and the least recently used is found by looking at all of them."""
+def test_one_lru_cache_reuses_what_a_plain_model_of_it_reuses(prompts: list[list[int]], capacity: int) -> None:
+    """In this model, blocks are prefixes, and a search over all blocks finds the least recently used."""
     used: dict[tuple[int, ...], int] = {}
     hits = clock = 0
     for ids in prompts:
@@ -137,14 +137,14 @@ def test_one_lru_cache_reuses_what_a_plain_model_of_it_reuses(prompts: list[list
 
 
 @given(prompts=PROMPTS)
-def test_more_capacity_never_reuses_less_and_an_unlimited_cache_most(prompts: list[list[int]]):
+def test_more_capacity_never_reuses_less_and_an_unlimited_cache_most(prompts: list[list[int]]) -> None:
     sized = [(ids, max(0, 10 * len(ids) - 3)) for ids in prompts]
     rates = [lru_hit_rate(sized, 10, capacity).tokens for capacity in (10, 50, 100, 10_000, None)]
     assert rates == sorted(rates)
     assert rates[-1] == rates[-2]
 
 
-def test_partial_blocks_count_the_tokens_they_have():
+def test_partial_blocks_count_the_tokens_they_have() -> None:
     rate = lru_hit_rate([([1, 2], 600), ([1, 2], 600), ([9, 2], 600)], 512, None)
     assert rate.tokens == pytest.approx(600 / 1800)
     assert rate.blocks == pytest.approx(2 / 6)
@@ -152,8 +152,8 @@ def test_partial_blocks_count_the_tokens_they_have():
 
 @pytest.mark.skipif("WARMROUTE_TRACES" not in os.environ, reason="WARMROUTE_TRACES names no folder with the traces")
 @pytest.mark.parametrize(("name", "unlimited", "ratio"), [("conversation", 0.374, 0.37), ("synthetic", 0.651, 0.48)])
-def test_mooncakes_published_traces_have_their_known_hit_rates(name: str, unlimited: float, ratio: float):
-    """Unlimited, and a single cache of 3M tokens against it; the paper's figure 9 reads 0.41 and 0.46."""
+def test_mooncakes_published_traces_have_their_known_hit_rates(name: str, unlimited: float, ratio: float) -> None:
+    """The rate of an unlimited cache, and of a 3M-token cache relative to it; the paper's figure 9: 0.41 and 0.46."""
     trace = load_mooncake(Path(os.environ["WARMROUTE_TRACES"]) / f"{name}_trace.jsonl.gz")
     most = lru_hit_rate(trace.prompts(), 512, None).tokens
     assert most == pytest.approx(unlimited, abs=0.001)

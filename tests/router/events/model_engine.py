@@ -1,7 +1,7 @@
-"""An engine as far as its prefix cache and its events: whole blocks, least recently used first out, a toy tokenizer.
+"""A model of an engine's prefix cache and events: whole blocks, least recently used first out, a toy tokenizer.
 
-As in vLLM, blocks that are reused are not told of, a request's blocks are freed last to first, and a store is told of
-with the session of its request. Written for the tests alone, from tokens, not from what `router.events` makes of them.
+As in vLLM, no event tells of reused blocks, a request's blocks are freed last to first, and a store event has the
+session of its request. It is written for the tests, from tokens only, without using `router.events`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MODEL = "m"
 
 
 def uniform_tokens(text: bytes) -> list[tuple[int, int]]:
-    """Token ids and where each ends, all of four bytes; the last may be shorter."""
+    """Return token ids and where each ends, four bytes each; the last may be shorter."""
     return [(int.from_bytes(text[at : at + 4], "big"), min(at + 4, len(text))) for at in range(0, len(text), 4)]
 
 
 def uneven_tokens(text: bytes) -> list[tuple[int, int]]:
-    """The same of one to eight bytes, as the bytes have it."""
+    """Return the same with tokens of one to eight bytes, which depend on the bytes."""
     tokens, start = [], 0
     for at in range(1, len(text) + 1):
         if at - start == 8 or text[at - 1] % 5 == 0 or at == len(text):
@@ -34,12 +34,12 @@ def uneven_tokens(text: bytes) -> list[tuple[int, int]]:
 
 
 def keys_of(text: bytes) -> tuple[PrefixKey, ...]:
-    """The prefix keys of a prompt."""
+    """Return the prefix keys of a prompt."""
     return prefix_keys(text, key_seed(MODEL), STRIDE)
 
 
 def chain(tokens: Sequence[int], size: int) -> list[int]:
-    """What the engine calls each whole block of `tokens`: a hash of all up to its end."""
+    """Return the engine's name of each whole block of `tokens`: a hash of all tokens up to its end."""
     names, last = [], 0
     for end in range(size, len(tokens) + 1, size):
         last = hash((last, *tokens[end - size : end])) & 0xFFFF_FFFF_FFFF_FFFF
@@ -48,7 +48,7 @@ def chain(tokens: Sequence[int], size: int) -> list[int]:
 
 
 class ModelEngine:
-    """`batches` are what it published, encoded; `room` is in blocks."""
+    """`batches`: what it published, encoded. `room`: its capacity in blocks."""
 
     def __init__(self, room: int, block_tokens: int) -> None:
         self.room = room
@@ -58,7 +58,7 @@ class ModelEngine:
         self.batches: list[bytes] = []
 
     def serve(self, tokens: Sequence[int], session: str | None, *, generated: Sequence[int] = ()) -> int:
-        """One request from its beginning to its end. How many tokens of its prompt were reused."""
+        """Serve one request from beginning to end, and return how many tokens of its prompt were reused."""
         size, everything = self.block_tokens, [*tokens, *generated]
         names = chain(everything, size)[: self.room]
         held = 0
@@ -89,11 +89,11 @@ class ModelEngine:
         self.publish([{"type": "AllBlocksCleared"}])
 
     def publish(self, events: list[Any]) -> None:
-        """A batch of these events."""
+        """Publish a batch of these events."""
         self.batches.append(msgpack.packb([float(len(self.batches)), events, 0]))
 
     def held_blocks(self, tokens: Sequence[int]) -> int:
-        """How many blocks at the beginning of `tokens` are held."""
+        """Return how many blocks at the beginning of `tokens` are held."""
         names = chain(tokens, self.block_tokens)
         return next((at for at, name in enumerate(names) if name not in self.used), len(names))
 
@@ -101,7 +101,7 @@ class ModelEngine:
 def stored(
     names: list[int], parent: int | None, tokens: Sequence[int], size: int, session: str | None = None
 ) -> dict[str, Any]:
-    """An event as vLLM 0.32 sends it."""
+    """Return an event as vLLM 0.32 sends it."""
     event = {
         "type": "BlockStored",
         "block_hashes": names,

@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 
 class Publisher:
-    """Publishes what a model engine does. `topics`: whether replays have the topic, as vLLM from 0.12 on."""
+    """Publishes the events of a model engine. `topics`: whether replays have the topic, as in vLLM from 0.12 on."""
 
     def __init__(self, engine: ModelEngine, context: zmq.Context[Any], *, topics: bool, topic: bytes = b"") -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Publisher:
         self.answers = True
 
     async def start(self, connect_to: str | None = None) -> None:
-        """Bind at the ports of before, if there were any; or connect the publisher."""
+        """Bind to the earlier ports, if there were any; or connect the publisher."""
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
@@ -44,7 +44,7 @@ class Publisher:
         self._loop.add_reader(self._router.fileno(), self._serve)
 
     def stop(self) -> None:
-        """Close both, as a process that ends does."""
+        """Close both sockets, as a process that ends does."""
         if self._router is not None:
             self._loop.remove_reader(self._router.fileno())
             self._router.close(0)
@@ -53,7 +53,7 @@ class Publisher:
         self._pub = self._router = None
 
     def publish(self, *, lost: bool = False) -> None:
-        """All that the engine did since the last time. `lost`: nobody hears it."""
+        """Publish all events of the engine since the last call. `lost`: nobody receives them."""
         assert self._pub is not None
         for seq in range(self.sent, len(self.engine.batches)):
             if not lost:
@@ -77,7 +77,7 @@ class Publisher:
 
 
 async def bound(socket: zmq.Socket[bytes], port: int) -> int:
-    """The socket bound to the port, or to any; which it is. A port that was just closed is free a little later."""
+    """Bind the socket to the port, or to any; return the port. A port that was just closed is free a little later."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:
@@ -89,7 +89,7 @@ async def bound(socket: zmq.Socket[bytes], port: int) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, at most WAIT_S."""
+    """Wait for the condition, at most WAIT_S."""
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -99,7 +99,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def publishing(
     engine: ModelEngine, *, topics: bool = True, topic: bytes = b"", connect_to: str | None = None
 ) -> AsyncIterator[Publisher]:
-    """A publisher while the block lasts."""
+    """Run a publisher while the block lasts."""
     context: zmq.Context[Any] = zmq.Context()
     publisher = Publisher(engine, context, topics=topics, topic=topic)
     await publisher.start(connect_to)

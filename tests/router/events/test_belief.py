@@ -1,4 +1,4 @@
-"""What the index believes of a pod is what its model engine holds, whatever it was sent."""
+"""The index believes of a pod what its model engine holds, whatever was sent to it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.events.feed import EventFeed
 from router.registry.index import PrefixIndex
+from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
 
-POD = "pod"
+POD = PodId("pod")
 BLOCK = 2
 PIECES = st.integers(0, 5)
 ALPHABET = bytes(range(65, 90))
 
 
 def piece(number: int, length: int) -> bytes:
-    """The same text for the same number, of other texture for another one."""
+    """Return a text that depends on `number`, also in its texture."""
     step = 1 + number * 3
     return bytes(ALPHABET[(number + at * step) % (7 + 3 * number)] for at in range(length))
 
 
 class Belief(RuleBasedStateMachine):
-    """Requests of shared and own pieces, at one pod."""
+    """Sends requests of shared and own pieces to one pod."""
 
     tokenizer = staticmethod(uneven_tokens)
     is_exact = is_told = False
@@ -42,10 +43,11 @@ class Belief(RuleBasedStateMachine):
         self.read = 0
         self.sessions = itertools.count()
         self.prompts: dict[bytes, bool] = {}
-        """Whether the engine ever stored a block for it: where all were there by a stranger's, nobody tells of them."""
+        """Prompt -> whether the engine ever stored a block for it. If a stranger's request stored all, no event names
+        it."""
 
     def catch_up(self) -> None:
-        """Events come, and a quiet while passes, at whose end nothing is believed but what events say."""
+        """Deliver events, and let a quiet time pass, after which only the events' keys are believed."""
         for payload in self.engine.batches[self.read :]:
             self.feed.batch(POD, payload)
         self.read = len(self.engine.batches)
@@ -57,7 +59,7 @@ class Belief(RuleBasedStateMachine):
         guess=st.floats(0.6, 1.6),
     )
     def request(self, pieces: list[tuple[int, int]], says: bool, generated: int, guess: float) -> None:
-        """A request is sent, stored, and answered, with or without the tokens counted."""
+        """Send a request, store it, and answer it, with or without a token count."""
         text = b"".join(piece(number, length) for number, length in pieces)
         session = f"s{next(self.sessions)}"
         tokens = [token for token, _ in self.tokenizer(text)]
@@ -71,19 +73,19 @@ class Belief(RuleBasedStateMachine):
 
     @rule(number=PIECES, length=st.integers(1, 150))
     def stranger(self, number: int, length: int) -> None:
-        """A request that did not come from here."""
+        """Serve a request that did not come from this gateway."""
         self.engine.serve([token for token, _ in self.tokenizer(piece(number, length))], None)
         self.catch_up()
 
     @rule()
     def clear(self) -> None:
-        """The cache is emptied."""
+        """Empty the cache."""
         self.engine.clear()
         self.catch_up()
 
     @invariant()
     def is_prefix_closed_and_right(self) -> None:
-        """A prompt that is held whole and was told of is believed whole, one of which nothing is held not at all."""
+        """A prompt that is held whole, with events, is believed whole; one of which nothing is held is not believed."""
         believed = set().union(*self.index.held(POD).values())
         for text, is_known in self.prompts.items():
             keys, tokens = keys_of(text), self.tokenizer(text)
@@ -103,14 +105,14 @@ class Belief(RuleBasedStateMachine):
 
 
 class ExactBelief(Belief):
-    """Tokens of equal length, and engines that count them: every key is right."""
+    """Tokens have equal length, and engines count them: every key is right."""
 
     tokenizer = staticmethod(uniform_tokens)
     is_exact = is_told = True
 
 
 class ToldBelief(Belief):
-    """Engines that count tokens: what is held whole is believed whole, whatever else shares a part of it."""
+    """Engines count tokens: what is held whole is believed whole, whatever else shares a part of it."""
 
     is_told = True
 

@@ -1,23 +1,25 @@
-"""Whatever a stream loses or repeats and whenever its engine restarts, batches count in order, or all is forgotten."""
+"""Whatever a stream loses or repeats and whenever its engine restarts, batches count in order or all is forgotten."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.events.order import MAX_HELD, Order
 
 
 class Publisher:
-    """An engine that keeps its last `kept` batches, and one that reads them through an Order."""
+    """An engine that keeps its last `kept` batches, and a reader that takes them through an Order."""
 
     def __init__(self, *, kept: int | None) -> None:
         self.kept = kept
         self.life = 0
         self.published: list[bytes] = []
         self.known: list[bytes] = []
-        """What was applied since everything was last forgotten."""
+        """Batches applied since everything was last forgotten."""
         self.has_forgotten = False
+        self.is_away = False
+        """Whether the engine has restarted, and the reader is not connected to it again."""
         self.asked: list[int] = []
         self.order = Order(
             has_replay=kept is not None, apply=self.known.append, forget=self.forget, ask=self.asked.append
@@ -34,9 +36,15 @@ class Publisher:
     def restart(self) -> None:
         self.life += 1
         self.published = []
+        self.is_away = True
+
+    def connect(self) -> None:
+        self.is_away = False
+        self.asked.clear()
+        self.order.connected()
 
     def answer(self) -> None:
-        """What was asked for comes."""
+        """Deliver the batches that were requested."""
         while self.asked:
             first = self.asked.pop(0)
             assert self.kept is not None
@@ -46,38 +54,44 @@ class Publisher:
             self.order.replay_ended()
 
     def is_current(self) -> bool:
-        """Whether what is known is the end of what was published, with nothing missing in between."""
+        """Return whether the known batches are the end of what was published, without a gap."""
         return not self.known or self.known == self.published[-len(self.known) :]
 
 
 ACTIONS = st.lists(
-    st.sampled_from(["publish", "publish", "publish", "lose", "lose", "restart", "answer", "check", "fail"]),
+    st.sampled_from(["publish", "publish", "publish", "lose", "lose", "restart", "connect", "answer", "check", "fail"]),
     max_size=60,
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(ACTIONS, st.integers(2, 12))
+@example(["publish", "restart", "connect", "answer", "lose", "publish"], 2)
+@example(["answer", "publish", "check", "restart", "lose", "connect", "publish", "fail"], 2)
 def test_with_replay_nothing_is_missing_and_a_check_finds_everything(actions: list[str], kept: int) -> None:
-    """After any losses and restarts what is known has no gap; after a check it is the end of what was published."""
+    """After any losses and restarts the known batches have no gap; after a check they end with the last one."""
     there = Publisher(kept=kept)
-    there.order.check()
+    there.connect()
     for action in actions:
-        if action == "publish":
-            there.order.live(*there.publish())
-        elif action == "lose":
+        if action == "lose" or (there.is_away and action == "publish"):
             there.publish()
+        elif action == "publish":
+            there.order.live(*there.publish())
         elif action == "restart":
             there.restart()
+        elif action == "connect":
+            there.connect()
         elif action == "answer":
             there.answer()
         elif action == "fail":
             there.asked.clear()
             there.order.replay_failed()
-        else:
+        elif not there.is_away:
             there.order.check()
         numbers = [int(batch.split()[1]) for batch in there.known]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+    if there.is_away:
+        there.connect()
     there.answer()
     there.order.check()
     there.answer()
@@ -88,7 +102,7 @@ def test_with_replay_nothing_is_missing_and_a_check_finds_everything(actions: li
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(["publish", "publish", "lose", "restart"]), max_size=60))
 def test_without_replay_a_gap_forgets(actions: list[str]) -> None:
-    """What is known never has a gap."""
+    """The known batches never have a gap."""
     there = Publisher(kept=None)
     there.order.check()
     for action in actions:
@@ -99,12 +113,12 @@ def test_without_replay_a_gap_forgets(actions: list[str]) -> None:
             there.publish()
         else:
             there.restart()
-            there.order.live(*there.publish())  # a restart that is heard from its first batch on
+            there.order.live(*there.publish())  # a restart whose first batch is received
             assert there.known[-1:] == there.published[-1:]
 
 
 def test_a_restart_that_publishes_as_much_is_told_by_its_last_batch() -> None:
-    """The numbers of the new life go on where the old one's ended, so only what the batch says differs."""
+    """After the restart the numbers continue where the old ones ended, so only the content of the batch differs."""
     there = Publisher(kept=100)
     there.order.check()
     there.answer()
@@ -121,7 +135,7 @@ def test_a_restart_that_publishes_as_much_is_told_by_its_last_batch() -> None:
 
 
 def test_a_replay_that_takes_long_keeps_a_bounded_number() -> None:
-    """Beyond it, batches are dropped and asked for again."""
+    """Beyond the bound, batches are dropped and requested again."""
     there = Publisher(kept=10**6)
     there.order.check()
     for _ in range(MAX_HELD + 5):

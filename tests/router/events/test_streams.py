@@ -1,4 +1,4 @@
-"""Streams over real sockets: gaps, restarts, publishers that go away, that connect, that are too old for sessions."""
+"""Streams over real sockets: gaps, restarts, publishers that go away, that connect, or are too old for sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uniform_tokens
 from tests.router.events.publisher import Publisher, publishing, until
 
-POD = "pod"
+POD = PodId("pod")
 TEXT = bytes(65 + at % 23 for at in range(STRIDE * 12))
 
 
@@ -32,12 +32,12 @@ class Gateway:
         self.requests = 0
 
     def believed(self, text: bytes = TEXT, pod: PodId = POD) -> int:
-        """Keys of a prompt that the pod is believed to hold."""
+        """Return how many keys of a prompt the pod is believed to hold."""
         match = self.index.match(keys_of(text), self.clock()).get(pod)
         return match.strides if match else 0
 
     def serve(self, engine: ModelEngine, text: bytes = TEXT, pod: PodId = POD, *, says_session: bool = True) -> None:
-        """A request through this gateway."""
+        """Send a request through this gateway."""
         session = f"session {self.requests}"
         self.requests += 1
         tokens = [token for token, _ in uniform_tokens(text)]
@@ -48,7 +48,7 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def gateway(*, topic: str = "", bind: str | None = None) -> AsyncIterator[Gateway]:
-    """A gateway that follows streams while the block lasts."""
+    """Run a gateway that follows streams while the block lasts."""
     here = Gateway(topic=topic, bind=bind)
     task = asyncio.create_task(here.streams.run())
     await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def gateway(*, topic: str = "", bind: str | None = None) -> AsyncIterator[
 
 
 def source(publisher: Publisher, *, replays: bool = True, life: str = "") -> Source:
-    """Where the publisher is."""
+    """Return the publisher's addresses."""
     return Source(MODEL, "127.0.0.1", 8000, publisher.port, publisher.replay_port if replays else None, life)
 
 
@@ -74,7 +74,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("topics", [True, False])
 async def test_what_was_stored_before_is_replayed_and_evictions_are_seen(topics: bool) -> None:
-    """With and without the topic in replays."""
+    """Replays may have the topic or not."""
     engine = ModelEngine(room=24, block_tokens=4)
     async with publishing(engine, topics=topics) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher)})
@@ -115,13 +115,26 @@ async def test_a_gap_is_replayed_and_a_lost_tail_is_found_by_a_check() -> None:
         assert status["lost"] == status["restarts"] == 0
 
 
+async def test_an_answer_to_a_check_does_not_lead_to_the_next_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribe, "CHECK_S", 1000.0)
+    engine = ModelEngine(room=64, block_tokens=4)
+    async with publishing(engine) as publisher, gateway() as here:
+        here.streams.set_sources({POD: source(publisher)})
+        await until(lambda: here.streams.state(POD) == "waiting")
+        for turns in range(1, 4):
+            here.serve(engine, TEXT * turns)
+            publisher.publish()
+            await until(lambda: here.believed(TEXT * turns) == 12 * turns)  # noqa: B023  # is called at once
+        assert publisher.asked == [0], "once, when it connected"
+
+
 async def test_without_replay_a_gap_forgets_and_what_follows_is_believed() -> None:
-    """Blocks that later ones continue are known to lie there, as their names are remembered."""
+    """Blocks that later ones continue are known to be there, because their names are remembered."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher, replays=False)})
         await until(lambda: here.streams.state(POD) == "waiting")
-        await asyncio.sleep(0.2)  # the subscription is under way: nothing says when it is there
+        await asyncio.sleep(0.2)  # nothing tells when the subscription is ready
         here.serve(engine)
         publisher.publish()
         await until(lambda: here.believed() == 12)
@@ -137,7 +150,7 @@ async def test_without_replay_a_gap_forgets_and_what_follows_is_believed() -> No
 
 
 async def test_a_restart_forgets_and_its_first_batches_count() -> None:
-    """The engine ends, and another one comes at the same ports that has published more than the first."""
+    """The engine ends, and another one starts at the same ports and publishes more than the first."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher)})
@@ -158,7 +171,7 @@ async def test_a_restart_forgets_and_its_first_batches_count() -> None:
 
 
 async def test_a_stream_that_is_gone_is_believed_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was known becomes belief, and the pod no longer counts as one that reports."""
+    """What was known becomes beliefs, and the pod no longer counts as one that reports."""
     monkeypatch.setattr(subscribe, "STALE_S", 0.3)
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
@@ -180,7 +193,7 @@ async def test_a_stream_that_is_gone_is_believed_not_reported(monkeypatch: pytes
 
 
 async def test_a_replay_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events go on; what is missing is lost, and said to be."""
+    """Events go on; what is missing is lost, and the status says so."""
     monkeypatch.setattr(subscribe, "REPLAY_S", 0.2)
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
@@ -211,7 +224,7 @@ async def test_an_engine_too_old_for_sessions_is_said_to_be_one() -> None:
 
 
 async def test_engines_that_connect_are_told_apart_by_topic() -> None:
-    """Two of them at one address of the gateway."""
+    """Two engines connect from one address."""
     one, two = ModelEngine(room=64, block_tokens=4), ModelEngine(room=64, block_tokens=4)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -224,20 +237,20 @@ async def test_engines_that_connect_are_told_apart_by_topic() -> None:
     ):
         here.streams.set_sources(
             {
-                "one": Source(MODEL, "127.0.0.1", 8001, None, first.replay_port),
-                "two": Source(MODEL, "127.0.0.1", 8002, None, second.replay_port),
+                PodId("one"): Source(MODEL, "127.0.0.1", 8001, None, first.replay_port),
+                PodId("two"): Source(MODEL, "127.0.0.1", 8002, None, second.replay_port),
             }
         )
-        here.serve(one, TEXT, "one")
-        here.serve(two, TEXT[::-1], "two")
+        here.serve(one, TEXT, PodId("one"))
+        here.serve(two, TEXT[::-1], PodId("two"))
         first.publish()
         second.publish()
-        await until(lambda: here.believed(TEXT, "one") == 12 and here.believed(TEXT[::-1], "two") == 12)
-        assert here.believed(TEXT, "two") == here.believed(TEXT[::-1], "one") == 0
+        await until(lambda: here.believed(TEXT, PodId("one")) == 12 and here.believed(TEXT[::-1], PodId("two")) == 12)
+        assert here.believed(TEXT, PodId("two")) == here.believed(TEXT[::-1], PodId("one")) == 0
 
 
 async def test_a_pod_that_is_gone_leaves_nothing_behind() -> None:
-    """Neither in the index nor among the streams; its place is free for another one."""
+    """Neither the index nor the streams keep anything; its place is free for another pod."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         for life in range(3):

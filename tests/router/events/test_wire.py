@@ -1,4 +1,4 @@
-"""Every form in which KV events come says the same; bytes that are none do no harm."""
+"""All forms of KV events mean the same; bytes that are no events do no harm."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 def shortest(event: dict[str, Any]) -> dict[str, Any]:
-    """Without what is None, as vLLM leaves defaults out."""
+    """Leave out what is None, as vLLM leaves out defaults."""
     return {name: value for name, value in event.items() if value is not None}
 
 
 def as_bytes(event: dict[str, Any]) -> dict[str, Any]:
-    """With hashes of 32 bytes, as without VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
+    """Use hashes of 32 bytes, as without VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
     event = dict(event)
     for name in ("block_hashes", "parent_block_hash"):
         if isinstance(event.get(name), list):
@@ -52,14 +52,14 @@ def as_bytes(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def signed(event: dict[str, Any]) -> dict[str, Any]:
-    """With hashes as signed integers."""
+    """Use hashes that are signed integers."""
     return event | {"block_hashes": [one - 2**64 if one >= 2**63 else one for one in event["block_hashes"]]}
 
 
 @pytest.mark.parametrize("batch_form", ["array", "map", "array without rank"])
 @pytest.mark.parametrize("event_form", ["map", "shortest map", "array", "bytes", "signed", "array and map"])
 def test_all_forms_say_the_same(batch_form: str, event_form: str) -> None:
-    """Batch and events as arrays or maps, hashes as integers or bytes."""
+    """Batches and events may be arrays or maps, hashes integers or bytes."""
     shapes: dict[str, Any] = {
         "map": lambda event: event,
         "shortest map": shortest,
@@ -84,7 +84,7 @@ def test_all_forms_say_the_same(batch_form: str, event_form: str) -> None:
 
 
 def test_what_is_not_known_is_counted_and_what_it_stands_beside_is_read() -> None:
-    """Events of a later release, media that are not known, blocks that are not this engine's own."""
+    """This covers events of a later release, unknown media, and blocks that are not this engine's own."""
     events = [
         {"type": "BlockPinned", "block_hashes": [1]},
         shortest(STORED) | {"temperature": 3},
@@ -107,13 +107,13 @@ def test_what_is_not_known_is_counted_and_what_it_stands_beside_is_read() -> Non
     + [(medium, Tier.DISK) for medium in ("STORAGE", "FS", "OBJ", "DISK", "EXTERNAL")],
 )
 def test_media(medium: str | None, tier: Tier) -> None:
-    """Which tier a medium is."""
+    """Each medium has its tier."""
     assert decode(msgpack.packb([0, [REMOVED | {"medium": medium}]])).events == [Removed([BIG], tier, 1)]
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\x91" * 100_000])
 def test_headers_that_promise_more_than_there_is(payload: bytes) -> None:
-    """Neither memory nor the stack is taken for what does not come."""
+    """Data that does not come takes neither memory nor stack."""
     with pytest.raises(BadBatch):
         decode(payload)
 
@@ -135,7 +135,7 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.binary(max_size=300), st.lists(EVENTS, max_size=4).map(lambda e: msgpack.packb([0.0, e, 0]))))
 def test_any_bytes_are_read_or_refused(payload: bytes) -> None:
-    """Nothing else is raised, and what is read has the types that it says."""
+    """Nothing else is raised, and the results have their declared types."""
     try:
         batch = decode(payload)
     except BadBatch:

@@ -1,4 +1,4 @@
-"""An API server that keeps pods and plays the faults it is told to: LIST in pages, WATCH from a version, bookmarks."""
+"""An API server that keeps pods and plays given faults: LIST in pages, WATCH from a version, bookmarks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pod(
     annotations: dict[str, str] | None = None,
     created: str = "2026-01-01T00:00:00Z",
 ) -> Json:
-    """A pod as the API server writes it, by way of the client's models, which know the fields' names."""
+    """Return a pod as the API server writes it, made with the client's models, which know the fields' names."""
     conditions = [] if ready is None else [client.V1PodCondition(type="Ready", status=str(ready))]
     ports = [client.V1ContainerPort(name=port[0], container_port=port[1])] if port else None
     model = client.V1Pod(
@@ -59,63 +59,66 @@ def pod(
 
 @dataclass
 class ScriptedApi:
-    """The server. `answers` are played once each, first to last, in place of the real answer to a WATCH or LIST."""
+    """The server. Each of `answers` is played once, in order, in place of the real answer to a WATCH or LIST."""
 
+    selected: tuple[str, str] = ("labelSelector", SELECTOR)
+    """The only query that it accepts."""
+    list_kind: str = "PodList"
     pods: dict[str, Json] = field(default_factory=dict)
     history: list[tuple[int, Json]] = field(default_factory=list)
     version: int = 100
     oldest: int = 0
-    """Versions before this one are no longer known: a WATCH from them is told 410."""
+    """Versions before this one are no longer known: a WATCH from them gets 410."""
     is_up: bool = True
     is_mute: bool = False
-    """Watches hear nothing more, and do not end."""
+    """Watches get nothing more, and do not end."""
     token: str = "token-1"
     page_pods: int = 2
     list_faults: list[str] = field(default_factory=list)
     watch_faults: list[str] = field(default_factory=list)
     standing_fault: str | None = None
-    """Played on every WATCH for which `watch_faults` has nothing."""
+    """Played on every WATCH if `watch_faults` is empty."""
     asked: list[tuple[float, str]] = field(default_factory=list)
-    """When something was asked, and what: list, watch."""
+    """When each request came, and its kind: list or watch."""
     asked_from: list[int] = field(default_factory=list)
-    """The versions that watches began at."""
+    """The versions at which watches began."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     open_watches: set[asyncio.Transport] = field(default_factory=set)
 
     # -- what happens in the cluster ----------------------------------------------------------------------------
 
     def put(self, shown: Json) -> None:
-        """A pod comes or changes."""
+        """Add or change a pod."""
         name = shown["metadata"]["name"]
         self._happen("MODIFIED" if name in self.pods else "ADDED", shown)
         self.pods[name] = shown
 
     def remove(self, name: str) -> None:
-        """A pod goes, or its labels no longer match: a watch with a selector is told the same."""
+        """Remove a pod. A watch with a selector gets the same event when a pod's labels no longer match."""
         self._happen("DELETED", self.pods.pop(name))
 
     def remove_unheard(self, name: str) -> None:
-        """A pod goes and no watch is told."""
+        """Remove a pod without telling any watch."""
         self.version += 1
         del self.pods[name]
 
     def forget_history(self) -> None:
-        """As after a restart of the API server, or a compaction."""
+        """Forget old versions, as after a restart of the API server, or a compaction."""
         self.version += 1
         self.oldest = self.version
         self.history.clear()
 
     def drop_watches(self) -> None:
-        """Connections break."""
+        """Break the connections."""
         for transport in self.open_watches:
             transport.abort()
 
     def times(self, what: str) -> list[float]:
-        """When `what` was asked for."""
+        """Return when requests of this kind came."""
         return [at_s for at_s, asked in self.asked if asked == what]
 
     def ready(self) -> set[tuple[str, str]]:
-        """URL and UID of the pods that may be sent requests, by the rule of the documentation, not by our code."""
+        """Return URL and UID of the pods that may get requests, by the documented rule, not by our code."""
         found = set()
         for shown in self.pods.values():
             status, meta = shown["status"], shown["metadata"]
@@ -127,7 +130,7 @@ class ScriptedApi:
     def _happen(self, kind: str, shown: Json) -> None:
         self.version += 1
         shown["metadata"]["resourceVersion"] = str(self.version)
-        # The DELETED event carries the version of the deletion: the object is copied as it is now.
+        # The DELETED event has the version of the deletion, so the object is copied as it is now.
         self.history.append((self.version, {"type": kind, "object": orjson.loads(orjson.dumps(shown))}))
         self.changed.set()
 
@@ -135,7 +138,8 @@ class ScriptedApi:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a LIST or a WATCH."""
-        assert request.query["labelSelector"] == SELECTOR
+        name, value = self.selected
+        assert request.query.get(name, "") == value
         is_watch = "watch" in request.query
         self.asked.append((asyncio.get_running_loop().time(), "watch" if is_watch else "list"))
         if not self.is_up:
@@ -146,6 +150,8 @@ class ScriptedApi:
             return status(401, "Unauthorized")
         faults = self.watch_faults if is_watch else self.list_faults
         fault = faults.pop(0) if faults else self.standing_fault if is_watch else None
+        if fault == "404":
+            return web.Response(status=404, text="404 page not found\n")  # the kind is not installed
         if fault in ("403", "429", "500"):
             return status(int(fault), f"pods is {fault}")
         if fault == "html":
@@ -165,7 +171,7 @@ class ScriptedApi:
         meta = {"resourceVersion": str(self.version)}
         if begin + len(page) < len(names):
             meta["continue"] = str(begin + len(page))
-        answer = {"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": [self.pods[n] for n in page]}
+        answer = {"kind": self.list_kind, "apiVersion": "v1", "metadata": meta, "items": [self.pods[n] for n in page]}
         return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     async def _watch(self, request: web.Request, fault: str | None) -> web.StreamResponse:
@@ -221,13 +227,13 @@ class ScriptedApi:
 
 
 def status(code: int, message: str) -> web.Response:
-    """A refusal as the API server words it."""
+    """Return a refusal in the API server's words."""
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
     return web.Response(status=code, body=orjson.dumps(body), content_type="application/json")
 
 
 class Follower:
-    """A discovery that follows `api` over a real connection, and what it said last."""
+    """A discovery that follows `api` over a real connection, and its last set."""
 
     def __init__(self, api: ScriptedApi, url: str, port: int | str = "http", seed: int = 1) -> None:
         self.token = api.token
@@ -246,17 +252,17 @@ class Follower:
             self.sets.append(addresses)
 
     def ready(self) -> set[tuple[str, str]]:
-        """URL and life of the engines that take requests."""
+        """Return URL and life of the engines that take requests."""
         return {(address.url, address.life) for address in self.sets[-1] if address.is_ready}
 
     def urls(self) -> list[str]:
-        """URLs of the engines that take requests."""
+        """Return the URLs of the engines that take requests."""
         return sorted(url for url, _ in self.ready())
 
 
 @contextlib.asynccontextmanager
 async def serving(api: ScriptedApi) -> AsyncIterator[str]:
-    """`api` on a loopback port; its base URL."""
+    """Serve `api` on a loopback port, and yield its base URL."""
     app = web.Application()
     app.router.add_get(PATH, api.handle)
     async with TestServer(app, handler_cancellation=True, shutdown_timeout=0.01) as server:
@@ -265,7 +271,7 @@ async def serving(api: ScriptedApi) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def following(api: ScriptedApi, port: int | str = "http", seed: int = 1) -> AsyncIterator[Follower]:
-    """`api` on a loopback port, and a follower of it; both end with the block."""
+    """Serve `api` on a loopback port, and follow it; both end with the block."""
     async with serving(api) as url:
         follower = Follower(api, url, port, seed)
         task = asyncio.create_task(follower.run())

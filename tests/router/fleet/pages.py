@@ -1,4 +1,4 @@
-"""Pages of metrics in the shape of vLLM's and SGLang's."""
+"""Metrics pages in the format of vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 
 @dataclass
 class Load:
-    """Of one rank."""
+    """The load of one rank."""
 
     running: float | str = 0.0
     waiting: float | str = 0.0
@@ -23,7 +23,7 @@ def gauge(name: str, samples: Iterable[tuple[str, object]]) -> str:
 
 
 def histograms(prefix: str, labels: Sequence[str], count: int) -> str:
-    """What makes most of a page."""
+    """Return the lines that make up most of a page."""
     parts = []
     for number in range(count):
         name = f"{prefix}:phase_{number}_seconds"
@@ -45,9 +45,9 @@ def vllm_page(
     first_rank: int = 0,
     unused: Sequence[int] = (),
 ) -> bytes:
-    """`blocks`: of each rank. `unused`: ranks of a server of several processes that had no request yet.
+    """`blocks`: of each rank. `unused`: ranks of a server with several processes that had no request yet.
 
-    `slots`: (when, most adapters, running, waiting), a series each.
+    `slots`: (when, most adapters, running, waiting), one series each.
     """
     ranks = [f'engine="{first_rank + i}",model_name="tiny"' for i in range(len(loads))]
     kv = "gpu_cache_usage_perc" if old else "kv_cache_usage_perc"
@@ -87,7 +87,7 @@ def vllm_page(
 def sglang_page(
     loads: Sequence[Load], *, capacity: int = 20_480, page_size: int = 1, old: bool = False, tp: int = 1
 ) -> bytes:
-    """With several ranks, each has the label dp_rank; with `tp` above 1 every scheduler of a rank writes."""
+    """If there are several ranks, each has the label dp_rank; if `tp` is above 1, every scheduler of a rank writes."""
     samples: list[tuple[str, Load]] = []
     for rank, load in enumerate(loads):
         dp = f'dp_rank="{rank}",' if len(loads) > 1 else ""

@@ -1,11 +1,11 @@
-"""What the API server, name servers and engines send, whatever it is: an answer, or the failure that is foreseen."""
+"""Whatever the API server, name servers and engines send: the result is an answer or an expected failure."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import json
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import dns.message
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from router.fleet import dns as dns_module
 from router.fleet.dns import DnsAnswer, DnsDiscovery, LookupFailed, SystemResolver
+from router.fleet.kubernetes_objects import Status
 from router.fleet.kubernetes_pods import (
     MODEL_ANNOTATION,
     PORT_ANNOTATION,
@@ -26,7 +27,6 @@ from router.fleet.kubernetes_pods import (
     PodChange,
     PodList,
     PodTable,
-    Status,
     address_of,
 )
 from router.fleet.probe import PodIdentity
@@ -37,14 +37,14 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
 ips = st.sampled_from(("10.0.0.1", "fd00::1", "fe80::1%eth0", "", "::1]/", "a b", "10.0.0.1:80", "[fd00::1]")) | texts
 numbers = st.integers(-(2**40), 2**40) | st.sampled_from((0, 1, 8000, 65535, 65536))
-annotations = st.dictionaries(
+annotated = st.dictionaries(
     st.sampled_from((PORT_ANNOTATION, MODEL_ANNOTATION, WEIGHT_ANNOTATION)),
     st.sampled_from(("8000", "0", "99999", "٣", "-1", "1e3", "0.5", "nan", "inf", "a b")) | texts,
 )
 
 
 def record(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """An object whose fields are as they should be, or anything, or not there."""
+    """Generate an object whose fields are as expected, anything else, or missing."""
     return st.fixed_dictionaries({}, optional={name: field | values for name, field in fields.items()})
 
 
@@ -55,7 +55,7 @@ pods = record(
         resourceVersion=texts,
         creationTimestamp=texts,
         deletionTimestamp=texts,
-        annotations=annotations,
+        annotations=annotated,
     ),
     spec=record(containers=st.lists(record(ports=st.lists(record(name=st.just("http"), containerPort=numbers))))),
     status=record(
@@ -74,7 +74,7 @@ valid_pods = st.builds(
     ),
     ips,
     numbers,
-    annotations,
+    annotated,
 )
 
 
@@ -98,8 +98,8 @@ def test_an_event_of_a_watch_is_one_or_is_refused(kind: object, thing: object) -
             event = WATCH_EVENT.validate_json(body)
         except ValidationError:
             continue
-        if isinstance(event, PodChange):
-            table.apply(event)
+        if isinstance(event, cast(Any, PodChange)):
+            table.apply(cast(PodChange, event))
             table.addresses()
 
 
@@ -121,7 +121,7 @@ def listing(items: list[Any]) -> dict[str, Any]:
 
 
 class Mangling(asyncio.DatagramProtocol):
-    """A name server whose answers are cut, and have other bytes at some places, behind their id."""
+    """A name server whose answers are cut, or have wrong bytes at some places after their id."""
 
     def __init__(self, changes: list[tuple[int, int]], length: int | None) -> None:
         self._changes = changes

@@ -1,4 +1,4 @@
-"""Flags that select the discovery, what they make, and the combinations that are refused."""
+"""Flags that select the discovery, their results, and refused combinations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_kind(line: str, kind: type) -> None:
 
 
 async def test_a_kubeconfig_leads_to_the_pods(tmp_path: Path) -> None:
-    """Flags to set, over a real connection: nothing between them is replaced but the API server."""
+    """From flags to the set, over a real connection: only the API server is replaced."""
     api = ScriptedApi()
     api.put(pod("a", "10.0.0.1"))
     async with serving(api) as url:
@@ -67,8 +67,8 @@ contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
         ("--discovery kubernetes", "--kube-selector is required with --discovery kubernetes"),
         ("--discovery dns", "--dns-name is required with --discovery dns"),
         ("--discovery kubernetes --kube-selector a --engines http://a", "--engines needs --discovery static"),
-        ("--engines http://a --kube-port 8000", "--kube-port needs --discovery kubernetes, which is static"),
-        ("--engines http://a --dns-name x", "--dns-name needs --discovery dns, which is static"),
+        ("--engines http://a --kube-port 8000", "--kube-port needs --discovery kubernetes, not static"),
+        ("--engines http://a --dns-name x", "--dns-name needs --discovery dns, not static"),
         ("--discovery dns --dns-name x --kube-namespace n", "--kube-namespace needs --discovery kubernetes"),
         ("--discovery kubernetes --kube-selector a --kube-port 0", "--kube-port: got '0'"),
         ("--discovery kubernetes --kube-selector a --kube-port 70000", "--kube-port: got '70000'"),

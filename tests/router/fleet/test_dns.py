@@ -21,7 +21,7 @@ A, B, SIX = "10.0.0.1", "10.0.0.2", "fd00::1"
 
 
 class ScriptedResolver:
-    """Answers `answer`; `asked` are the times."""
+    """Answers with `answer`; `asked` are the times of the queries."""
 
     def __init__(self) -> None:
         self.answer: DnsAnswer | LookupFailed = DnsAnswer(frozenset((A, B)), 30.0)
@@ -147,7 +147,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 @pytest.fixture
 async def resolver() -> AsyncIterator[SystemResolver]:
-    """The real resolver, asking a name server on loopback."""
+    """Yield the real resolver, with a name server on loopback."""
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
     yield SystemResolver(transport.get_extra_info("sockname")[:2])
@@ -172,6 +172,6 @@ async def test_a_name_that_is_not_resolved_is_a_failure(resolver: SystemResolver
 
 
 async def test_the_systems_own_configuration_is_usable() -> None:
-    """An answer or a failure, within the deadline, for a name that no server has."""
+    """For a name that no server has, there is an answer or a failure within the deadline."""
     with pytest.raises(LookupFailed):
         await SystemResolver().resolve("warmroute.invalid.")

@@ -1,4 +1,4 @@
-"""Ejection of pods that only fail requests, and their way back: in virtual time, with a probe that always goes well."""
+"""Ejection of pods that only fail requests, and their return: in virtual time, with a probe that always succeeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def now_s() -> float:
 
 
 def leased(fleet: Fleet, pod: Pod) -> Lease:
-    """A request on the pod."""
+    """Return a lease of a request on the pod."""
     return fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True)
 
 
@@ -38,7 +38,7 @@ def fail(
     is_made_good: bool = True,
     is_begun: bool = False,
 ) -> None:
-    """Requests, one after the other, that the pod fails at once."""
+    """Send requests, one after the other, that the pod fails at once."""
     for _ in range(times):
         with leased(fleet, pod):
             fault = Fault(next(BODIES) if body is None else body, now_s(), now_s(), is_made_good)
@@ -46,14 +46,14 @@ def fail(
 
 
 def serve(fleet: Fleet, pod: Pod) -> None:
-    """A request that the pod answers at once."""
+    """Send a request that the pod answers at once."""
     with leased(fleet, pod):
         pod.faults.began(now_s())
         fleet.served(pod, sent_s=now_s())
 
 
 def world_of(count: int) -> World:
-    """As many pods: a, b, c ..."""
+    """Make a world with `count` pods: a, b, c ..."""
     urls = [f"http://{chr(ord('a') + i)}" for i in range(count)]
     world = World(*urls)
     world.probe.pods = {url: identity(url[-1]) for url in urls}
@@ -113,7 +113,7 @@ async def test_answers_that_end_well_do_not_hide_that_none_begins() -> None:
 
 @pytest.mark.looptime
 async def test_what_was_on_its_way_when_a_failure_came_to_light_is_the_same_event() -> None:
-    """A step that fails takes all its requests with it, and a network all connections: that ejects nobody."""
+    """A step that fails takes all its requests with it, and a network all connections: that ejects no pod."""
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
@@ -181,7 +181,7 @@ async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize(("breaking", "left"), [(3, ["d", "e", "f"]), (4, ["a", "b", "c", "d", "e", "f"])])
 async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, left: list[str]) -> None:
-    """Something on the way cuts them all. Errors, which another pod makes good, still count."""
+    """Something in between cuts them all. Errors, which another pod makes good, still count."""
     world = world_of(6)
     async with world.running():
         pods = world.fleet.pods("m")
@@ -189,7 +189,7 @@ async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, 
             for pod in pods[:breaking]:
                 fail(world.fleet, pod, is_begun=True)
                 serve(world.fleet, pod)
-            await asyncio.sleep(60)  # long ones, among short ones that end well
+            await asyncio.sleep(60)  # long streams, among short ones that end well
         for _ in range(3):
             for pod in pods[:breaking]:
                 fail(world.fleet, pod, is_begun=True)
@@ -200,7 +200,7 @@ async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, 
 
 
 @pytest.mark.looptime
-async def test_where_every_pod_that_answers_is_ejected_all_are_used() -> None:
+async def test_if_every_pod_that_answers_is_ejected_all_are_used() -> None:
     world = world_of(4)
     async with world.running():
         a, b = world.fleet.pods("m")[:2]
@@ -225,7 +225,7 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
         for length_s in (FIRST_EJECTION_S, 2 * FIRST_EJECTION_S):
             await asyncio.sleep(length_s - 0.1)
             assert world.ids() == ["b", "c"]
-            await asyncio.sleep(1.4)  # the probe that finds the time over
+            await asyncio.sleep(1.4)  # until the probe after the time out
             assert world.ids() == ["a", "b", "c"]
             assert world.fleet.doubtful("m") == {"a"}, "no place for a second attempt"
             with leased(world.fleet, pod):
@@ -261,7 +261,7 @@ async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
 
 @pytest.mark.looptime
 async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> None:
-    """The client left, or another pod failed the request too."""
+    """The client left, or another pod also failed the request."""
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
@@ -334,7 +334,7 @@ async def test_a_new_life_at_the_same_address_has_a_clean_record(new: str) -> No
 
 @pytest.mark.looptime
 async def test_a_foreign_engine_that_was_away_has_a_clean_record() -> None:
-    """It has no epoch to tell its lives apart; one that does not answer its probe has most likely restarted."""
+    """It has no epoch to show a restart; if it does not answer its probe, it has most likely restarted."""
     world = world_of(3)
     world.probe.pods["http://a"] = identity("a", None)
     async with world.running():
@@ -368,7 +368,9 @@ async def test_a_pod_that_has_left_is_not_ejected() -> None:
     pods=st.integers(1, 6),
     steps=st.lists(st.sampled_from(["fail", "break", "serve", "lose", "wait"]), max_size=60),
 )
-async def test_whatever_happens_half_are_left_and_who_serves_comes_back(seed: int, pods: int, steps: list[str]) -> None:
+async def test_half_of_the_pods_always_remain_and_a_pod_that_serves_comes_back(
+    seed: int, pods: int, steps: list[str]
+) -> None:
     world, rng = world_of(pods), random.Random(seed)
     async with world.running():
         for step in steps:
@@ -401,13 +403,13 @@ def test_a_record_has_a_bound() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_often() -> None:
-    """Its probe goes well all the while. Nobody counts it as a failure, and the others may all leave."""
+    """Its probe still succeeds. This counts as no failure, and the others may all leave."""
     world = world_of(2)
     async with world.running():
         pod, other = world.fleet.pods("m")
         began_s, trials = now_s(), []
         await asyncio.sleep(0.1)
-        with leased(world.fleet, pod):  # on its way when it said so: ends well, and proves nothing
+        with leased(world.fleet, pod):  # it was already running: it ends well, and proves nothing
             world.fleet.leaves(pod, "it drains")
             world.fleet.leaves(pod, "it drains")
             assert world.ids() == ["b"]
@@ -425,7 +427,7 @@ async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_ofte
         assert LONGEST_EJECTION_S <= gaps[-1] <= LONGEST_EJECTION_S + 3
         assert (world.fleet.ejections, pod.faults.count, pod.faults.is_ejected) == (0, 0, False)
         world.fleet.leaves(other, "it drains too")
-        assert world.ids() == [], "none of them is used for want of others"
+        assert world.ids() == [], "a pod that leaves gets no requests even if there is no other"
 
 
 @pytest.mark.looptime
@@ -457,7 +459,7 @@ async def test_a_wrong_word_is_made_good_by_one_answer() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_that_sleeps_is_out_until_it_is_awake_and_its_requests_are_given_up_once() -> None:
-    world, slept = world_of(2), []
+    world, slept = world_of(2), list[Pod]()
     world.probe.pods["http://a"] = identity("a", None)
     world.fleet.listen_for_sleep(slept.append)
     async with world.running():

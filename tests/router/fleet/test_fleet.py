@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport
-from router.fleet.discovery import EngineAddress
+from router.fleet.discovery import DiscoveryStatus, EngineAddress
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.probe import PodIdentity, ProbeFailed, ServedModel, served_models
 from router.routing.types import PodId
@@ -26,7 +26,7 @@ def identity(pod: str, epoch: int | None = 1, *models: str) -> PodIdentity:
 
 
 class ScriptedProbe:
-    """Answers from `pods`: an identity, or an exception, by URL. `seen` are the times of the looks."""
+    """Answers from `pods` by URL: an identity, or an exception. `seen` are the times of the probes."""
 
     def __init__(self) -> None:
         self.pods: dict[str, PodIdentity | Exception] = {url: identity(url[-1]) for url in URLS}
@@ -43,7 +43,7 @@ class ScriptedProbe:
 
 
 class ScriptedDiscovery:
-    """The sets put into `sets`, one after the other."""
+    """Yields the sets put into `sets`, one after the other."""
 
     def __init__(self, *urls: str) -> None:
         self.sets: asyncio.Queue[frozenset[EngineAddress]] = asyncio.Queue()
@@ -55,6 +55,9 @@ class ScriptedDiscovery:
     async def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         while True:
             yield await self.sets.get()
+
+    def status(self) -> DiscoveryStatus:
+        return DiscoveryStatus(None)
 
 
 class World:
@@ -182,7 +185,7 @@ async def test_discovery_replaces_the_whole_set() -> None:
 @pytest.mark.looptime
 async def test_a_url_taken_over_by_another_engine_is_a_new_life() -> None:
     world = World()
-    world.probe.pods["http://a"] = identity("a", None)  # the engine itself does not tell its lives apart
+    world.probe.pods["http://a"] = identity("a", None)  # the engine itself does not report restarts
     world.discovery.sets.get_nowait()
     world.discovery.put(EngineAddress("http://a", "uid-1"))
     async with world.running():

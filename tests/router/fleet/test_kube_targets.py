@@ -1,4 +1,4 @@
-"""--kube-targets: what an entry gives, what is refused and in which words, and that several are really followed."""
+"""--kube-targets: the result of an entry, refusals and their messages, and several entries that are really followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(*flags: str, **environ: str) -> GatewaySettings:
 
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, **apis: ScriptedApi) -> AsyncIterator[Path]:
-    """An API server with a namespace for each of `apis`; the path of a kubeconfig that leads to it."""
+    """Serve a namespace for each of `apis`, and yield the path of a kubeconfig."""
     app = web.Application()
     for namespace, api in apis.items():
         app.router.add_get(f"/api/v1/namespaces/{namespace}/pods", api.handle)
@@ -133,7 +133,7 @@ def test_whatever_is_given_is_read_or_refused(text: str) -> None:
 
 
 async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
-    """Flags to set, over real connections. Pods of one name in two namespaces are two engines."""
+    """From flags to the set, over real connections. Pods with one name in two namespaces are two engines."""
     one, other = ScriptedApi(), ScriptedApi()
     one.put(pod("vllm-0", "10.0.0.1"))
     other.put(pod("vllm-0", "10.0.0.2"))
@@ -154,7 +154,7 @@ async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
 
 
 async def test_each_sets_engines_are_shown_their_own_key(tmp_path: Path) -> None:
-    """Through a whole gateway: probes, requests and resets; what clients show is for none of them."""
+    """Through a whole gateway: probes, requests and resets; no engine gets the clients' keys."""
     wanting, open_to_all = ProtectedEngine(None, GOOD), ScriptedEngine(None, GOOD)
     apis = {"ns": ScriptedApi(), "llm": ScriptedApi()}
     key = tmp_path / "key"

@@ -13,20 +13,20 @@ import pytest
 
 from router.fleet import kubernetes_pods
 from router.fleet.discovery import EngineAddress
-from router.fleet.kubernetes import LONGEST_PAUSE_S, RELIST_EVERY_S, SHORT_WATCH_S
-from router.fleet.kubernetes_api import ApiError, Cluster, PodApi, Trouble
+from router.fleet.kubernetes_api import ApiError, Cluster, ObjectApi, Trouble
+from router.fleet.kubernetes_watch import LONGEST_PAUSE_S, RELIST_EVERY_S, SHORT_WATCH_S
 from tests.router.fleet.kube import ScriptedApi, following, pod
 
 A, B, C = "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000"
 NEWS_S = 0.5
-"""An event is heard within this."""
+"""An event is known within this time."""
 
 pytestmark = pytest.mark.looptime
 
 
 @pytest.fixture
 def api() -> ScriptedApi:
-    """Two Ready pods; a third page-mate that is none of our business as it has no IP yet."""
+    """Two Ready pods; a third pod on the page is ignored because it has no IP yet."""
     api = ScriptedApi()
     api.put(pod("a", "10.0.0.1"))
     api.put(pod("b", "10.0.0.2"))
@@ -87,7 +87,7 @@ async def test_an_evicted_or_ended_pod_is_gone(api: ScriptedApi, now: dict[str, 
 async def test_an_ip_given_to_another_pod_is_another_life(api: ScriptedApi) -> None:
     async with following(api) as seen:
         await asyncio.sleep(NEWS_S)
-        api.put(pod("d", "10.0.0.1", created="2026-01-03T00:00:00Z"))  # before the end of the old one is heard
+        api.put(pod("d", "10.0.0.1", created="2026-01-03T00:00:00Z"))  # before the end of the old one is known
         await asyncio.sleep(NEWS_S)
         assert seen.sets[-1] == {EngineAddress(A, "uid-d"), EngineAddress(B, "uid-b")}
         api.remove("a")
@@ -107,7 +107,7 @@ async def test_a_stateful_pod_that_comes_back_under_its_name_is_another_life(api
 async def test_labels_that_no_longer_match_end_it_and_return(api: ScriptedApi) -> None:
     async with following(api) as seen:
         await asyncio.sleep(NEWS_S)
-        api.remove("a")  # what a watch with a selector is told
+        api.remove("a")  # the event that a watch with a selector gets
         await asyncio.sleep(NEWS_S)
         assert seen.urls() == [B]
         api.put(pod("a", "10.0.0.1"))
@@ -152,14 +152,14 @@ async def test_weights_from_annotations(api: ScriptedApi, caplog: pytest.LogCapt
         await asyncio.sleep(NEWS_S)
     weights = {address.life: address.weight for address in seen.sets[-1]}
     assert weights == {"uid-big": 2.5, "uid-odd": 1.0, "uid-nil": 1.0, "uid-huge": 1.0, "uid-none": 1.0}
-    assert "warmroute.io/weight of huge, nil, odd is no number" in caplog.text
+    assert "warmroute.io/weight of huge, nil, odd is not a number" in caplog.text
     assert "big" not in caplog.text
 
 
 async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
     api: ScriptedApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A deployment of hundreds that lacks a port would else fill the log, a line of all names with every change."""
+    """Else hundreds of pods without a port would fill the log: a line with all names at every change."""
     api.pods.clear()
     for i in range(30):
         api.put(pod(f"odd-{i:02}", f"10.0.1.{i}", port=None, annotations={"warmroute.io/weight": "odd"}))
@@ -182,7 +182,7 @@ async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
 
 
 def test_an_event_has_one_pod_read_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand pods took 34 ms for each event, in which no request moves."""
+    """Reading all of a thousand pods took 34 ms for each event, in which no request moves."""
     read: list[str] = []
 
     def reading(one: kubernetes_pods.Pod, port: int | str) -> EngineAddress | None:
@@ -230,7 +230,7 @@ async def test_a_version_that_expired_is_listed_anew(api: ScriptedApi) -> None:
         api.drop_watches()
         await asyncio.sleep(2)
         assert seen.urls() == [B]
-        api.forget_history()  # while a watch goes on, which is told at its next beginning
+        api.forget_history()  # a running watch learns of it when it starts again
         api.remove_unheard("b")
         await asyncio.sleep(63)
         assert seen.urls() == []
@@ -367,7 +367,7 @@ async def test_a_server_that_cannot_be_reached_is_named_and_nothing_of_the_progr
         cluster = Cluster(f"https://127.0.0.1:{taken.getsockname()[1]}", "ns", tls=ssl.create_default_context())
         async with aiohttp.ClientSession() as session:
             with pytest.raises(ApiError, match="ConnectionRefusedError") as caught:
-                await PodApi(session, cluster, "app=a").list()
+                await ObjectApi(session, cluster, kubernetes_pods.PODS, {"labelSelector": "app=a"}).list()
     assert caught.value.trouble is Trouble.UNREACHABLE
     assert cluster.url in str(caught.value)
     assert "object at" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Credentials: a pod's service account and kubeconfig files, as they lie on disk."""
+"""Credentials: a pod's service account and kubeconfig files, as they are on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ca() -> bytes:
 
 @pytest.fixture
 def account(tmp_path: Path, ca: bytes) -> Path:
-    """The folder Kubernetes mounts into a pod."""
+    """Yield the folder that Kubernetes mounts into a pod."""
     (tmp_path / "token").write_text("secret-1\n")
     (tmp_path / "ca.crt").write_bytes(ca)
     (tmp_path / "namespace").write_text("own")
@@ -112,7 +112,7 @@ async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | No
 
 
 def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a program may that a kubeconfig names; the process is told to stop meanwhile."""
+    """A program that a kubeconfig names may hang like this; the process is told to stop meanwhile."""
     let_go, ended = threading.Event(), threading.Event()
 
     def hang(path: str, namespace: str | None) -> Cluster:
@@ -122,7 +122,7 @@ def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kubernetes_login, "LOGIN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(kubernetes_login, "_from_kubeconfig", hang)
-    with pytest.raises(ApiError, match="not to be had"):
+    with pytest.raises(ApiError, match="not available"):
         asyncio.run(login("file", None, environ={}))
     assert not ended.is_set(), "the loop has ended before the login did"
     let_go.set()

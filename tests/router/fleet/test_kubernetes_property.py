@@ -10,11 +10,11 @@ import looptime
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.fleet.kubernetes import RELIST_EVERY_S
+from router.fleet.kubernetes_watch import RELIST_EVERY_S
 from tests.router.fleet.kube import Follower, ScriptedApi, following, pod
 
 SETTLED_S = 90.0
-"""A silent watch (60 + 10 s), the longest pause, and a LIST."""
+"""Seconds: a silent watch (60 + 10), the longest pause, and a LIST."""
 LIST_FAULTS = ("hang", "html", "html 200", "403", "500")
 WATCH_FAULTS = (*LIST_FAULTS, "eof", "garbage", "torn")
 
@@ -38,7 +38,7 @@ steps = st.one_of(
 
 
 class World:
-    """Plays steps. A name that was removed comes back as another pod; an IP is one pod's at a time."""
+    """Plays steps. A removed name comes back as another pod; an IP belongs to one pod at a time."""
 
     def __init__(self) -> None:
         self.api = ScriptedApi()
@@ -85,7 +85,7 @@ class World:
                 await asyncio.sleep(seconds)
 
     def heal(self, seen: Follower) -> None:
-        """All faults are over; what they hid stays hidden."""
+        """End all faults; what they hid stays hidden."""
         self.api.is_mute, self.api.is_up = False, True
         self.api.list_faults.clear()
         self.api.watch_faults.clear()

@@ -1,4 +1,4 @@
-"""Engines that say odd things of themselves: the probe fails, and nobody else hears of it."""
+"""Engines that report odd things about themselves: the probe fails, and no other pod is affected."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_no_redirect_of_an_engine_is_followed() -> None:
 
 @pytest.mark.looptime
 async def test_an_engine_cannot_take_the_id_of_a_pod_that_discovery_knows() -> None:
-    """Not even first, before the pod of that name has answered."""
+    """Not even if it answers first, before the pod with that name."""
     world = World()
     world.probe.pods = {"http://a": ProbeFailed("starts"), "http://b": identity("engine-0")}
     world.discovery.put(
@@ -91,7 +91,7 @@ async def test_an_engine_cannot_take_the_id_of_a_pod_that_discovery_knows() -> N
     )
     async with world.running():
         assert world.ids() == []
-        assert "engine-0, which discovery has at http://a" in str(world.fleet.members()[1].last_error)
+        assert "engine-0, but discovery has that pod at http://a" in str(world.fleet.members()[1].last_error)
         world.probe.pods = {"http://a": identity("engine-0"), "http://b": identity("engine-1")}
         await asyncio.sleep(3)
         assert world.ids() == ["engine-0", "engine-1"]
@@ -121,7 +121,7 @@ async def test_models_that_are_served_or_expected_are_never_forgotten(monkeypatc
     await asyncio.wait((task,))
 
 
-def test_what_is_untried_for_want_of_our_own_counts_against_nobody() -> None:
+def test_an_attempt_that_the_gateway_could_not_make_counts_against_no_engine() -> None:
     async def run() -> Any:
         world = World()
         async with world.running():

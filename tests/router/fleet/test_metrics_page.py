@@ -1,4 +1,4 @@
-"""What pages of both engines, of today and of before, say of their load; and what hostile ones do not."""
+"""What pages of both engines, present and earlier releases, tell about their load; and what hostile pages do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.fleet.pages import Load, gauge, histograms, sglang_page, vllm_
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_vllm_of_today_and_of_before(old):
+def test_vllm_of_today_and_of_before(old: bool) -> None:
     page = read_page(vllm_page([Load(3.0, 2.0, 0.25)], old=old))
     assert page is not None
     assert page.engine == "vllm"
@@ -27,7 +27,7 @@ def test_vllm_of_today_and_of_before(old):
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_sglang_of_today_and_of_before(old):
+def test_sglang_of_today_and_of_before(old: bool) -> None:
     page = read_page(sglang_page([Load(3.0, 2.0, 0.25)], old=old, page_size=16))
     assert page is not None
     assert page.engine == "sglang"
@@ -37,7 +37,7 @@ def test_sglang_of_today_and_of_before(old):
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 1)), min_size=1, max_size=9))
-def test_each_rank_has_its_own_load(loads):
+def test_each_rank_has_its_own_load(loads: list[tuple[int, int, float]]) -> None:
     expected = {rank: Counts(*load) for rank, load in enumerate(loads)}
     for make in (vllm_page, sglang_page):
         page = read_page(make([Load(float(r), float(w), u) for r, w, u in loads]))
@@ -50,13 +50,13 @@ def test_each_rank_has_its_own_load(loads):
         assert whole.capacity_tokens == 20_480 * len(loads)
 
 
-def test_ranks_are_numbered_over_all_nodes():
+def test_ranks_are_numbered_over_all_nodes() -> None:
     page = read_page(vllm_page([Load(), Load()], first_rank=4))
     assert page is not None
     assert list(page.ranks) == [4, 5]
 
 
-def test_ranks_without_a_request_yet_are_there():
+def test_ranks_without_a_request_yet_are_there() -> None:
     page = read_page(vllm_page([Load(), Load(2.0, 1.0), Load()], unused=[0, 2]))
     assert page is not None
     assert [each.counts for each in page.ranks.values()] == [None, Counts(2, 1, 0.0), None]
@@ -68,20 +68,20 @@ def test_ranks_without_a_request_yet_are_there():
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_the_capacity_is_a_ranks_and_not_that_of_all(old):
+def test_the_capacity_is_a_ranks_and_not_that_of_all(old: bool) -> None:
     page = read_page(vllm_page([Load()] * 4, old=old))
     assert page is not None
     assert {each.capacity_tokens for each in page.ranks.values()} == {640 * 32}
     assert page.whole().capacity_tokens == 4 * 640 * 32
 
 
-def test_schedulers_of_one_rank_are_one():
+def test_schedulers_of_one_rank_are_one() -> None:
     page = read_page(sglang_page([Load(3.0, 1.0), Load(2.0, 0.0)], tp=4))
     assert page is not None
     assert [each.counts and each.counts.running for each in page.ranks.values()] == [3, 2]
 
 
-def test_the_last_state_of_the_adapters_counts():
+def test_the_last_state_of_the_adapters_counts() -> None:
     page = read_page(
         vllm_page([Load()], slots=[(1.7e9, 2, "sql", ""), (1.8e9, 2, "law,sql", "med"), (1.6e9, 2, "", "")])
     )
@@ -93,7 +93,7 @@ def test_the_last_state_of_the_adapters_counts():
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e400", str(MAX_REQUESTS + 1), "nonsense", "", "0x10"])
-def test_what_is_no_number_of_requests_is_not_said(value):
+def test_what_is_no_number_of_requests_is_not_said(value: str) -> None:
     page = read_page(vllm_page([Load(value, 2.0, 0.5)]))
     assert page is not None
     assert page.ranks[0].counts is None, "without the running ones there is no load"
@@ -106,13 +106,13 @@ def test_what_is_no_number_of_requests_is_not_said(value):
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(10**11, 10**5), (0, 32), (640, 0)])
-def test_an_absurd_capacity_is_not_said(blocks, size):
+def test_an_absurd_capacity_is_not_said(blocks: int, size: int) -> None:
     page = read_page(vllm_page([Load()], blocks=blocks, block_size=size))
     assert page is not None
     assert page.ranks[0].capacity_tokens is None
 
 
-def test_a_line_that_is_cut_off_is_not_read():
+def test_a_line_that_is_cut_off_is_not_read() -> None:
     assert read_page(b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 1") is not None
     page = read_page(b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 1")
     assert page is not None
@@ -120,7 +120,7 @@ def test_a_line_that_is_cut_off_is_not_read():
     assert read_page(b"vllm:num_requests_running 1") is None
 
 
-def test_more_ranks_than_any_engine_has_and_lines_without_end_are_no_page():
+def test_more_ranks_than_any_engine_has_and_lines_without_end_are_no_page() -> None:
     many = gauge("vllm:num_requests_running", [(f'engine="{i}"', 1.0) for i in range(MAX_RANKS + 1)])
     assert read_page(many.encode()) is None
     same = gauge("vllm:num_requests_running", [('engine="0"', 1.0)] * (MAX_LINES + 10))
@@ -129,20 +129,20 @@ def test_more_ranks_than_any_engine_has_and_lines_without_end_are_no_page():
     assert page.ranks[0].counts == Counts(1, 1)
 
 
-def test_pages_of_others_say_nothing():
+def test_pages_of_others_say_nothing() -> None:
     assert read_page(b"") is None
     assert read_page(histograms("other", ['x="1"'], 40).encode()) is None
     assert read_page(b"# HELP vllm:num_requests_running vllm:num_requests_running 3\n") is None
 
 
 @given(st.binary(max_size=400))
-def test_no_bytes_make_it_fail(data):
+def test_no_bytes_make_it_fail(data: bytes) -> None:
     read_page(data)
     read_page(b"vllm:num_requests_running" + data + b"\n")
     read_page(b"vllm:num_requests_running 1\nvllm:lora_requests_info{" + data + b"} 1\nvllm:cache_config_info{" + data)
 
 
-def test_labels_may_hold_anything():
+def test_labels_may_hold_anything() -> None:
     odd = 'model_name="a\\"}{ 9,engine=\\"7\\"",engine="1"'
     page = read_page(
         f"vllm:num_requests_running{{{odd}}} 3\nvllm:num_requests_waiting{{{odd}}} 4 1700000000\n".encode()
@@ -152,13 +152,13 @@ def test_labels_may_hold_anything():
     assert page.ranks[1].counts == Counts(3, 4)
 
 
-def test_the_narrow_query_names_what_changes():
+def test_the_narrow_query_names_what_changes() -> None:
     assert "vllm%3Anum_requests_running" in narrow_query("vllm")
     assert narrow_query("unknown") == ""
 
 
 @given(took_s=st.floats(0, 100), pods=st.integers(0, 10**6))
-def test_reading_takes_at_most_a_fiftieth_of_the_engines_time(took_s, pods):
+def test_reading_takes_at_most_a_fiftieth_of_the_engines_time(took_s: float, pods: int) -> None:
     pace = Pace()
     pace.read(took_s, pods)
     assert pace.pause_s >= min(SPARING * took_s, LONGEST_PAUSE_S)
@@ -166,7 +166,7 @@ def test_reading_takes_at_most_a_fiftieth_of_the_engines_time(took_s, pods):
     assert (pace.problem is not None) == (pace.pause_s > 2 * period_s(pods))
 
 
-def test_failures_double_the_pause_up_to_a_bound_and_a_page_ends_that():
+def test_failures_double_the_pause_up_to_a_bound_and_a_page_ends_that() -> None:
     pace = Pace()
     pauses = []
     for _ in range(9):
@@ -178,7 +178,7 @@ def test_failures_double_the_pause_up_to_a_bound_and_a_page_ends_that():
     assert (pace.pause_s, pace.problem) == (PERIOD_S, None)
 
 
-def test_large_fleets_are_read_less_often():
+def test_large_fleets_are_read_less_often() -> None:
     assert period_s(1) == period_s(64) == PERIOD_S
     assert math.isclose(period_s(256), 2 * PERIOD_S)
     assert period_s(10**9) == LONGEST_PERIOD_S

@@ -1,4 +1,4 @@
-"""What a probe says of an engine, over real connections; and what its silence says beside the answers to requests."""
+"""What a probe tells about an engine, over real connections; and what its silence means beside answers to requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def looked_at(
 
 @contextlib.asynccontextmanager
 async def answering(answer: web.Response) -> AsyncIterator[str]:
-    """The URL of an engine that answers its probe so."""
+    """Yield the URL of an engine that gives its probe this answer."""
 
     async def models(request: web.Request) -> web.Response:
         return answer
@@ -61,7 +61,7 @@ async def test_only_an_answer_that_does_not_come_is_silence() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-@pytest.mark.parametrize(("credentials", "said"), [({}, "it wants a key"), (KEY, "it refuses the key")])
+@pytest.mark.parametrize(("credentials", "said"), [({}, "it needs a key"), (KEY, "it refuses the key")])
 async def test_an_engine_that_wants_a_key_leads_to_the_flag(
     status: int, credentials: dict[str, str], said: str
 ) -> None:
@@ -85,7 +85,7 @@ async def test_a_probe_that_waits_behind_requests_does_not_count() -> None:
                 serve(world.fleet, pod)
             await asyncio.sleep(AT_WORK_S + 1.5)  # so that some probes do count, but never three in a row
             assert world.fleet.pods("m") == pods
-        world.probe.takes_s = 0.5  # silence counts from its end
+        world.probe.takes_s = 0.5  # silence counts from the end of the probe
         for pod in pods:
             serve(world.fleet, pod)
         await asyncio.sleep(AT_WORK_S)
@@ -135,7 +135,7 @@ async def test_other_failures_count_however_well_requests_go(failure: Exception)
 
 
 def answer_of(made_s: int, root: str = "org/m") -> PodIdentity:
-    """An engine's answer as it makes it at this time: two models, one with a random part."""
+    """Return an engine's answer made at this time: two models, one with a random part."""
     card = b'{"id": "m", "root": "%s", "created": %d, "permission": [{"id": "perm-%d"}]}' % (
         root.encode(),
         made_s,

@@ -1,9 +1,10 @@
-"""An engine with data-parallel ranks: as many pods, one record of faults, one probe."""
+"""An engine with data-parallel ranks is as many pods, with one record of faults and one probe."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -150,7 +151,7 @@ async def test_weights_are_of_each_rank() -> None:
 
 
 @given(steps=st.lists(st.lists(st.integers(0, 9), max_size=5, unique=True).map(lambda r: tuple(sorted(r))), max_size=8))
-def test_a_rank_that_stays_is_the_same_pod(steps):
+def test_a_rank_that_stays_is_the_same_pod(steps: list[Any]) -> None:
     member = Member(EngineAddress("http://a"))
     first = member.begin_life(identity("a"), ())
     for ranks in steps:
@@ -175,7 +176,7 @@ def kube_pod(annotation: str | None) -> EngineAddress:
     return address
 
 
-def test_a_pods_annotation_tells_its_ranks():
+def test_a_pods_annotation_tells_its_ranks() -> None:
     assert kube_pod("8").ranks == 8
     assert kube_pod(str(MAX_RANKS)).ranks == MAX_RANKS
     for odd in (None, "", "0", "-1", "x", str(MAX_RANKS + 1), "1e2", "٣"):

@@ -1,6 +1,8 @@
-"""The roster, kept change by change, equals one made anew from all pods."""
+"""The roster, updated change by change, equals one made from all pods."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,8 +33,8 @@ def eject(pod: Pod) -> None:
 
 
 @given(steps)
-def test_it_equals_one_made_anew(steps: list[tuple]):
-    roster, pods = Roster(), {}
+def test_it_equals_one_made_anew(steps: list[tuple[Any, ...]]) -> None:
+    roster, pods = Roster(), dict[str, tuple[Pod, bool]]()
     for kind, name, *rest in steps:
         if kind == "drop":
             pods.pop(name, None)
@@ -48,7 +50,7 @@ def test_it_equals_one_made_anew(steps: list[tuple]):
         elif kind == "put":
             models, answers, is_same = rest
             pod = pod_of(name, models)
-            if is_same and name in pods:  # the same life, with other models
+            if is_same and name in pods:  # not restarted, with other models
                 pods[name][0].identity = pod.identity
                 pod = pods[name][0]
             pods[name] = pod, answers

@@ -1,4 +1,4 @@
-"""When engines' metrics are read, and what comes of it: virtual time, scripted pages."""
+"""When engines' metrics are read, and what follows from them: virtual time, scripted pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def foreign(pod: str, owner: str = "vllm", epoch: int | None = None) -> PodIdent
 
 @dataclass
 class Pages:
-    """Engines' pages, by URL without the query; `seen`: when each was asked for, and with a query or not."""
+    """Engines' pages, by URL without the query. `seen`: when each was requested, and whether with a query."""
 
     pages: dict[str, Page | Callable[[], Page]] = field(default_factory=dict)
     takes_s: float = 0.0
@@ -70,7 +70,7 @@ class Pages:
         return page
 
     def reads(self, host: str) -> list[float]:
-        """When the metrics of a host were asked for."""
+        """Return when the metrics of a host were requested."""
         return [at for at, url in self.seen if url.startswith(f"http://{host}/metrics")]
 
 
@@ -102,7 +102,7 @@ class Scraped(World):
 
 
 @pytest.mark.looptime
-async def test_requests_of_others_are_seen_within_a_period_and_forgotten_when_they_end():
+async def test_requests_of_others_are_seen_within_a_period_and_forgotten_when_they_end() -> None:
     world = Scraped("a", "b")
     async with world.reading():
         await asyncio.sleep(0.1)
@@ -118,7 +118,7 @@ async def test_requests_of_others_are_seen_within_a_period_and_forgotten_when_th
 
 
 @pytest.mark.looptime
-async def test_own_requests_are_not_counted_twice():
+async def test_own_requests_are_not_counted_twice() -> None:
     world = Scraped("a")
     async with world.reading():
         await asyncio.sleep(0.1)
@@ -131,7 +131,7 @@ async def test_own_requests_are_not_counted_twice():
 
 
 @pytest.mark.looptime
-async def test_each_is_read_once_a_second_with_jitter_and_not_together():
+async def test_each_is_read_once_a_second_with_jitter_and_not_together() -> None:
     hosts = [f"e{i}" for i in range(20)]
     world = Scraped(*hosts)
     world.pages.narrow = True
@@ -146,7 +146,7 @@ async def test_each_is_read_once_a_second_with_jitter_and_not_together():
 
 
 @pytest.mark.looptime
-async def test_at_the_start_no_more_than_a_few_are_read_at_a_time():
+async def test_at_the_start_no_more_than_a_few_are_read_at_a_time() -> None:
     world = Scraped(*(f"e{i}" for i in range(50)))
     world.pages.takes_s = 0.01
     async with world.reading():
@@ -156,7 +156,7 @@ async def test_at_the_start_no_more_than_a_few_are_read_at_a_time():
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("takes_s", [0.1, 0.5])
-async def test_an_engine_whose_pages_take_long_is_read_less_often(takes_s):
+async def test_an_engine_whose_pages_take_long_is_read_less_often(takes_s: float) -> None:
     world = Scraped("a")
     world.pages.takes_s = takes_s
     async with world.reading():
@@ -177,7 +177,9 @@ async def test_an_engine_whose_pages_take_long_is_read_less_often(takes_s):
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_gives_no_page_is_asked_less_and_less_and_said_once(caplog):
+async def test_an_engine_that_gives_no_page_is_asked_less_and_less_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = Scraped("a", "b")
     world.pages.pages["http://a/metrics"] = Unread("failed", "/metrics answered 500")
     world.pages.pages["http://b/metrics"] = Unread("protected", "/metrics answered 401: --engine-api-key-file")
@@ -200,7 +202,7 @@ async def test_an_engine_that_gives_no_page_is_asked_less_and_less_and_said_once
 
 
 @pytest.mark.looptime
-async def test_what_was_read_fades_when_no_page_comes_any_more():
+async def test_what_was_read_fades_when_no_page_comes_any_more() -> None:
     world = Scraped("a", page=vllm_page([Load(9.0)]))
     async with world.reading():
         await asyncio.sleep(1)
@@ -211,7 +213,7 @@ async def test_what_was_read_fades_when_no_page_comes_any_more():
 
 
 @pytest.mark.looptime
-async def test_engines_of_ours_are_not_read_and_unknown_ones_found_out():
+async def test_engines_of_ours_are_not_read_and_unknown_ones_found_out() -> None:
     world = Scraped("a", "b", "c")
     world.probe.pods["http://a"] = foreign("a", "warmroute", epoch=3)
     world.probe.pods["http://b"] = foreign("b", "somebody")
@@ -228,7 +230,7 @@ async def test_engines_of_ours_are_not_read_and_unknown_ones_found_out():
 
 
 @pytest.mark.looptime
-async def test_a_new_life_is_read_anew_and_one_that_leaves_no_more():
+async def test_a_new_life_is_read_anew_and_one_that_leaves_no_more() -> None:
     world = Scraped("a", "b")
     async with world.reading():
         await asyncio.sleep(3)
@@ -248,7 +250,7 @@ async def test_a_new_life_is_read_anew_and_one_that_leaves_no_more():
 
 
 @pytest.mark.looptime
-async def test_the_narrow_page_is_taken_where_the_engine_has_it_and_left_where_not():
+async def test_the_narrow_metrics_page_is_read_if_the_engine_has_it() -> None:
     for has_it in (True, False):
         world = Scraped("a")
         world.pages.narrow = has_it
@@ -263,7 +265,7 @@ async def test_the_narrow_page_is_taken_where_the_engine_has_it_and_left_where_n
 
 
 @pytest.mark.looptime
-async def test_a_narrow_page_without_the_lines_is_asked_for_once():
+async def test_a_narrow_page_without_the_lines_is_asked_for_once() -> None:
     world = Scraped("a")
     world.pages.narrow = True
     whole = vllm_page([Load(3.0)])
@@ -275,7 +277,7 @@ async def test_a_narrow_page_without_the_lines_is_asked_for_once():
 
 
 @pytest.mark.looptime
-async def test_ranks_are_found_and_each_has_its_own_load():
+async def test_ranks_are_found_and_each_has_its_own_load() -> None:
     world = Scraped("a", page=vllm_page([Load(1.0), Load(6.0)]))
     async with world.reading():
         await asyncio.sleep(0.1)
@@ -289,7 +291,7 @@ async def test_ranks_are_found_and_each_has_its_own_load():
 
 
 @pytest.mark.looptime
-async def test_ranks_that_change_with_every_page_change_nothing():
+async def test_ranks_that_change_with_every_page_change_nothing() -> None:
     world = Scraped("a", page=vllm_page([Load(1.0), Load(6.0)]))
     async with world.reading():
         await asyncio.sleep(1.5)
@@ -305,7 +307,7 @@ async def test_ranks_that_change_with_every_page_change_nothing():
 
 
 @pytest.mark.looptime
-async def test_sglang_tells_ranks_and_capacity_without_metrics():
+async def test_sglang_tells_ranks_and_capacity_without_metrics() -> None:
     world = Scraped("a", owner="sglang")
     del world.pages.pages["http://a/metrics"]
     about = {"version": "0.5.4", "dp_size": 2, "max_total_num_tokens": 9000, "page_size": 64}
@@ -316,16 +318,16 @@ async def test_sglang_tells_ranks_and_capacity_without_metrics():
         assert [pod.pod_id for pod in pods] == ["a/0", "a/1"]
         facts = pods[1].facts
         assert (facts.version, facts.kv_capacity_tokens, facts.block_tokens) == ("0.5.4", 9000, 64)
-        world.pages.pages["http://a/metrics"] = sglang_page([Load(3.0)])  # without dp_rank: of whom it is, is not said
+        world.pages.pages["http://a/metrics"] = sglang_page([Load(3.0)])  # without dp_rank: the rank is not known
         await asyncio.sleep(150)
         assert world.views() == {"a/0": 0, "a/1": 0}
         status = world.scraper.status("http://a")
         assert status is not None
-        assert status.problem == "they tell nothing of the data-parallel ranks 1"
+        assert status.problem == "they say nothing about the data-parallel ranks 1"
 
 
 @pytest.mark.looptime
-async def test_ranks_that_an_engine_was_told_to_have_are_those():
+async def test_ranks_that_an_engine_was_told_to_have_are_those() -> None:
     for told, expected in ((4, ["a/0", "a/1", "a/2", "a/3"]), (1, ["a"])):
         world = Scraped("a", page=vllm_page([Load(2.0), Load(3.0)]))
         world.discovery = type(world.discovery)()
@@ -340,7 +342,7 @@ async def test_ranks_that_an_engine_was_told_to_have_are_those():
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("said", [b"[]", b"nonsense", b'{"version": 7, "dp_size": -1}', b'{"dp_size": 1e9}'])
-async def test_what_an_odd_engine_says_of_itself_changes_nothing(said):
+async def test_what_an_odd_engine_says_of_itself_changes_nothing(said: bytes) -> None:
     world = Scraped("a", owner="sglang", page=sglang_page([Load()]))
     world.pages.pages["http://a/server_info"] = said
     async with world.reading():
@@ -350,7 +352,7 @@ async def test_what_an_odd_engine_says_of_itself_changes_nothing(said):
 
 
 @given(page=st.one_of(st.binary(max_size=200), st.builds(lambda b: vllm_page([Load(b)]), st.text(max_size=8))))
-def test_whatever_a_page_has_the_load_stays_within_reason(page):
+def test_whatever_a_page_has_the_load_stays_within_reason(page: bytes) -> None:
     async def play() -> None:
         world = Scraped("a", page=page)
         async with world.reading():

@@ -1,4 +1,4 @@
-"""Several discoveries as one: the union, whatever comes in which order, and what one that cannot look does to it."""
+"""Several discoveries as one: the union, in whatever order sets come, and the effect of one that cannot look."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A, B, C = (EngineAddress(f"http://10.0.0.{i}:8000", f"uid-{i}") for i in (1, 2, 
 
 
 class Scripted:
-    """A discovery that says what it is told to say. It is a problem until it has said something."""
+    """A discovery that yields given sets. It has a problem until its first set."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[frozenset[EngineAddress] | Exception | None] = asyncio.Queue()
@@ -48,7 +48,7 @@ class Scripted:
 
 @asynccontextmanager
 async def two() -> AsyncIterator[tuple[Scripted, Scripted, SeveralDiscoveries, list[frozenset[EngineAddress]]]]:
-    """Two sources, what is made of them, and every set that was told."""
+    """Yield two sources, the joined discovery, and every set that it yielded."""
     one, other = Scripted(), Scripted()
     several = SeveralDiscoveries((one, other), ("app=one", "app=other in ns"))
     told: list[frozenset[EngineAddress]] = []
@@ -88,7 +88,7 @@ async def test_the_first_set_waits_for_both_and_later_ones_for_neither() -> None
         assert len(told) == 3, "the same set is not told twice"
 
 
-async def test_one_that_cannot_look_keeps_the_engines_of_the_other_back_for_a_while_only() -> None:
+async def test_a_failing_source_holds_back_the_others_engines_only_for_a_while() -> None:
     async with two() as (one, other, several, told):
         began_s = asyncio.get_running_loop().time() - 0.1
         one.say(A)
@@ -145,7 +145,7 @@ SETS = st.lists(ADDRESSES, max_size=3, unique_by=lambda address: address.url).ma
 
 
 @given(st.lists(SETS, min_size=1, max_size=4))
-def test_of_each_url_the_newest_engine_is_there_and_no_url_is_lost(sets: list[frozenset[EngineAddress]]) -> None:
+def test_each_url_has_its_newest_engine_and_no_url_is_lost(sets: list[frozenset[EngineAddress]]) -> None:
     union = merged(sets)
     everything = [address for addresses in sets for address in addresses]
     assert sorted(address.url for address in union) == sorted({address.url for address in everything})

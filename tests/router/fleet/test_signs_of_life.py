@@ -1,4 +1,4 @@
-"""Probes of a large fleet, in virtual time: who shows life otherwise is probed rarely, who stops to at once."""
+"""Probes of a large fleet, in virtual time: pods with other signs of life are probed rarely, until the signs stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEARTBEAT_S = 0.5
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks by the thousand are slow, in virtual time too."""
+    """Use a smaller fleet, because thousands of tasks are slow in virtual time too."""
     monkeypatch.setattr(fleet, "SMALL_FLEET", SMALL)
 
 
@@ -39,7 +39,7 @@ def world_of(pods: int) -> World:
 
 @contextlib.contextmanager
 def publishing(world: World, *silent: str, epoch: int = 1) -> Iterator[None]:
-    """Every pod but the `silent` is heard of twice a second."""
+    """Let every pod except the `silent` ones publish twice a second."""
 
     async def heartbeats() -> None:
         while True:
@@ -63,7 +63,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_pods_that_publish_are_probed_together_as_often_as_a_small_fleet():
+async def test_pods_that_publish_are_probed_together_as_often_as_a_small_fleet() -> None:
     world = world_of(LARGE)
     async with world.running():
         with publishing(world, "http://p7"):
@@ -79,7 +79,7 @@ async def test_pods_that_publish_are_probed_together_as_often_as_a_small_fleet()
         assert len(world.ids()) == LARGE
 
 
-async def test_in_a_small_fleet_nobody_is_spared():
+async def test_in_a_small_fleet_nobody_is_spared() -> None:
     world = world_of(SMALL)
     async with world.running():
         with publishing(world):
@@ -89,7 +89,7 @@ async def test_in_a_small_fleet_nobody_is_spared():
                 assert probes_in(world, url, since_s) >= 20 / (INTERVAL_S * (1 + JITTER)) - 1
 
 
-async def test_a_pod_that_dies_is_gone_as_soon_as_in_a_small_fleet():
+async def test_a_pod_that_dies_is_gone_as_soon_as_in_a_small_fleet() -> None:
     world = world_of(LARGE)
     dead = "http://p3"
     async with world.running():
@@ -104,8 +104,8 @@ async def test_a_pod_that_dies_is_gone_as_soon_as_in_a_small_fleet():
         assert len(world.ids()) == LARGE - 1
 
 
-async def test_another_life_is_noticed_as_soon_as_in_a_small_fleet():
-    """Its publishing is no sign of the life that is known."""
+async def test_another_life_is_noticed_as_soon_as_in_a_small_fleet() -> None:
+    """Messages of another epoch are no sign of life."""
     world = world_of(LARGE)
     async with world.running():
         with publishing(world):
@@ -118,7 +118,7 @@ async def test_another_life_is_noticed_as_soon_as_in_a_small_fleet():
             assert {"p3"} in [change.ended for change in world.changes]
 
 
-async def test_a_pod_that_could_not_be_reached_is_probed_at_once_though_it_publishes():
+async def test_a_pod_that_could_not_be_reached_is_probed_at_once_though_it_publishes() -> None:
     world = world_of(LARGE)
     async with world.running():
         with publishing(world):
@@ -133,7 +133,7 @@ async def test_a_pod_that_could_not_be_reached_is_probed_at_once_though_it_publi
             assert "p3" not in world.ids(), "a probe that fails is followed by others, whatever is published"
 
 
-async def test_answers_are_signs_of_life_too():
+async def test_answers_are_signs_of_life_too() -> None:
     world = world_of(LARGE)
     async with world.running():
         since_s = now_s()
@@ -146,7 +146,7 @@ async def test_answers_are_signs_of_life_too():
         assert probes_in(world, "http://p3", since_s) >= 20 / (INTERVAL_S * (1 + JITTER)) - 1
 
 
-async def test_a_pod_that_becomes_ready_is_probed_at_once_though_it_publishes():
+async def test_a_pod_that_becomes_ready_is_probed_at_once_though_it_publishes() -> None:
     world = world_of(LARGE)
     async with world.running():
         with publishing(world):

@@ -1,9 +1,25 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of this folder in virtual time, except those with the marker `realtime`.
+
+    Gateway, engines and clients are tasks of one event loop, and another task can read at once what one task writes to
+    a loopback socket. So time has to pass only while all of them wait. The virtual clock begins at the real time,
+    because fixtures set timers by the real clock.
+    """
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("realtime") is None:
+            item.add_marker(pytest.mark.looptime(start=time.monotonic))
 
 
 @pytest.fixture(autouse=True)

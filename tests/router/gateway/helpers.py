@@ -1,11 +1,10 @@
-"""Scripted engines on loopback and a gateway in the test's own process, spoken to over real sockets."""
+"""Scripted engines on loopback, and a gateway in the test's own process; tests use real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from engine.contract import headers
 from router.app import build_app
 from router.config import GatewaySettings
 from router.gateway.errors import OPERATORS_PATHS
-from router.parts import ADMISSION, FLEET
+from router.parts import ADMISSION, FLEET, SCRAPER
 from router.serving import build_admin_app, make_runner, operators_door
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -68,7 +67,7 @@ class ScriptedEngine:
             self._runner = None
 
     def _more_routes(self, app: web.Application) -> None:
-        """Of engines that have some."""
+        """Add the routes that only this engine has."""
 
     async def _models(self, request: web.Request) -> web.Response:
         about = {} if self.pod is None else {headers.POD: self.pod, headers.EPOCH: str(self.epoch)}
@@ -94,7 +93,7 @@ def event(text: str) -> bytes:
 
 
 def usage_event(prompt: int, completion: int, cached: int | None) -> bytes:
-    """The last event of a stream with include_usage; without cached tokens, where the engine leaves them out."""
+    """Return the last event of a stream with include_usage; `cached` None: the engine leaves out cached tokens."""
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -132,7 +131,7 @@ def dies_after(chunks: Iterable[bytes]) -> Script:
 
 
 def stalls_after(chunks: Iterable[bytes] = (), *, begin: bool = True) -> Script:
-    """A stream that says nothing more after these chunks; with `begin=False` not even a head."""
+    """Return a script that sends nothing more after these chunks; with `begin=False` it does not even send a head."""
 
     async def play(request: web.Request) -> web.StreamResponse:
         if begin:
@@ -145,8 +144,10 @@ def stalls_after(chunks: Iterable[bytes] = (), *, begin: bool = True) -> Script:
     return play
 
 
-def answers(status: int, body: bytes = b"{}", content_type: str = "application/json", **extra: str) -> Script:
-    """A whole answer."""
+def answers(
+    status: int, body: bytes = b"{}", content_type: str = "application/json", extra: dict[str, str] | None = None
+) -> Script:
+    """A whole answer; `extra` are headers."""
 
     async def play(request: web.Request) -> web.StreamResponse:
         return web.Response(status=status, body=body, content_type=content_type, headers=extra)
@@ -200,12 +201,12 @@ class Gateway:
         return _url_of(self._admin)
 
     def address(self, path: str) -> str:
-        """Where `path` is served."""
+        """Return the URL of `path`."""
         return (self.admin_url if path in OPERATORS_PATHS else self.url) + path
 
     @property
     def in_flight(self) -> int:
-        """Requests inside and their bytes, as the gateway and each pod count them; 0 when every count is."""
+        """Sum of the requests and bytes in flight, as the gateway and each pod count them; 0 if every count is 0."""
         pods = [pod for member in self.app[FLEET].members() for pod in member.pods]
         decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
@@ -234,7 +235,7 @@ class Gateway:
             return Answer(response.status, response.headers.copy(), await response.read())
 
     async def wait_pods(self, count: int, model: str = "m") -> None:
-        """Until so many pods take requests for the model."""
+        """Wait until `count` pods take requests for the model."""
         await eventually(lambda: len(self.app[FLEET].pods(model)) == count)
 
 
@@ -246,7 +247,7 @@ class Answer:
     headers: Any
     body: bytes
     is_whole: bool = True
-    """False where the connection ended before the body's own end."""
+    """False if the connection ended before the end of the body."""
 
     @property
     def json(self) -> Any:
@@ -299,9 +300,16 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
         await eventually(lambda: gateway.in_flight == 0)
 
 
+def knows_ranks(gateway: Gateway) -> bool:
+    """Whether the engines were asked for their ranks."""
+    scraper = gateway.app[SCRAPER]
+    return scraper is not None and scraper.knows_ranks
+
+
 async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Until `condition` holds; fails when it does not in time."""
-    end_s = time.monotonic() + deadline_s
+    """Wait until `condition` holds; fail if it does not hold within `deadline_s` of the loop's time."""
+    now_s = asyncio.get_running_loop().time
+    end_s = now_s() + deadline_s
     while not condition():
-        assert time.monotonic() < end_s, "the condition did not come true in time"
+        assert now_s() < end_s, "the condition did not come true in time"
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A client on a bare socket, which sends what it is told and no more."""
+"""A client on a bare socket, which sends only what a test tells it to send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.gateway.helpers import DEADLINE_S, Gateway
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """What came until the connection's end, or until the end of the first answer."""
+    """What was received until the end of the connection, or of the first answer."""
 
     status: int
     head: bytes
@@ -46,7 +46,7 @@ class RawClient:
         return RawAnswer(int(head.split(b" ", 2)[1]), head, body)
 
     async def closed(self) -> bytes:
-        """What comes until the gateway has closed the connection."""
+        """Return what is received until the gateway closes the connection."""
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionError):
                 return await self.reader.read()

@@ -1,4 +1,4 @@
-"""Engines that tell a story to the word, wherever they are asked to begin, in the manner of four kinds of engines."""
+"""Engines of four kinds that tell a fixed story word by word, from any word at which they are asked to begin."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.contract.sse import DONE, sse_event
 from tests.router.gateway.helpers import ScriptedEngine
 
 WORDS = 24
-"""Of a story that is told to its end; a word is a token."""
+"""Words of a whole story; a word is a token."""
 _WORD = re.compile(r"w\d+")
 _ids = count()
 
 
 def story(number: int) -> list[str]:
-    """The words of the answer to the request of that number."""
+    """Return the words of the answer to request `number`."""
     return [f"{' ' if i else ''}w{(7 * number + 5 * i) % 97}" for i in range(WORDS)]
 
 
@@ -34,8 +34,8 @@ def asked(number: int, endpoint: Endpoint = Endpoint.COMPLETIONS, **fields: Any)
 
 
 class Storyteller(ScriptedEngine):
-    """`kind`: owned_by of its model card. `wait`, if given, is asked before each event, by the request's number and
-    the place in its story."""
+    """`kind`: `owned_by` of the model card. `wait`, if given, is awaited before each event, with the request's number
+    and the place in its story."""
 
     def __init__(
         self, pod: str, kind: str = "other", wait: Callable[[web.Request, int, int], Any] | None = None
@@ -46,7 +46,7 @@ class Storyteller(ScriptedEngine):
         self.asked: list[dict[str, Any]] = []
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": "m", "object": "model", "owned_by": self._kind}
+        card: dict[str, Any] = {"id": "m", "object": "model", "owned_by": self._kind}
         if self._kind == "warmroute":
             card["accepts"] = ["answer_so_far"]
         response = web.json_response({"object": "list", "data": [card]})
@@ -54,7 +54,7 @@ class Storyteller(ScriptedEngine):
         return response
 
     def _begun(self, fields: dict[str, Any]) -> tuple[str, str]:
-        """The question, and the text of the answer so far; as an engine of its kind understands them."""
+        """Return the question and the text of the answer so far, as an engine of this kind understands them."""
         if self._kind == "warmroute" and "answer_so_far" in fields:
             said = fields["answer_so_far"]
             return fields.get("prompt") or fields["messages"][-1]["content"], said
@@ -92,7 +92,7 @@ class Storyteller(ScriptedEngine):
         return response
 
     def _events(self, path: str, fields: dict[str, Any], told: list[str], begun: int) -> Iterator[tuple[int, bytes]]:
-        """Each with the place in the story before it; behind the last word, the events count on."""
+        """Yield each event with its place in the story; the events behind the last word continue the count."""
         is_chat = path == Endpoint.CHAT
         head = {"id": f"x-{next(_ids)}", "object": "o", "created": 1000 + next(_ids), "model": "m"}
         options = fields.get("stream_options") or {}
@@ -123,27 +123,27 @@ class Storyteller(ScriptedEngine):
 
 
 class Gate:
-    """Streams wait at a word of their own until they are let on; so a pod can be killed under all of them at once."""
+    """Each stream waits at a given word until `open`, so that a test can kill a pod under all streams at once."""
 
     def __init__(self, at: Callable[[int], int]) -> None:
-        """`at`: of a request's number the words after which it waits."""
+        """`at`: for a request's number, how many words come before the wait."""
         self._at = at
         self._open = asyncio.Event()
         self.waiting = 0
 
     async def wait(self, request: web.Request, number: int, words: int) -> None:
-        """For `Storyteller`."""
+        """The `wait` of a `Storyteller`."""
         if words == self._at(number) and not self._open.is_set():
             self.waiting += 1
             await self._open.wait()
 
     def open(self) -> None:
-        """Let all of them on."""
+        """Let all streams continue."""
         self._open.set()
 
 
 def read(body: bytes, endpoint: Endpoint) -> dict[str, Any]:
-    """What a client makes of a stream: its text, and all that must be there once."""
+    """Read a stream as a client does: its text, and every part that must occur once."""
     events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n") if part]
     assert events[-1] == b"[DONE]", events[-1]
     parsed = [orjson.loads(event) for event in events[:-1]]

@@ -1,4 +1,4 @@
-"""Adapters that a vLLM lists share its base model's pods: load and speed are one, prefixes are each one's own."""
+"""Adapters that a vLLM lists share the base model's pods: they share load and speed, but each has its own prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdapterEngine(MeteredEngine):
 
 
 async def ask(gateway: Gateway, model: str) -> tuple[str, int]:
-    """The pod, and the tokens that it was believed to hold."""
+    """Return the pod, and the tokens that it was believed to hold."""
     answer = await gateway.post({"model": model, "prompt": PROMPT, "stream": True})
     assert answer.status == 200
     return answer.pod, int(answer.headers[headers.PREDICTED_CACHED])

@@ -1,4 +1,4 @@
-"""Two doors: what operators see and do is on a port of its own, and leaves a line in the audit."""
+"""The operators' port: operators' views and actions have a port of their own, and each leaves an audit line."""
 
 from __future__ import annotations
 

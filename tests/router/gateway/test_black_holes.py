@@ -1,4 +1,4 @@
-"""Pods whose probes go well and whose answers do not: they draw no traffic, and requests that are bad eject nobody."""
+"""Pods whose probes succeed and whose answers fail: they draw no traffic, and bad requests do not eject a pod."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LATE = streams([event("a"), BROKEN, b"data: [DONE]\n\n"], gap_s=0.02)
 
 
 def ask(text: str | None = None, *, stream: bool = True) -> dict[str, Any]:
-    """A request unlike all others, or with a prompt of its own."""
+    """Return a request with the prompt `text`, or with a prompt unlike all others."""
     return {"model": "m", "stream": stream, "prompt": text or f"question {next(NUMBERS)} " * 40}
 
 
@@ -55,7 +55,7 @@ def after(seconds: float, script: Script) -> Script:
 
 
 def chosen(choose: Callable[[str], Script]) -> Script:
-    """An answer that depends on the prompt."""
+    """Return a script whose answer depends on the prompt."""
 
     async def play(request: web.Request) -> web.StreamResponse:
         return await choose(orjson.loads(await request.read())["prompt"])(request)
@@ -69,12 +69,12 @@ def taking(gateway: Gateway) -> set[str]:
 
 
 def ejected(gateway: Gateway) -> list[Pod]:
-    """Pods that are, on trial or not."""
+    """Return the ejected pods, on trial or not."""
     return [pod for pod in gateway.app[FLEET].answering() if pod.faults.is_ejected]
 
 
 async def on_trial(gateway: Gateway) -> None:
-    """Until the one ejected pod may be tried, which is when a probe finds its time over."""
+    """Wait until the one ejected pod may be tried: when a probe finds that its time is over."""
     (pod,) = ejected(gateway)
     (member,) = (member for member in gateway.app[FLEET].members() if member.pod is pod)
     clock = asyncio.get_running_loop().time
@@ -84,7 +84,7 @@ async def on_trial(gateway: Gateway) -> None:
 
 
 async def ask_until(gateway: Gateway, condition: Callable[[], bool], most: int = 300) -> list[Answer]:
-    """Requests, two at a time, until the condition holds."""
+    """Send requests, two at a time, until the condition holds."""
     replies: list[Answer] = []
     while not condition():
         assert len(replies) < most, "it never came true"
@@ -146,7 +146,7 @@ async def test_without_retries_clients_see_as_many_errors_as_it_takes() -> None:
     ("script", "status"),
     [
         (answers(429), 429),
-        (answers(503, **{"Retry-After": "1"}), 503),
+        (answers(503, extra={"Retry-After": "1"}), 503),
         (answers(501), 501),
         (answers(400), 400),
         (answers(404), 404),
@@ -158,7 +158,7 @@ async def test_without_retries_clients_see_as_many_errors_as_it_takes() -> None:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_overload_and_the_clients_own_errors_eject_nobody(script: Script, status: int, stream: bool) -> None:
     pods = [ScriptedEngine("a", script), ScriptedEngine("b", GOOD)]
-    # Short only where the time runs out by intent: on a busy machine other answers take their while too.
+    # The limit is short only if it is meant to run out: on a busy machine other answers are slow, too.
     limits: dict[str, Any] = {"first_byte_timeout_s": 0.05, "total_timeout_s": 0.2} if status == 504 else {}
     async with running(*pods, retries=0, **limits) as gateway:
         replies = [await gateway.post(ask(stream=stream)) for _ in range(12)]
@@ -171,7 +171,7 @@ async def test_overload_and_the_clients_own_errors_eject_nobody(script: Script, 
 async def test_a_pod_that_answers_some_requests_and_refuses_the_others_is_full_and_stays(
     monkeypatch: pytest.MonkeyPatch, refusal: Script
 ) -> None:
-    """Not every engine says Retry-After. What is full puts no pod in doubt, and all retries are for it."""
+    """Not every engine sends Retry-After. A full pod is not suspect, and its requests may use all retries."""
     monkeypatch.setattr(faults, "AT_WORK_S", 60.0)
     pods = [ScriptedEngine(name, GOOD) for name in "abc"]
     async with running(*pods, probe_interval_s=60) as gateway:
@@ -179,7 +179,7 @@ async def test_a_pod_that_answers_some_requests_and_refuses_the_others_is_full_a
             assert (await gateway.post(ask())).status == 200
         pods[0].script = pods[1].script = refusal
         replies = [await gateway.post(ask()) for _ in range(15)]
-        assert (gateway.app[FLEET].ejections, gateway.app[FLEET].doubtful("m")) == (0, set())
+        assert (gateway.app[FLEET].ejections, gateway.app[FLEET].doubtful("m")) == (0, frozenset())
     assert {reply.body for reply in replies} == {event("a") + event("b") + b"data: [DONE]\n\n"}
 
 
@@ -228,7 +228,7 @@ async def test_what_one_pod_fails_and_another_refuses_is_no_pods_fault() -> None
 
 
 async def test_a_pod_that_breaks_off_is_not_down() -> None:
-    """It answers its probe: what is known of its cache and load stays, also where it does not tell its lives apart."""
+    """It answers its probe, so its known cache and load stay, even if it does not tell whether it was restarted."""
     pods = [ScriptedEngine(None, drops), ScriptedEngine("b", GOOD)]
     async with running(*pods, policy="least_loaded", eject_after=1, probe_interval_s=60) as gateway:
         known = set(gateway.app[FLEET].answering())
@@ -389,7 +389,7 @@ def test_no_bytes_are_too_odd_for_it(data: bytes) -> None:
     engine_error(b'data: {"error":' + data)
 
 
-async def test_an_error_that_a_stream_begins_with_reaches_the_client_where_nobody_does_better() -> None:
+async def test_an_error_at_the_start_of_a_stream_reaches_the_client_if_no_pod_does_better() -> None:
     async with running(ScriptedEngine("a", streams([BROKEN, b"data: [DONE]\n\n"]))) as gateway:
         answer = await gateway.post(ask())
     assert (answer.status, answer.json["error"]["message"]) == (502, "CUDA error")

@@ -1,4 +1,4 @@
-"""Bodies: how many bytes of them may be in flight, and what images among them count as."""
+"""Bodies: how many bytes of bodies may be in flight, and how images in them count."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ BOUND = {"max_in_flight_body_mib": 2, "max_body_bytes": 2 * MIB}
 
 
 def body_of(size: int) -> bytes:
-    """A request with a body of exactly so many bytes."""
+    """Return a request body of exactly `size` bytes."""
     fields: dict[str, Any] = {"model": "m", "stream": True, "prompt": ""}
     return orjson.dumps({**fields, "prompt": "x" * (size - len(orjson.dumps(fields)))})
 
 
 async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Sent chunked: its length is not announced."""
+    """Yield the body chunked, without an announced length."""
     for at in range(0, len(body), 2**16):
         yield body[at : at + 2**16]
 
@@ -54,7 +54,7 @@ async def send(gateway: Gateway, data: Any, **sent: str) -> Answer:
 
 @contextlib.asynccontextmanager
 async def held(gateway: Gateway, engine: ScriptedEngine, size: int) -> AsyncIterator[None]:
-    """A request whose body is in flight meanwhile."""
+    """Keep a request's body of `size` bytes in flight during the block."""
     engine.script = stalls_after([event("a")])
     call = asyncio.create_task(gateway.post(body_of(size)))
     await eventually(lambda: engine.open == 1)

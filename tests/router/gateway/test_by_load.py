@@ -1,7 +1,8 @@
-"""Paths without prefixes: to the pod with the least load, to one that knows the path, within limits and accounts."""
+"""Paths without prefixes: requests go to the least loaded pod that knows the path, and limits and accounts apply."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import openai
@@ -16,7 +17,7 @@ from yarl import URL
 from engine.contract.errors import BadRequest, ModelNotFound
 from router.gateway.by_load import BY_LOAD, asked_model, passes
 from router.gateway.reach import LACK_TTL_S, Reach, is_unknown_path
-from tests.router.gateway.helpers import Script, ScriptedEngine, answers, running
+from tests.router.gateway.helpers import DEADLINE_S, Script, ScriptedEngine, answers, running
 
 EMBEDDINGS = "/v1/embeddings"
 EMBEDDING = {"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}
@@ -102,6 +103,31 @@ async def test_every_path_passes_as_it_came(no_blocking_calls: BlockBuster) -> N
         assert engine.received[-1].path == "/v1/audio/speech"
 
 
+async def test_speech_is_heard_while_the_rest_of_it_is_made(no_blocking_calls: BlockBuster) -> None:
+    no_blocking_calls.deactivate()  # the client reads versions of packages from disk
+    heard = asyncio.Event()
+
+    async def speaks(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "audio/pcm"})
+        await response.prepare(request)
+        await response.write(b"first")
+        async with asyncio.timeout(DEADLINE_S):
+            await heard.wait()
+        await response.write(b"last")
+        return response
+
+    async with (
+        running(ScriptedEngine("a", speaks)) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+        client.audio.speech.with_streaming_response.create(model="m", voice="alloy", input="Say it.") as answer,
+    ):
+        sound = b""
+        async for piece in answer.iter_bytes():
+            sound += piece
+            heard.set()
+    assert sound == b"firstlast"
+
+
 @pytest.mark.parametrize("missing", [answers(404, SGLANG), answers(404, VLLM), answers(404, OURS), answers(405, b"")])
 async def test_in_a_mixed_fleet_the_pods_that_know_a_path_are_found(missing: Script) -> None:
     generating = {"/v1/completions": answers(200, b'{"choices":[]}')}
@@ -129,7 +155,7 @@ async def test_in_a_mixed_fleet_the_pods_that_know_a_path_are_found(missing: Scr
 
 
 async def test_a_model_that_an_engine_does_not_know_is_told_by_the_engine() -> None:
-    """Its adapter may be gone: no other pod is asked, and nothing is learnt of the path."""
+    """The adapter may be gone: no other pod is asked, and nothing is learnt about the path."""
     body = ModelNotFound("model 'm' does not exist", param="model", code="model_not_found").body()
     engines = [ScriptedEngine(pod, answers(404, body)) for pod in "ab"]
     async with running(*engines) as gateway:
@@ -157,7 +183,7 @@ async def test_what_was_learnt_of_a_path_ends(monkeypatch: pytest.MonkeyPatch) -
     assert reach.lacking(Asked()) == set()  # type: ignore[arg-type]
 
 
-async def test_other_paths_pass_where_that_is_allowed() -> None:
+async def test_other_paths_pass_if_that_is_allowed() -> None:
     async with running(ScriptedEngine("a", answers(200))) as gateway:
         assert (await gateway.post({"model": "m"}, path="/v1/moderations")).status == 404
     engine = ScriptedEngine("a", answers(200, b'{"ok":1}'))

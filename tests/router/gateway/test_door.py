@@ -1,4 +1,4 @@
-"""Connections of clients: how many, how long without a request or in the midst of a head, and who takes no answer."""
+"""Client connections: how many there may be, how long they may be idle or in a head, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
     async with running(ScriptedEngine("a", GOOD), keepalive_timeout_s=0.2) as gateway, connected(gateway) as client:
         client.send(first)
         await client.closed()
-        await eventually(lambda: client not in gateway.app[DOOR].connections)
+        await eventually(lambda: not gateway.app[DOOR].connections)
 
 
 async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(mon
 
 
 class Talkative(ScriptedEngine):
-    """Says so many bytes of its model."""
+    """An engine whose list of models has a given number of bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__("a", GOOD)
@@ -112,7 +112,7 @@ class Talkative(ScriptedEngine):
         return web.json_response({"data": [{"id": "m", "about": self._about}]}, headers={headers.POD: "a"})
 
 
-async def test_who_does_not_take_the_gateways_own_answer_is_cut() -> None:
+async def test_a_client_that_does_not_read_the_gateways_own_answer_is_cut() -> None:
     engine = Talkative(900_000)
     async with running(engine, idle_timeout_s=0.3) as gateway, connected(gateway, receive_bytes=4096) as client:
         for _ in range(20):  # several, as the kernel holds some of it
@@ -121,10 +121,10 @@ async def test_who_does_not_take_the_gateways_own_answer_is_cut() -> None:
         await eventually(lambda: not gateway.app[DOOR].connections)
 
 
-async def test_who_does_not_take_the_end_of_the_last_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_the_end_of_the_last_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "CLOSING_S", 0.2)
     engine = Talkative(60_000)
-    settings = {"keepalive_timeout_s": 0.2, "idle_timeout_s": 0.3}
+    settings: dict[str, Any] = {"keepalive_timeout_s": 0.2, "idle_timeout_s": 0.3}
     async with running(engine, **settings) as gateway, connected(gateway, receive_bytes=4096) as client:
         for _ in range(20):
             client.send(GET_MODELS)
@@ -191,7 +191,7 @@ async def test_a_lack_of_our_own_ejects_no_engine_and_refuses_new_clients(
 
 
 def test_the_last_descriptors_are_not_given_to_clients() -> None:
-    """In a process of its own, whose bound is real: the gateway says 503 where the event loop would say nothing."""
+    """In a process with a real bound: the gateway answers 503 when the event loop would not answer."""
     script = """
 import asyncio, contextlib, os, resource, uvloop
 from router.parts import FLEET

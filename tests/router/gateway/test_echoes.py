@@ -1,4 +1,4 @@
-"""What clients name comes back cut, and without control characters."""
+"""Names that clients send come back shortened, and without control characters."""
 
 from __future__ import annotations
 

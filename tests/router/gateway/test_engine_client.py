@@ -1,4 +1,4 @@
-"""The client for engines on real sockets: connections that end, bodies that stall, what is sent again and what not."""
+"""The client for engines on real sockets: ended connections, stalled bodies, and which requests are sent again."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_
 
 @pytest.mark.parametrize("said", [b"", b"H"])
 async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late, or after a byte of an answer; nor on a connection of its own."""
+    """A request is not sent again if it is late, after a byte of an answer, or on a new connection."""
     if not said:
         monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # however soon, it is too late
 
@@ -147,7 +147,7 @@ async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkey
 
 
 async def test_a_request_that_ends_its_engine_is_not_taken_for_an_engine_that_was_away() -> None:
-    """Whoever could not be reached is not blamed; the request that broke it would go on to the next."""
+    """An unreachable engine does not count as failed, so the request that ended one would go on to the next."""
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 1:
@@ -186,7 +186,7 @@ async def test_an_early_answer_to_a_large_body_is_read() -> None:
     listening.close()
 
 
-async def test_of_an_answer_that_nobody_reads_little_is_read_ahead() -> None:
+async def test_little_is_read_ahead_of_an_answer_that_nobody_reads() -> None:
     body = bytes(range(256)) * 2**13
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
@@ -256,7 +256,7 @@ async def test_a_lack_of_descriptors_keeps_its_number(monkeypatch: pytest.Monkey
         assert await asked.read() == (200, b"fine")
 
 
-async def test_who_does_not_accept_is_given_up_in_time() -> None:
+async def test_an_engine_that_does_not_accept_is_given_up_in_time() -> None:
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     queued = [socket.socket() for _ in range(4)]
     for waiting in queued:

@@ -1,4 +1,4 @@
-"""Engines with metrics of vLLM and SGLang behind a gateway, over real sockets: load, ranks, pages that mean harm."""
+"""Engines with metrics of vLLM and SGLang behind a gateway, over real sockets: load, ranks, harmful pages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from aiohttp import web
 
 from engine.contract import headers
 from router.config import GatewaySettings
+from router.fleet import scrape
 from router.fleet.scrape import MAX_PAGE_BYTES
 from router.parts import FLEET, SCRAPER
 from tests.router.fleet.pages import Load, sglang_page, vllm_page
@@ -21,6 +22,7 @@ from tests.router.gateway.helpers import (
     ScriptedEngine,
     event,
     eventually,
+    knows_ranks,
     running,
     streams,
     usage_event,
@@ -31,11 +33,11 @@ RANK = headers.DATA_PARALLEL_RANK
 
 
 class MeteredEngine(ScriptedEngine):
-    """A scripted engine with `/metrics`. `narrow`: the path with a slash writes only the metrics that are named."""
+    """A scripted engine with `/metrics`. `narrow`: the path with a slash writes only the named metrics."""
 
-    def __init__(self, page: bytes, *, owner: str = "vllm", narrow: bool = True) -> None:
+    def __init__(self, page: bytes | Page, *, owner: str = "vllm", narrow: bool = True) -> None:
         super().__init__(None, streams([event("a"), usage_event(10, 1, 0)]))
-        self.page: bytes | Page = page
+        self.page = page
         self.owner = owner
         self.narrow = narrow
         self.asked: list[str] = []
@@ -127,12 +129,52 @@ async def test_requests_for_a_rank_name_it_and_a_clients_own_wish_is_dropped() -
         assert engine.resets == 1
 
 
+async def test_ready_waits_for_the_ranks_so_no_request_goes_to_an_engine_as_one_target() -> None:
+    page, may_answer = vllm_page([Load(), Load()]), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await may_answer.wait()
+        return web.Response(body=page)
+
+    engine = MeteredEngine(slow)
+    async with running(engine) as gateway:
+        ready = await gateway.get("/ready")
+        assert (ready.status, ready.json["missing"]) == (
+            503,
+            ["the engines have not been asked for their data-parallel ranks yet"],
+        )
+        may_answer.set()
+        await eventually(lambda: knows_ranks(gateway))
+        assert (await gateway.get("/ready")).status == 200
+        assert len(gateway.app[FLEET].pods("m")) == 2
+        await ask(gateway)
+        assert engine.received[-1].headers[RANK] in ("0", "1")
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_ready_does_not_wait_for_an_engine_that_tells_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """An engine that hangs costs its deadline, or nothing if its ranks are known."""
+
+    async def hangs(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(scrape, "DEADLINE_S", 30.0)
+    monkeypatch.setattr(scrape, "FIRST_S", 25.0 if told else 0.3)
+    async with running(MeteredEngine(hangs), **({"engine_ranks": 2} if told else {})) as gateway:
+        await eventually(lambda: knows_ranks(gateway), 20)
+        assert (await gateway.get("/ready")).status == 200
+        assert len(gateway.app[FLEET].pods("m")) == (2 if told else 1)
+
+
 async def test_a_warm_rank_gets_the_next_request_of_its_prefix() -> None:
     engine = MeteredEngine(vllm_page([Load()] * 4))
     told, seen = streams([event("a"), usage_event(150, 1, None)]), set()
 
     async def script(request: web.Request) -> web.StreamResponse:
-        """A prefix that the rank has not seen takes time: otherwise the gateway learns that it is worth nothing."""
+        """Take time for a prefix that the rank has not seen: otherwise the gateway learns that caches gain nothing."""
         prompt = (request.headers[RANK], (await request.json())["prompt"])
         await asyncio.sleep(0 if prompt in seen else 0.1)
         seen.add(prompt)
@@ -159,7 +201,7 @@ async def test_a_reset_forgets_what_all_ranks_hold() -> None:
         assert (await gateway.post(body)).headers[headers.PREDICTED_CACHED] == "0"
 
 
-async def test_ranks_can_be_told_where_metrics_are_not_read() -> None:
+async def test_ranks_can_be_given_if_metrics_are_not_read() -> None:
     engine = MeteredEngine(sglang_page([Load(9.0)]), owner="sglang")
     async with running(engine, engine_metrics=False, engine_ranks=3) as gateway:
         assert gateway.app[SCRAPER] is None

@@ -1,4 +1,4 @@
-"""Error events of engines, whatever is in them: a word that can be passed on and logged, or none."""
+"""Error events of engines with any content: they yield a word that can be passed on and logged, or none."""
 
 from __future__ import annotations
 

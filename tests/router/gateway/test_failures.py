@@ -13,7 +13,8 @@ from aiohttp import web
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
 from engine.contract.sse import SseDecoder
-from router.gateway.by_load import BY_LOAD
+from router.gateway.by_load import BY_LOAD, UPLOADS
+from router.gateway.stored import STORED
 from router.parts import FLEET, INDEX
 from tests.router.gateway.helpers import (
     Answer,
@@ -34,10 +35,11 @@ from tests.router.gateway.helpers import (
 STREAM = {"model": "m", "prompt": "x" * 600, "stream": True}
 WHOLE = {"model": "m", "prompt": "x" * 600}
 GOOD = [event("fine"), b"data: [DONE]\n\n"]
+GAP_S = 0.005
 
 
 def last_error(answer: Answer) -> dict[str, object]:
-    """The error in the last event of a stream, which must be made of whole events."""
+    """Return the error in the last event of a stream, which must consist of whole events."""
     assert answer.body.endswith(b"\n\n")
     events = [orjson.loads(data) for data in SseDecoder().feed(answer.body)]
     assert all("choices" in e for e in events[:-1])
@@ -45,7 +47,7 @@ def last_error(answer: Answer) -> dict[str, object]:
 
 
 async def wait_quiet(gateway: Gateway, *engines: ScriptedEngine) -> None:
-    """Until nothing is in flight anywhere and no speculation is left of what did not run."""
+    """Wait until nothing is in flight, and no speculation is left about requests that did not run."""
     await eventually(lambda: gateway.in_flight == 0 and not any(engine.open for engine in engines))
 
 
@@ -90,7 +92,7 @@ async def test_a_whole_answer_is_retried_as_long_as_nothing_was_sent(bad: Script
 @pytest.mark.parametrize("status", [302, 400, 404, 422])
 @pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
 async def test_a_refusal_is_no_prefill(status: int, fields: dict[str, Any]) -> None:
-    """A pod that refuses at once has not computed 50,000 tokens in no time, and holds none of them."""
+    """A pod that refuses at once has not computed 50,000 tokens at infinite speed, and holds none of them."""
     refused = {**fields, "prompt": "x" * 200_000}
     engine = ScriptedEngine("a", answers(status))
     async with running(engine, policy="predicted_ttft") as gateway:
@@ -115,12 +117,12 @@ async def test_a_refusal_leaves_the_queue_behind_as_it_was() -> None:
         slow = asyncio.create_task(gateway.post({**STREAM, "prompt": "slow" * 50_000}))
         await eventually(lambda: engine.open == 1)
         before = pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time())
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         assert (await gateway.post(STREAM)).status == 400
         after = pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time())
         slow.cancel()
     assert after.in_flight == before.in_flight == 1
-    assert after.prefill_free_at_s == pytest.approx(before.prefill_free_at_s, abs=0.1), "its prefill began anew"
+    assert after.prefill_free_at_s == pytest.approx(before.prefill_free_at_s, abs=0.02), "its prefill began anew"
 
 
 async def test_one_hung_pod_does_not_take_all_the_time_of_a_whole_answer() -> None:
@@ -155,7 +157,7 @@ async def test_a_failed_pod_is_not_tried_twice_and_the_retries_are_bounded() -> 
 
 async def test_when_every_pod_answers_an_error_the_last_one_is_passed_on() -> None:
     body = b'{"error": {"message": "full"}}'
-    pods = [ScriptedEngine(name, answers(503, body, **{"Retry-After": "7"})) for name in "ab"]
+    pods = [ScriptedEngine(name, answers(503, body, extra={"Retry-After": "7"})) for name in "ab"]
     async with running(*pods) as gateway:
         answer = await gateway.post(STREAM)
     assert (answer.status, answer.body, answer.headers["Retry-After"]) == (503, body, "7")
@@ -172,7 +174,9 @@ async def test_when_every_pod_answers_an_error_the_last_one_is_passed_on() -> No
 )
 async def test_when_no_pod_answers_the_client_gets_an_openai_error(bad: Script, status: int, kind: str) -> None:
     pods = [ScriptedEngine(name, bad) for name in "ab"]
-    async with running(*pods, total_timeout_s=0.3, eject_after=100) as gateway:
+    # A pod that is only slow on a busy machine must not look like one that is silent.
+    total_s = 0.3 if status == 504 else 60.0
+    async with running(*pods, total_timeout_s=total_s, eject_after=100) as gateway:
         answer = await gateway.post(WHOLE)
         await wait_quiet(gateway, *pods)
     assert answer.status == status
@@ -248,12 +252,18 @@ async def test_a_client_that_leaves_is_noticed_by_the_engine(script: Script, fie
     assert 'status="499"' in text
 
 
-@pytest.mark.parametrize("delay_ms", range(0, 30, 2))
-async def test_leaving_at_any_moment_leaves_nothing_counted(delay_ms: int) -> None:
-    pods = [ScriptedEngine("a", drops), ScriptedEngine("b", streams([event("x")] * 3, gap_s=0.005))]
+@pytest.mark.parametrize(
+    ("chunks", "turns"), [*((0, turns) for turns in range(0, 45, 3)), *((chunks, 3) for chunks in (1, 2, 3))]
+)
+async def test_leaving_at_any_moment_leaves_nothing_counted(chunks: int, turns: int) -> None:
+    """A client leaves while it connects, is read, meets a pod that drops it, or is sent to another pod (some 30 turns
+    of the loop), or while its chunks come."""
+    pods = [ScriptedEngine("a", drops), ScriptedEngine("b", streams([event("x")] * 3, gap_s=GAP_S))]
     async with running(*pods, eject_after=100) as gateway:
         calls = [asyncio.create_task(gateway.post(STREAM)) for _ in range(8)]
-        await asyncio.sleep(delay_ms / 1000)
+        await asyncio.sleep(chunks * GAP_S)
+        for _ in range(turns):
+            await asyncio.sleep(0)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
@@ -350,7 +360,8 @@ async def test_openai_shape_for_a_path_and_a_method_that_do_not_exist() -> None:
         told, _, served = missing.json["error"]["message"].partition("; served here: ")
         assert told == "GET /v1/nothing: 404: Not Found"
         caches = {"/v1/caches", "/v1/caches/{id}"}
-        known = {*Endpoint, *BY_LOAD, *caches, "/v1/models", "/v1/models/{model}", "/health", "/ready"}
+        kept = {path for _, path in STORED}
+        known = {*Endpoint, *BY_LOAD, *UPLOADS, *caches, *kept, "/v1/models", "/v1/models/{model}", "/health", "/ready"}
         assert known == set(served.split(", "))
         async with aiohttp.ClientSession() as session, session.put(f"{gateway.url}/health") as put:
             assert put.status == 405

@@ -1,4 +1,4 @@
-"""Fields that are set in a body, and all that stays as it came."""
+"""Fields that the gateway sets in a body; everything else stays unchanged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def objects(draw: st.DrawFn) -> tuple[list[tuple[str, str]], bytes]:
 
 
 def pairs(body: bytes) -> list[tuple[str, Any]]:
-    """Every top-level field, in order, with numbers as they are written."""
+    """Return every top-level field, in order, with numbers as they are written."""
     found: list[list[tuple[str, Any]]] = []
 
     def note(fields: list[tuple[str, Any]]) -> Any:
@@ -89,7 +89,9 @@ def test_the_new_fields_are_there_once_and_all_others_as_they_came(
 
 
 @given(objects())
-def test_where_nothing_is_replaced_the_body_is_a_tail_of_the_new_one(made: tuple[list[tuple[str, str]], bytes]) -> None:
+def test_if_nothing_is_replaced_the_old_body_is_a_tail_of_the_new_one(
+    made: tuple[list[tuple[str, str]], bytes],
+) -> None:
     _, body = made
     present = {**orjson.loads(body)}
     if "priority" not in present:

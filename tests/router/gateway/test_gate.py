@@ -1,4 +1,4 @@
-"""A burst goes through in order: few requests are between their bytes and the engine's, and nobody stops the others."""
+"""A burst passes the gate in order: few requests are between gateway and engine, and none stops the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(number: int) -> bytes:
 
 
 class Guest:
-    """Notes when it is let in; leaves at once where it is told to."""
+    """Notes when the gate lets it in; leaves at once if told to."""
 
     def __init__(self, gate: Gate, let_in: list[Guest], *, stays: bool = True) -> None:
         self.gate = gate
@@ -39,8 +39,8 @@ class Guest:
             self.gate.leave(self)
 
 
-async def test_places_go_to_the_first_who_came() -> None:
-    gate, let_in = Gate(places=2), []
+async def test_places_go_to_requests_in_the_order_of_arrival() -> None:
+    gate, let_in = Gate(places=2), list[Guest]()
     guests = [Guest(gate, let_in) for _ in range(6)]
     assert [gate.enter(guest, 10) for guest in guests] == [True, True, False, False, False, False]
     gate.leave(guests[1])
@@ -54,7 +54,7 @@ async def test_places_go_to_the_first_who_came() -> None:
 
 
 async def test_any_number_may_leave_as_soon_as_they_are_in() -> None:
-    gate, let_in = Gate(places=1), []
+    gate, let_in = Gate(places=1), list[Guest]()
     holder, guests = Guest(gate, let_in), [Guest(gate, let_in, stays=False) for _ in range(5000)]
     assert gate.enter(holder, 1)
     assert not any(gate.enter(guest, 1) for guest in guests)
@@ -63,7 +63,7 @@ async def test_any_number_may_leave_as_soon_as_they_are_in() -> None:
 
 
 async def test_what_waits_is_bounded_in_bytes() -> None:
-    gate, let_in = Gate(places=1, max_waiting_bytes=100), []
+    gate, let_in = Gate(places=1, max_waiting_bytes=100), list[Guest]()
     guests = [Guest(gate, let_in) for _ in range(5)]
     assert [gate.enter(guest, 60) for guest in guests[:3]] == [True, False, True]
     assert not gate.enter(guests[3], 40)
@@ -75,7 +75,7 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
 
 async def test_a_place_that_nobody_gives_back_goes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_HOLD_S", 0.01)
-    gate, let_in = Gate(places=1), []
+    gate, let_in = Gate(places=1), list[Guest]()
     guests = [Guest(gate, let_in) for _ in range(3)]
     assert [gate.enter(guest, 1) for guest in guests] == [True, False, False]
     await eventually(lambda: let_in == guests[1:])
@@ -116,12 +116,12 @@ async def test_a_burst_goes_through_one_after_the_other() -> None:
             for client in clients:
                 await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
             assert len(engine.received) == count
-            # Beside the places, those that are on their way: written, and not yet read by the engine.
+            # Some requests count beside the places: the gateway has written them, and the engine has not read them.
             assert watch.most_between <= count // 4
         assert gateway.app[DOOR].gate.waiting == 0
 
 
-async def test_who_is_slow_with_a_head_or_a_body_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_is_slow_with_a_head_or_a_body_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_HOLD_S", 60.0)
     async with running(ScriptedEngine("a", GOOD)) as gateway, AsyncExitStack() as stack:
         slow = await connect(stack, gateway, 4 * PLACES)
@@ -135,7 +135,7 @@ async def test_who_is_slow_with_a_head_or_a_body_holds_no_place(monkeypatch: pyt
             assert b"fine" in await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
 
 
-async def test_who_waits_for_an_engine_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_for_an_engine_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_HOLD_S", 60.0)
     silent = asyncio.Event()
 
@@ -177,7 +177,7 @@ async def test_nothing_keeps_its_place_when_it_is_over(sent: bytes, monkeypatch:
         await eventually(lambda: not gateway.app[DOOR].gate._inside)
 
 
-async def test_who_leaves_while_waiting_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_while_waiting_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "MAX_HOLD_S", 60.0)
     engine = ScriptedEngine("a", GOOD)
     async with running(engine) as gateway:

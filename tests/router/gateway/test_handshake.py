@@ -1,4 +1,4 @@
-"""Clients that take their time to agree on TLS: counted, ended, and none of anybody else's business."""
+"""Clients that are slow in their TLS handshake: they are counted and ended, and do not disturb others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Secure:
         return len(self.app[DOOR].connections)
 
     async def ask(self, request: bytes) -> bytes:
-        """The answer to a request that goes out together with the end of the handshake."""
+        """Return the answer to a request that is sent together with the end of the handshake."""
         context = ssl.create_default_context()
         self.authority.configure_trust(context)
         received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -113,7 +113,7 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(loop: Lo
 
 
 @LOOPS
-def test_who_begins_no_handshake_is_counted_and_cut_after_the_heads_time(loop: Loop, tmp_path: Path) -> None:
+def test_a_client_that_begins_no_handshake_is_cut_after_the_heads_time(loop: Loop, tmp_path: Path) -> None:
     async def test() -> None:
         async with (
             secure(tmp_path, head_timeout_s=0.3) as gateway,
@@ -143,7 +143,7 @@ def test_handshakes_take_places_and_others_are_told_so(loop: Loop, tmp_path: Pat
 
 
 @LOOPS
-def test_who_speaks_no_tls_is_cut_and_leaves_nothing_behind(loop: Loop, tmp_path: Path) -> None:
+def test_a_client_that_speaks_no_tls_is_cut_and_leaves_nothing_behind(loop: Loop, tmp_path: Path) -> None:
     async def test() -> None:
         async with secure(tmp_path) as gateway, asyncio.timeout(DEADLINE_S):
             for junk in (GET_HEALTH, b"\x16\x03\x01" + b"\xff" * 64):

@@ -1,6 +1,6 @@
-"""A second pod is asked while the first is silent: one of them serves the client, the other is let go.
+"""A second pod is asked while the first is silent: one pod serves the client, and the other request is cancelled.
 
-What the engines do waits for what the gateway has done, never for a time.
+The engines wait for actions of the gateway, never for a time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def budget_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scene:
-    """Pods, of which the first one asked plays the first script, and so on, whichever they are."""
+    """Pods that play the scripts in the order in which the pods are asked."""
 
     def __init__(self, *scripts: Script, pods: int = 2, **settings: Any) -> None:
         self.scripts = scripts
@@ -76,11 +76,11 @@ class Scene:
         await eventually(lambda: len(self.asked) == count)
 
     def pod(self, gateway: Gateway, place: int) -> Pod:
-        """The pod that was asked at that place, from 0."""
+        """Return the pod that was asked as number `place`, from 0."""
         return next(pod for pod in gateway.app[FLEET].pods("m") if pod.pod_id == self.asked[place].pod)
 
     async def is_let_go(self, place: int) -> None:
-        """The engine sees its connection closed."""
+        """Wait until the engine sees its connection closed."""
         await eventually(lambda: self.asked[place].open == 0)
 
 
@@ -95,7 +95,7 @@ def after(wait: Callable[[], Awaitable[None]], script: Script) -> Script:
 
 
 async def hedges(gateway: Gateway) -> dict[str, float]:
-    """Hedges by outcome, but for those that are 0."""
+    """Return hedges by outcome, without zeros."""
     lines = (await gateway.get("/metrics")).body.decode().splitlines()
     counts = {line.split('"')[1]: float(line.split()[-1]) for line in lines if "_hedges_total{" in line}
     assert set(counts) == {"won", "lost", "refused"}
@@ -103,7 +103,7 @@ async def hedges(gateway: Gateway) -> dict[str, float]:
 
 
 async def is_refused(gateway: Gateway) -> None:
-    """Until a second pod was to be asked, and was not."""
+    """Wait until a second pod was due to be asked and was refused."""
     async with asyncio.timeout(DEADLINE_S):
         while await hedges(gateway) != {"refused": 1}:  # noqa: ASYNC110 - it is read from another side
             await asyncio.sleep(0.005)
@@ -146,7 +146,7 @@ async def test_the_first_pod_serves_the_client_when_it_answers_first_after_all()
         assert not scene.pod(gateway, 1).faults.is_doubtful
 
 
-async def test_of_two_that_answer_at_once_the_client_gets_one() -> None:
+async def test_if_two_pods_answer_at_once_the_client_gets_one_answer() -> None:
     for _ in range(10):
         scene = Scene()
         both = [after(lambda scene=scene: scene.are_asked(2), streams(told(name))) for name in ("first", "second")]  # type: ignore[misc]
@@ -305,7 +305,7 @@ async def test_a_pod_that_failed_lately_is_not_asked() -> None:
 
 
 async def test_a_whole_answer_is_not_hedged() -> None:
-    """A stream that is sent later is, so the time for the other one is over by then."""
+    """A stream that is sent later is hedged, so the time for hedging the whole answer is over by then."""
     release = asyncio.Event()
 
     async def wait() -> None:
@@ -328,15 +328,15 @@ async def test_nothing_is_asked_of_busy_pods(room: frozenset[str] | None) -> Non
     assert (hedged, asked) == ({"refused": 1}, 0)
 
 
-async def test_of_five_hundred_slow_requests_ten_are_hedged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ten_of_five_hundred_slow_requests_are_hedged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.overload.hedges.HEDGED_ONE_IN", 50)
     hedged, asked = await raced(500, frozenset())
     assert (hedged, asked) == ({"refused": 490, "lost": 10}, 10)
 
 
 async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int], int]:
-    """So many requests one after the other, of each of which the first attempt answers only when the gateway has made
-    up its mind about a second one: hedges by outcome, and how often a second pod was asked."""
+    """Send `count` requests in turn. Each first attempt answers only after the gateway has decided about a second one.
+    Return hedges by outcome, and how often a second pod was asked."""
     counts: dict[str, int] = {}
     decided = asyncio.Event()
     asked = 0
@@ -383,7 +383,7 @@ async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int]
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["it stays", "it leaves"])
 async def test_a_client_that_leaves_as_the_second_pod_wins_is_gone(leaves: bool) -> None:
-    """The request's task is cancelled by both; only what the race itself did is undone."""
+    """Both the client and the race cancel the request's task; only the race's cancellation is undone."""
     ended: list[str] = []
     pods = {name: SimpleNamespace(pod=SimpleNamespace(pod_id=name)) for name in ("first", "second")}
     attempts = [Attempt(cast(Any, pods["first"]), cast(Any, None), 0.0)]
@@ -418,7 +418,7 @@ async def test_a_client_that_leaves_as_the_second_pod_wins_is_gone(leaves: bool)
 
 
 async def test_a_request_that_is_predicted_to_take_long_is_given_longer() -> None:
-    """With 20 ms set, the first token of this one is due in an hour: nothing is late while the client waits."""
+    """The limit is 20 ms, but the first token is due in an hour: nothing is late while the client waits."""
     release = asyncio.Event()
 
     async def wait() -> None:

@@ -1,4 +1,4 @@
-"""A session's name: read from any client, bounded, and worth something among equals alone."""
+"""A session's name: read from any client, bounded, and used only to choose among equal pods."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_among_equals_a_session_goes_to_one_pod(
 @settings(max_examples=30)
 @pytest.mark.parametrize("name", [name for name in POLICY_NAMES if name not in BY_SCORE])
 @given(session=SESSIONS, keys=KEYS)
-def test_where_a_policy_goes_by_something_else_a_session_changes_nothing(
+def test_a_session_changes_nothing_for_a_policy_that_ignores_it(
     name: str, session: int, keys: tuple[PrefixKey, ...]
 ) -> None:
     pods = [PodView(PodId(f"pod-{i}"), in_flight=i, in_flight_uncached_tokens=i * 100) for i in range(4)]

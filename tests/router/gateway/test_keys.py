@@ -1,4 +1,4 @@
-"""Who may use the gateway, and what the engines are shown of it."""
+"""Which clients may use the gateway, and what the engines see of a client's key."""
 
 # ruff: noqa: ASYNC240  # the files are tiny
 
@@ -34,7 +34,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 def key_file(tmp_path: Path, no_blocking_calls: BlockBuster) -> Path:
-    """Two keys among what is none."""
+    """Return a file with two keys among lines that are not keys."""
     no_blocking_calls.deactivate()  # the tests themselves write the file
     path = tmp_path / "keys"
     path.write_text("# team a\nkey-a\n\n  key-b  \n")
@@ -114,7 +114,7 @@ async def test_without_keys_the_clients_credentials_are_the_engines(no_blocking_
 
 
 class ProtectedEngine(ScriptedEngine):
-    """Wants the key everywhere, as vLLM with --api-key does under /v1."""
+    """Requires the key on every path, as vLLM with --api-key does under /v1."""
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check(request)

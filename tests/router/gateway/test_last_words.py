@@ -1,4 +1,4 @@
-"""What engines say of themselves: known words and no others, whatever a client put into the request."""
+"""What engines report about themselves: only known words pass, whatever a client put into the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that leave `cached_tokens` out of an answer where nothing was reused, as vLLM and SGLang do."""
+"""Engines that leave `cached_tokens` out of an answer if nothing was reused, as vLLM and SGLang do."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ OLD, NEW = "old " * 600, "new " * 600
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod has computed what it was sent, however short ago."""
+    """Let a pod count as having computed a prompt as soon as it was sent."""
     monkeypatch.setattr(speculation, "SETTLED_S", 0.0)
 
 
 def says(usage: bytes, *, stream: bool) -> Script:
-    """An answer with this account of its tokens."""
+    """Return an answer with this usage."""
     return streams([event("a"), usage, DONE]) if stream else answers(200, usage.removeprefix(b"data: "))
 
 
 async def learnt(gateway: Gateway) -> tuple[dict[str, float], bool]:
-    """Counted tokens by kind, and whether the pod is still believed to hold OLD."""
+    """Return counted tokens by kind, and whether the pod is still believed to hold OLD."""
     text = (await gateway.get("/metrics")).body.decode()
     counted = re.findall(r'gateway_tokens_total{kind="(prompt|cached)",policy="cache_aware"} (\S+)', text)
     keys = prefix_keys(OLD.encode(), key_seed("m"))
@@ -53,7 +53,7 @@ async def learnt(gateway: Gateway) -> tuple[dict[str, float], bool]:
 
 
 async def after(script: Script, *, stream: bool = True, is_telling: bool = True) -> tuple[dict[str, float], bool]:
-    """What is learnt when the pod has computed OLD, then NEW, and says this of NEW once more."""
+    """Return what is learnt if the pod computed OLD, then NEW, and plays `script` for NEW once more."""
     engine = ScriptedEngine(None, streams([event("a"), DONE]))
     async with running(engine, policy="cache_aware") as gateway:
         for prompt in (OLD, NEW):
@@ -68,8 +68,8 @@ async def after(script: Script, *, stream: bool = True, is_telling: bool = True)
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("usage", [MISS, LEFT_OUT], ids=["told", "left out"])
-async def test_what_a_pod_that_tells_leaves_out_is_a_miss(usage: bytes, stream: bool) -> None:
-    """It counts, and refutes the belief and that in what an LRU cache evicts before, as a 0 does."""
+async def test_a_count_that_a_telling_pod_leaves_out_is_a_miss(usage: bytes, stream: bool) -> None:
+    """It counts as a 0 does: it refutes the belief in the prompt, and in everything that an LRU cache evicts before."""
     assert await after(says(usage, stream=stream), stream=stream) == ({"prompt": 1000.0, "cached": 400.0}, False)
 
 
@@ -92,7 +92,7 @@ async def test_other_answers_without_it_say_nothing(script: Script) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_of_a_pod_that_never_told_it_stays_unknown(stream: bool) -> None:
+async def test_the_count_of_a_pod_that_never_told_one_stays_unknown(stream: bool) -> None:
     counted, is_held = await after(says(LEFT_OUT, stream=stream), stream=stream, is_telling=False)
     assert (counted.get("prompt", 0.0), is_held) == (0.0, True)
 
@@ -117,8 +117,8 @@ async def test_each_pod_tells_for_itself() -> None:
 
 
 @pytest.mark.parametrize("size", range(3900, 4200, 7))
-def test_what_lies_before_the_tail_is_not_taken_to_be_left_out(size: int) -> None:
-    """The account of an answer that goes on behind it: it is seen as a whole, or is not known to be whole."""
+def test_a_count_before_the_tail_is_not_taken_to_be_left_out(size: int) -> None:
+    """The usage is followed by more of the answer: the gateway sees all of the usage, or knows that it does not."""
     counts = {"prompt_tokens_details": {"cached_tokens": 400}, "completion_tokens": 7, "prompt_tokens": 500}
     body = orjson.dumps({"choices": [], "usage": counts, "prompt_token_ids": "x" * size})
     tail = Tail()

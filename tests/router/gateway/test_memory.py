@@ -1,4 +1,4 @@
-"""Memory of a gateway, in a process of its own, whose clients take nothing."""
+"""Memory of a gateway, in a process of its own, whose clients do not read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+pytestmark = pytest.mark.realtime
 MIB = 2**20
 READERS = 500
 LOGPROBS = {"tokens": ["token"] * 1000, "token_logprobs": [-1.25] * 1000}
@@ -26,7 +27,7 @@ def no_blocking_calls() -> None:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """An engine's side of one connection; the kernel holds little of what is not taken."""
+    """Serve an engine's side of one connection; the kernel holds little of what is not read."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     models = orjson.dumps({"data": [{"id": "m"}]})
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -45,7 +46,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @contextlib.asynccontextmanager
 async def _gateway(engine_port: int, *flags: str) -> AsyncIterator[tuple[int, int, int]]:
-    """Its process id, its port, and that of its metrics."""
+    """Yield the gateway's process id, its port, and the port of its metrics."""
     process = await asyncio.create_subprocess_exec(
         *(
             sys.executable,
@@ -96,7 +97,7 @@ async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
 @pytest.mark.timeout(2 * DEADLINE_S)
 async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> None:
-    """Bodies of 115 MiB, and whole answers up to their budget; what the kernel took of these is counted no more."""
+    """Bodies of 115 MiB, and whole answers up to their budget; the budget no longer counts what the kernel took."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=READERS)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
     engine = await asyncio.start_server(_answer, sock=listening, limit=MIB)

@@ -49,7 +49,14 @@ def message(text: str, told: dict[str, int]) -> bytes:
 
 def told(words: Iterable[str], at_end: dict[str, int]) -> list[bytes]:
     """A stream's events."""
-    head = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": [], "stop_reason": None}
+    head: dict[str, Any] = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [],
+        "stop_reason": None,
+    }
     return [
         event("message_start", message={**head, "stop_sequence": None, "usage": {**at_end, "output_tokens": 0}}),
         event("content_block_start", index=0, content_block={"type": "text", "text": ""}),

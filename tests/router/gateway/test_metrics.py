@@ -1,4 +1,4 @@
-"""The gateway's own counters say what the library's would."""
+"""The gateway's own counters have the same values as the library's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from router.telemetry.metrics import TTFB_BUCKETS_S, Distribution, Tally
+from router.telemetry.collectors import Distribution, Tally
+from router.telemetry.metrics import TTFB_BUCKETS_S
 
 LABELS = st.sampled_from(["round_robin", "predicted_ttft", 'odd "name"\n'])
 
 
 def exposed(registry: CollectorRegistry) -> list[str]:
-    """What a scrape gets, but for the times of creation."""
+    """Return the lines of a scrape, except the times of creation."""
     return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
 

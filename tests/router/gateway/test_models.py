@@ -49,7 +49,7 @@ def ask(model: str) -> dict[str, Any]:
 
 
 async def test_an_adapter_that_no_engine_lists_goes_to_the_pods_of_its_base() -> None:
-    """As SGLang names it. Its beliefs are its own: its KV is not that of the base, nor of another adapter."""
+    """SGLang names adapters in this way. Beliefs are per adapter, because its KV differs from the base model's."""
     engines = [ScriptedEngine("a", GOOD, models=["m"]), ScriptedEngine("b", GOOD, models=["n"])]
     async with running(*engines, policy="cache_aware") as gateway:
         for name in ("m", "m:sql", "m:sql", "m:law"):
@@ -74,7 +74,7 @@ async def test_a_name_that_is_served_is_no_adapter() -> None:
     assert [(answer.status, answer.json["error"]["code"]) for answer in asleep] == [(503, "no_engine")] * 2
 
 
-async def test_one_that_nobody_serves_now_is_told_from_one_that_never_was() -> None:
+async def test_a_model_without_an_engine_is_told_from_one_that_never_existed() -> None:
     async with running(ScriptedEngine("a", GOOD), models=["asleep"]) as gateway:
         asleep, missing = await gateway.get("/v1/models/asleep"), await gateway.get("/v1/models/nowhere")
         assert (await gateway.post({"model": "m", "prompt": "x", "stream": True})).status == 200

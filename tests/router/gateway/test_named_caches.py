@@ -43,7 +43,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 class Engine(ScriptedEngine):
-    """Says that it keeps what is marked, where `keeps`."""
+    """Tells that it keeps marked prefixes, if `keeps`."""
 
     keeps = False
 
@@ -83,7 +83,14 @@ async def test_a_stored_beginning_is_put_in_front_of_what_names_it() -> None:
         plain = {"messages": [{"role": "user", "content": 'the word "cached_content"'}], "model": "m"}
         await call(gateway, "POST", CHAT, plain)
         assert engine.last() == plain
-        assert (await gateway.post(asked, path="/v1/route/explain")).status == 400
+        assert (await call(gateway, "POST", CHAT, {**plain, "cached_content": None}))[0] == 200
+        assert engine.last() == plain, "null asks for no cache, and engines do not know the field"
+        explained = await gateway.post(asked, path="/v1/route/explain")
+        spelt_out = await gateway.post({"model": "m", "messages": whole}, path="/v1/route/explain")
+        assert explained.json["prefix_keys"] == spelt_out.json["prefix_keys"] > 10
+        unknown = {**asked, "cached_content": "caches/" + "0" * 32}
+        missing = await gateway.post(unknown, path="/v1/route/explain")
+        assert (missing.status, missing.json["error"]["code"]) == (404, "cache_not_found")
 
 
 async def test_an_engine_that_keeps_marks_is_asked_to_keep_the_contents() -> None:
@@ -177,7 +184,7 @@ async def test_requests_that_cannot_go_on_from_a_cache_are_refused_by_name(
         assert param in answer["error"].get("param", answer["error"]["message"])
 
 
-async def test_bounds_are_named_and_nothing_is_stored_where_they_are_off() -> None:
+async def test_errors_name_the_bounds_and_nothing_is_stored_if_caches_are_off() -> None:
     async with running(Engine("a", DONE), named_caches=2, named_cache_mib=1) as gateway:
         large = {**STORED, "system": "x" * (MIB - 5000)}
         assert (await call(gateway, "POST", CACHES, STORED))[0] == 200
@@ -212,12 +219,13 @@ async def test_a_tenant_sees_nothing_of_anothers(tmp_path: Path, no_blocking_cal
         assert (await call(gateway, "GET", CACHES))[0] == 401
 
 
+@pytest.mark.realtime
 async def test_the_pod_that_has_it_is_asked_and_another_one_when_it_dies_whatever_gateway(
     redis_server: RedisServer, no_blocking_calls: BlockBuster
 ) -> None:
     no_blocking_calls.deactivate()
     one, two = Engine("a", DONE), Engine("b", DONE)
-    shared = {"redis_url": redis_server.url, "policy": "cache_aware"}
+    shared: dict[str, Any] = {"redis_url": redis_server.url, "policy": "cache_aware"}
     async with running(one, two, **shared) as gateway:
         name = (await call(gateway, "POST", CACHES, STORED))[1]["name"]
         asked = {"messages": ASK, "cached_content": name}
@@ -258,6 +266,7 @@ def meta_of(clock: Clock, ttl_s: float, contents: bytes = b"{}") -> CacheMeta:
     return CacheMeta(new_id(), "m", "", clock.now_s, clock.now_s, clock.now_s + ttl_s, len(contents), 1)
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_a_store_keeps_each_for_its_time(
     kind: str, redis_server: RedisServer, no_blocking_calls: BlockBuster
@@ -289,6 +298,7 @@ async def test_a_store_keeps_each_for_its_time(
         assert await store.get("t", long.id) is None
 
 
+@pytest.mark.realtime
 async def test_what_was_read_is_used_while_redis_is_away_and_nothing_else(
     tmp_path: Path, no_blocking_calls: BlockBuster
 ) -> None:
@@ -327,7 +337,7 @@ TURNS = st.lists(
 def test_a_request_has_the_keys_of_the_whole_chat_marked_or_not(
     system: Any, stored: list[Any], own: list[Any], mark_s: float | None
 ) -> None:
-    """So it is sent where those are held, and renders as they do."""
+    """So it is sent to a pod that holds these keys, and it renders in the same way."""
     fields = {"model": "m", "system": system, "messages": stored}
     try:
         contents = orjson.loads(parse_new(fields, NOW_S, 100.0).contents)

@@ -1,4 +1,4 @@
-"""Names that stand for models: what they are in settings, which conversation goes where, and what clients see."""
+"""Names that stand for models: their settings, the model that each conversation gets, and what clients see."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from aiohttp import web
 from blockbuster import BlockBuster
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract import headers
 from engine.contract.requests import Endpoint
 from engine.contract.settings import ConfigError
 from router.config import GatewaySettings
@@ -89,7 +91,7 @@ def all_served(name: str) -> bool:
 
 @given(WORDS, st.integers(0, 100), st.integers(0, 100))
 def test_conversations_that_change_over_are_those_of_the_part_that_moves(words: bytes, least: int, most: int) -> None:
-    """With more weight for the second model none goes back to the first one."""
+    """If the second model gets more weight, no conversation goes back to the first."""
     least, most = sorted((least, most))
     before, after = (
         Names({"n": (("a", 100 - weight), ("b", weight))}).model("n", DEFAULT, all_served, words)
@@ -167,7 +169,11 @@ def test_the_card_of_a_name_fits_every_model_behind_it() -> None:
 async def test_the_official_client_asks_by_a_name_and_hears_which_model_served(no_blocking_calls: BlockBuster) -> None:
     no_blocking_calls.deactivate()  # the client reads versions of packages from disk
     engines = [ScriptedEngine("a", ANSWER, models=["a"]), ScriptedEngine("b", ANSWER, models=["b"])]
-    settings = {"model_alias": ["gpt-4o=a"], "model_split": ["chat=a:50,b:50"], "default_model": "gpt-4o"}
+    settings: dict[str, Any] = {
+        "model_alias": ["gpt-4o=a"],
+        "model_split": ["chat=a:50,b:50"],
+        "default_model": "gpt-4o",
+    }
     async with (
         running(*engines, **settings) as gateway,
         openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
@@ -221,4 +227,74 @@ async def test_a_tenant_needs_the_name_and_the_model_behind_it(tenants_file: str
             if status == 403:
                 assert answer.json["error"]["code"] == "model_not_allowed"
                 assert "'a'" not in answer.json["error"]["message"]
+    assert len(engine.received) == 1
+
+
+class Adapted(ScriptedEngine):
+    """Lists the adapter `sql` as vLLM does, or does not list it, as SGLang."""
+
+    def __init__(self, pod: str, *, lists: bool) -> None:
+        super().__init__(pod, ANSWER, models=["base"])
+        self.lists = lists
+
+    async def _models(self, request: web.Request) -> web.Response:
+        owner = "vllm" if self.lists else "sglang"
+        data = [{"id": "base", "object": "model", "owned_by": owner, "max_model_len": 4096}]
+        data += [{"id": "sql", "object": "model", "owned_by": owner, "parent": "base"}] if self.lists else []
+        return web.json_response({"object": "list", "data": data}, headers={headers.POD: self.pod or ""})
+
+
+@pytest.mark.parametrize("lists", [True, False])
+async def test_an_adapter_on_a_name_is_the_one_on_its_model(lists: bool) -> None:
+    """Engines get their own name for the adapter; its prefixes are the same as for requests by that name."""
+    engine = Adapted("a", lists=lists)
+    own = "sql" if lists else "base:sql"
+    names: dict[str, Any] = {"model_alias": ["gpt-4o=base", f"coder={own}"], "model_split": ["chat=base:60,other:40"]}
+    async with running(engine, policy="cache_aware", **names) as gateway:
+        for asked in ("gpt-4o:sql", "chat:sql", "coder", own):
+            answer = await gateway.post({"model": asked, "prompt": "the same words " * 100})
+            assert answer.status == 200, asked
+            assert orjson.loads(engine.received[-1].body)["model"] == own, asked
+            is_first = len(engine.received) == 1
+            assert (int(answer.headers[headers.PREDICTED_CACHED]) == 0) == is_first, asked
+        plain = await gateway.post({"model": "gpt-4o", "prompt": "the same words " * 100})
+        assert int(plain.headers[headers.PREDICTED_CACHED]) == 0, "the base model does not have the adapter's prefixes"
+        unknown = await gateway.post({"model": "nobody:sql", "prompt": "x"})
+        assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
+        listed = {model["id"] for model in (await gateway.get("/v1/models")).json["data"]}
+        assert listed == {"base", "gpt-4o", "coder", "chat"} | ({"sql"} if lists else set())
+
+
+async def test_an_adapter_on_each_model_of_a_split_stays_with_the_conversation() -> None:
+    engines = [ScriptedEngine(name, ANSWER, models=[name]) for name in "ab"]
+    async with running(*engines, model_split=["chat=a:50,b:50"]) as gateway:
+        for first in range(12):
+            turn = {"role": "user", "content": f"{first}"}
+            plain = await gateway.post({"model": "chat", "messages": [turn]}, path=CHAT)
+            adapted = await gateway.post({"model": "chat:sql", "messages": [turn, turn]}, path=CHAT)
+            assert plain.pod == adapted.pod
+            received = engines["ab".index(adapted.pod)].received[-1]
+            assert orjson.loads(received.body)["model"] == f"{adapted.pod}:sql"
+    assert all(engine.received for engine in engines)
+
+
+@pytest.fixture
+def adapters_file(tmp_path: Path) -> str:
+    """Tenants whose keys are their names."""
+    path = tmp_path / "tenants.yaml"
+    entries = [
+        {"name": name, "models": models, "keys": [{"sha256": sha256(name.encode()).hexdigest()}]}
+        for name, models in (("both", ["x:sql", "a:sql"]), ("name", ["x*"]), ("model", ["a*"]), ("bare", ["x", "a"]))
+    ]
+    path.write_bytes(orjson.dumps({"tenants": entries}))
+    return str(path)
+
+
+async def test_a_tenant_needs_the_adapter_on_the_name_and_on_the_model(adapters_file: str) -> None:
+    engine = ScriptedEngine("a", ANSWER, models=["a"])
+    async with running(engine, model_alias=["x=a"], tenants_file=adapters_file) as gateway:
+        for tenant, status in (("both", 200), ("name", 403), ("model", 403), ("bare", 403)):
+            answer = await gateway.post({"model": "x:sql", "prompt": "p"}, Authorization=f"Bearer {tenant}")
+            assert answer.status == status, tenant
+            assert status == 200 or "'a" not in answer.json["error"]["message"]
     assert len(engine.received) == 1

@@ -18,14 +18,14 @@ from tests.router.gateway.raw_client import RawClient, connected, head
 
 FIRST_TOKEN_S = 0.1
 PIECES = 30
-"""So many, as Linux does not delay the acknowledgements of a connection's first few."""
+"""Enough pieces, because Linux does not delay the acknowledgements of a connection's first few."""
 BEGUN = b"!"
 GAP_S = 0.001
 """Between pieces: no time for an acknowledgement that is delayed."""
 LATE_S = 0.005
 TRIES = 20
-"""One of them in which a piece is in time is enough for that piece: the machine may be busy with something else in the
-others. Where sockets delay, some piece is late in each."""
+"""A piece has to be in time in one try only: the machine may be busy with other work in the others. If sockets delay,
+some piece is late in every try."""
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -58,12 +58,12 @@ def test_nodelay_is_set_on_both_sides(loop: Loop) -> None:
 
 
 class Pieces:
-    """An answer in pieces, and how long each took to the client."""
+    """An answer in pieces, and how long each piece took to the client."""
 
     def __init__(self, content_type: str, pieces: list[tuple[bytes, bytes]]) -> None:
         self._content_type = content_type
         self._pieces = pieces
-        """What is written, and the end of what has to come of it at once (empty: nothing)."""
+        """The bytes to write, and the last bytes that must reach the client at once (empty: none)."""
         self._wanted: asyncio.Queue[tuple[bytes, float]] = asyncio.Queue()
         self._has_come = asyncio.Event()
 
@@ -82,7 +82,7 @@ class Pieces:
         return response
 
     async def delays_s(self, gateway: Gateway) -> list[float]:
-        """Ask; from the writing of each piece's last byte until it has come."""
+        """Ask, and return for each piece the seconds from the writing of its last byte until it arrived."""
         delays_s, received = [], b""
         async with connected(gateway) as client, asyncio.timeout(DEADLINE_S):
             client.send(REQUEST)
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def delay_acknowledgements(client: RawClient) -> None:
-    """As a client does that also sends; Linux goes back to prompt ones by itself."""
+    """Delay acknowledgements as a client does that also sends; Linux returns to prompt ones by itself."""
     if hasattr(socket, "TCP_QUICKACK"):
         client.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 
@@ -117,7 +117,7 @@ async def in_some_try(pieces: Pieces) -> None:
 
 @LOOPS
 def test_events_that_come_byte_by_byte_go_out_with_their_last_byte(loop: Loop) -> None:
-    """A head, 100 ms later a first token, then single bytes. Less than an event is of no use to a client."""
+    """A head, a first token 100 ms later, then single bytes. A client cannot use less than an event."""
     heartbeat = [(b":", b""), (b"\n", b""), (b"\n", b"\n\n")]
     pieces = Pieces("text/event-stream", [(event("first"), b"\n\n"), *PIECES * heartbeat])
     run(loop, in_some_try(pieces))
@@ -125,6 +125,6 @@ def test_events_that_come_byte_by_byte_go_out_with_their_last_byte(loop: Loop) -
 
 @LOOPS
 def test_single_bytes_of_an_answer_that_is_passed_on_as_it_comes_go_out_one_by_one(loop: Loop) -> None:
-    """As any answer does that is larger than what the gateway keeps."""
+    """Every answer that is larger than what the gateway keeps is passed on in this way."""
     pieces = Pieces("application/json", [(b"." * WHOLE_BYTES + BEGUN, BEGUN), *PIECES * [(b"x", b"x")]])
     run(loop, in_some_try(pieces))

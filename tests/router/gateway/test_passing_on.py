@@ -1,4 +1,4 @@
-"""What passes through the gateway, and what it keeps to itself: headers, engines' addresses, trickled bytes."""
+"""What the gateway passes on, and what it keeps to itself: headers, engines' addresses, trickled bytes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_every_connection_header_is_honoured() -> None:
     assert dict(answer_headers(sent)) == {"X": "3"}
 
 
-async def test_cookies_pass_in_neither_direction_and_engines_do_not_hear_who_asks() -> None:
-    engine = ScriptedEngine("a", answers(200, **{"Set-Cookie": "a=1; Path=/", "X-Kept": "yes"}))
+async def test_cookies_do_not_pass_and_engines_do_not_learn_which_client_asks() -> None:
+    engine = ScriptedEngine("a", answers(200, extra={"Set-Cookie": "a=1; Path=/", "X-Kept": "yes"}))
     async with running(engine) as gateway:
         answer = await gateway.post(WHOLE, **WHO_ASKS, **{"X-Kept": "too"})
     (received,) = engine.received
@@ -97,7 +97,7 @@ async def test_an_engine_that_is_gone_is_not_named_either(caplog: pytest.LogCapt
 
 
 class Trickle:
-    """Byte for byte."""
+    """Sends byte by byte."""
 
     is_read = False
 
@@ -109,7 +109,7 @@ class Trickle:
 
 
 def seconds_to_relay(size: int) -> float:
-    """CPU time of one event that comes byte for byte."""
+    """Return the CPU time of one event that comes byte by byte."""
 
     async def run() -> float:
         source: Any = Trickle(size)
@@ -126,14 +126,14 @@ def seconds_to_relay(size: int) -> float:
 
 
 def test_trickled_bytes_cost_in_proportion() -> None:
-    """Eight times the bytes cost 8 times as much, and 64 times as much where all that is held is looked at anew."""
+    """Eight times the bytes cost 8 times as much. They would cost 64 times as much if each byte caused a full scan."""
     short_s = min(seconds_to_relay(25_000) for _ in range(3))
     long_s = min(seconds_to_relay(200_000) for _ in range(2))
     assert long_s < 30 * short_s
 
 
 async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
-    """Its slot in the index would never be given up."""
+    """Otherwise the pod's slot in the index would never be freed."""
     engine = ScriptedEngine("a", streams([event("x")] * 3 + [usage_event(150, 3, 0)], gap_s=0.15))
     other = ScriptedEngine("b", GOOD)
     async with running(engine, other, policy="round_robin", stride=16) as gateway:

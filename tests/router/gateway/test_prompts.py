@@ -11,6 +11,7 @@ from engine.contract import headers
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint, request_head
 from router.parts import FLEET, INDEX
+from router.routing.types import PodId
 from tests.router.gateway.helpers import ScriptedEngine, answers, event, running, streams, usage_event
 
 PROMPT = "x" * 6000
@@ -52,7 +53,8 @@ async def test_all_prompts_are_load(one: Any, is_exact: bool) -> None:
 @pytest.mark.parametrize("has_usage", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_an_answer_says_of_all_prompts_is_not_taken_for_the_first(stream: bool, has_usage: bool) -> None:
-    """A stream's headers come with the first prompt's first token: its cached tokens, and everybody's prompt tokens."""
+    """A stream's headers come with the first prompt's first token. They have that prompt's cached tokens, and the
+    prompt tokens of all prompts."""
     counted = {headers.CACHED: str(TOKENS), headers.PROMPT_TOKENS: str(8 * TOKENS)}
     usage = usage_event(8 * TOKENS, 16, 8 * TOKENS) if has_usage else event("b")
     engine = ScriptedEngine("a", streams([event("a"), b"data: [DONE]\n\n"]))
@@ -60,13 +62,15 @@ async def test_what_an_answer_says_of_all_prompts_is_not_taken_for_the_first(str
         (pod,) = gateway.app[FLEET].pods("m")
         keys = prefix_keys(PROMPT.encode(), key_seed("m"))
         await gateway.post({"prompt": PROMPT, "stream": True})
-        engine.script = streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], **counted)
+        engine.script = (
+            streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], extra=counted)
+        )
         before = pod.state.cost
         answer = await gateway.post({"prompt": [PROMPT] * 8, "stream": stream})
         held = gateway.app[INDEX].match(keys, asyncio.get_running_loop().time())
         text = (await gateway.get("/metrics")).body.decode()
     assert answer.status == 200
-    assert held["a"].strides == len(keys), "the index forgot what the pod holds"
+    assert held[PodId("a")].strides == len(keys), "the index forgot what the pod holds"
     assert pod.state.cost == before, "the first prompt's first token came long before the others' prefill was done"
     for kind in ("prompt", "cached"):
         line = f'warmroute_gateway_tokens_total{{kind="{kind}",policy="predicted_ttft"}}'

@@ -1,4 +1,4 @@
-"""Engines that send odd bytes over a bare socket: streams without a byte, chunks that are none, resets."""
+"""Engines that send odd bytes over a bare socket: empty streams, invalid chunks, resets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RawEngine(ScriptedEngine):
 
 
 def sends(*packets: bytes, close: bool = False) -> Play:
-    """These bytes, and the end of the connection where asked for."""
+    """Return a play that sends these packets, and closes the connection if `close`."""
 
     async def play(writer: asyncio.StreamWriter) -> None:
         for packet in packets:

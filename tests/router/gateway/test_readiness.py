@@ -1,4 +1,4 @@
-"""Ready means: knows what is needed to route. Engines that come and go are told apart from models that never were."""
+"""A ready gateway knows what it needs to route. It distinguishes absent engines from models that never existed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.router.gateway.helpers import (
     ScriptedEngine,
     event,
     eventually,
+    knows_ranks,
     serving_admin,
     stalls_after,
     streams,
@@ -31,7 +32,7 @@ GOOD = streams([event("a"), b"data: [DONE]\n\n"])
 
 
 class ScriptedDiscovery:
-    """The sets put into it, with a status of the test's making."""
+    """Discovers the sets that a test puts into it, with the test's status."""
 
     def __init__(self) -> None:
         self.sets: asyncio.Queue[frozenset[EngineAddress]] = asyncio.Queue()
@@ -131,6 +132,7 @@ async def test_unready_until_each_engine_of_the_first_set_was_asked(monkeypatch:
         assert (await gateway.get("/ready")).json["missing"] == ["the engines have not been asked yet"]
         engine.may_answer.set()
         await gateway.wait_pods(1)
+        await eventually(lambda: knows_ranks(gateway))
         assert (await gateway.get("/ready?engines=1")).status == 200
     await engine.stop()
 
@@ -180,7 +182,7 @@ async def test_the_state_of_discovery_is_exported(monkeypatch: pytest.MonkeyPatc
     assert lines['warmroute_gateway_discovery_relists_total{reason="silent"}'] == "3.0"
     shown = ready.json["discovery"]
     assert 100 <= shown.pop("sync_age_s") < 120
-    assert shown == {"synced": True, "errors": 3, "problem": "silent: gone"}
+    assert shown == {"synced": True, "errors": 3, "problem": "silent: gone", "pool_valid": None}
 
 
 @pytest.mark.parametrize("engines", ["x", "-1", "1.5", "", "9999999"])

@@ -56,7 +56,7 @@ class Sink:
 
 
 def relay(chunks: list[bytes], error: Exception | None = None, *, ends_at_once: bool = False) -> tuple[Sink, bool]:
-    """What arrived, and whether the stream broke."""
+    """Relay a stream of these chunks. Return what arrived, and whether the stream broke."""
 
     async def run() -> tuple[Sink, bool]:
         sink = Sink()

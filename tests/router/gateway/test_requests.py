@@ -1,4 +1,4 @@
-"""What is accepted, refused and told: bounds, models, policies by header, explain, readiness, admin."""
+"""What the gateway accepts, refuses and tells: bounds, models, policies by header, explain, readiness, admin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ from router.parts import CHOOSER, FLEET, INDEX
 from router.registry.reader import RegistryStatus
 from router.routing.policies import POLICY_NAMES
 from router.telemetry.log import REQUESTS, RequestLog
-from tests.router.gateway.helpers import ScriptedEngine, answers, event, eventually, running, stalls_after, streams
+from tests.router.gateway.helpers import (
+    Script,
+    ScriptedEngine,
+    answers,
+    dies_after,
+    drops,
+    event,
+    eventually,
+    running,
+    stalls_after,
+    streams,
+)
 
 GOOD = streams([event("fine"), b"data: [DONE]\n\n"])
 STREAM = {"model": "m", "prompt": "x" * 3000, "stream": True}
@@ -102,7 +113,7 @@ async def test_a_body_that_is_not_compressed_as_it_says_is_a_400(
 async def test_what_aiohttp_refuses_is_a_line_in_the_log_and_no_traceback(
     sent: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does the log hold a header's value, which may be a key."""
+    """The log has no header values either, because one may be a key."""
     caplog.set_level("INFO")
     async with running(ScriptedEngine("a", GOOD)) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
@@ -262,7 +273,7 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
 
 
 async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM answers 200 while blocks are in use, and says in the body that it emptied nothing."""
+    """While blocks are in use vLLM answers 200, and tells in the body that it emptied nothing."""
     monkeypatch.setattr(resets, "REPEATED_S", 0.25)
     busy, idle = ScriptedEngine("busy", GOOD), ScriptedEngine("idle", GOOD)
     busy.reset_body, idle.reset_body = b'{"success": false}', b'{"success": true}'
@@ -296,7 +307,7 @@ async def test_health_ready_and_metrics() -> None:
     assert "warmroute_gateway_pods_admitted 1.0" in text
 
 
-async def test_an_engine_that_never_said_who_it_is_is_no_known_pod() -> None:
+async def test_an_engine_without_an_identity_is_not_a_known_pod() -> None:
     class Silent(ScriptedEngine):
         async def _models(self, request: web.Request) -> web.Response:
             return web.Response(status=500)
@@ -372,6 +383,39 @@ async def test_one_json_line_per_request(caplog: pytest.LogCaptureFixture, monke
     assert (first["request_id"], first["pod"], first["status"], first["error"]) == ("r1", "a", 200, None)
     assert (second["request_id"], second["pod"], second["status"]) == ("r2", "", 400)
     assert "not valid JSON" in second["error"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "logged"),
+    [
+        (drops, GOOD, (200, 0, None)),
+        (drops, answers(200), (200, 0, None)),
+        (drops, answers(400), (400, 0, None)),
+        (drops, answers(500), (500, 0, "the engine answered 500")),
+        (dies_after([event("fi"), event("ne")]), streams([event("!"), b"data: [DONE]\n\n"]), (200, 1, None)),
+    ],
+)
+async def test_the_log_has_no_error_of_a_pod_that_another_pod_made_good(
+    first: Script,
+    second: Script,
+    logged: tuple[int, int, str | None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger = logging.getLogger(REQUESTS)
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    scripts = [first, second]
+
+    async def script(request: web.Request) -> web.StreamResponse:
+        return await scripts.pop(0)(request)
+
+    async with running(ScriptedEngine("a", script), ScriptedEngine("b", script)) as gateway:
+        await gateway.post(STREAM)
+    (record,) = (json.loads(r.message) for r in caplog.records if r.name == REQUESTS)
+    assert record["attempts"] == 2
+    assert (record["status"], record["breaks"], record["error"]) == logged
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ USAGE = {
 
 def response(name: str, text: str | None, **more: Any) -> dict[str, Any]:
     """A response as vLLM writes it; without `text` it has only begun."""
-    part = {"type": "output_text", "text": text, "annotations": []}
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
     message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
     return {
         **{"id": name, "created_at": 1, "instructions": None, "metadata": None, "model": "m", "object": "response"},
@@ -135,8 +135,6 @@ async def test_the_official_client_goes_on_with_its_conversation(no_blocking_cal
         unstored = await client.responses.create(model="m", input="Hi.", store=False)
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="m", input="And?", previous_response_id=unstored.id)
-        with pytest.raises(openai.BadRequestError, match="background"):
-            await client.responses.create(model="m", input="Hi.", background=True)
     assert all(engine.received for engine in engines)
 
 
@@ -174,9 +172,10 @@ async def test_with_one_pod_that_pod_is_asked_and_a_conversation_stays_where_it_
             assert len(pods) == 1, name
 
 
+@pytest.mark.realtime
 async def test_another_gateway_finds_the_pod(redis_server: RedisServer, no_blocking_calls: BlockBuster) -> None:
     no_blocking_calls.deactivate()  # the Redis client reads versions of packages from disk
-    shared = {"redis_url": redis_server.url, "share_beliefs": False}
+    shared: dict[str, Any] = {"redis_url": redis_server.url, "share_beliefs": False}
     engines = [ScriptedEngine("a", keeper("a")), ScriptedEngine("b", keeper("b"))]
     async with running(*engines, **shared) as one, running(*engines, **shared) as two:
         first = await one.post({"model": "m", "input": "Hi."}, path=PATH)
@@ -215,6 +214,24 @@ async def test_a_stream_that_breaks_ends_in_an_error_that_the_client_raises(no_b
         with pytest.raises(openai.APIError, match="broke"):
             await listen()
         assert words == "Well, "
+
+
+@pytest.mark.parametrize("words", [1, 2])
+async def test_a_stream_of_a_conversation_that_a_pod_has_goes_on_nowhere_else(words: int) -> None:
+    """It starts nowhere else before its first word, and continues nowhere else after that."""
+    engines = [ScriptedEngine(pod, keeper(pod)) for pod in "ab"]
+    async with running(*engines) as gateway:
+        first = await gateway.post({"model": "m", "input": "Hi."}, path=PATH)
+        for engine in engines:
+            engine.script = dies_after(told("resp_2", ["Well, "])[:words])
+        more = {"model": "m", "input": "And?", "previous_response_id": first.json["id"], "stream": True}
+        broken = await gateway.post(more, path=PATH)
+        if words == 1:  # it was only announced
+            assert (broken.status, broken.json["error"]["type"]) == (502, "upstream_error")
+        else:
+            assert (broken.pod, broken.is_whole) == (first.pod, False)
+            assert orjson.loads(broken.body.rpartition(b"data: ")[2])["type"] == "error"
+        assert sum(len(engine.received) for engine in engines) == 2
 
 
 async def test_a_split_keeps_a_conversation_at_the_model_that_has_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from engine.contract.requests import Endpoint
+from router.gateway.engine_client import EngineClient, NotConnected
 from router.parts import ADMISSION, FLEET
 from tests.router.gateway.helpers import (
     Answer,
@@ -28,11 +30,11 @@ from tests.router.gateway.storyteller import WORDS, Gate, Storyteller, asked, re
 
 BOTH = pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
 KINDS = {Endpoint.CHAT: ("warmroute", "vllm", "sglang"), Endpoint.COMPLETIONS: ("warmroute", "vllm", "other")}
-USAGE = {"stream_options": {"include_usage": True}}
+USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 def then(text: str) -> dict[str, float]:
-    """How many streams broke, by what followed for their clients."""
+    """Return how many streams broke, by what their clients got then."""
     lines = [line for line in text.splitlines() if line.startswith("warmroute_gateway_broken_attempts_total{")]
     return {line.split('"')[1]: count for line in lines if (count := float(line.split()[-1]))}
 
@@ -44,7 +46,7 @@ async def counted(gateway: Gateway) -> dict[str, float]:
 async def told_with_a_death(
     kind: str, endpoint: Endpoint, numbers: range, *, pods: int = 3, **fields: Any
 ) -> tuple[list[Answer], dict[str, float], list[Storyteller]]:
-    """The answers to requests of these numbers, one pod of several killed in the middle of all that it gives."""
+    """Return the answers to the numbered requests, with one of several pods killed in the middle of all its answers."""
     gate = Gate(lambda number: 1 + number % (WORDS - 1))
     engines = [Storyteller(name, kind, gate.wait) for name in "abcdef"[:pods]]
     async with running(*engines) as gateway:
@@ -87,7 +89,7 @@ async def test_no_more_tokens_come_than_were_asked_for(endpoint: Endpoint, most:
 
 
 async def test_usage_in_every_event_goes_on_counting() -> None:
-    every = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    every: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     answers, _, _ = await told_with_a_death("vllm", Endpoint.CHAT, range(23), **every)
     for answer in answers:
         counts = read(answer.body, Endpoint.CHAT)["running"]
@@ -134,7 +136,7 @@ async def falls_silent(request: web.Request) -> None:
 @pytest.mark.parametrize("how", [breaks, falls_silent])
 @pytest.mark.parametrize("words", [0, 1, 12, WORDS, WORDS + 2])
 async def test_it_may_break_anywhere(endpoint: Endpoint, how: Any, words: int) -> None:
-    """Before the first word of a chat only the role was sent; behind the last one, only the end is missing."""
+    """Before the first word of a chat only the role was sent; after the last word only the end is missing."""
     first = True
 
     async def wait(request: web.Request, number: int, at: int) -> None:
@@ -193,7 +195,7 @@ async def test_an_error_of_the_client_is_passed_on_as_it_is() -> None:
 
 
 async def test_an_error_that_nobody_makes_good_is_the_last_event_in_the_engines_words() -> None:
-    """The engine ends its stream with [DONE] all the same; whoever waits for that would take it for whole."""
+    """The engine ends its stream with [DONE] all the same; a client that waits for [DONE] would think it whole."""
     chunks = [*words(" w1"), error_event(500), b": and more\n\n", b"data: [DONE]\n\n"]
     async with running(ScriptedEngine("a", streams(chunks, gap_s=0.01)), eject_after=10) as gateway:
         answer = await gateway.post(asked(1))
@@ -251,8 +253,28 @@ async def test_a_client_that_leaves_while_the_rest_is_awaited_leaves_nothing_beh
         await eventually(lambda: second.open == 0)
 
 
+async def test_a_gateway_that_lacks_descriptors_for_the_rest_ends_the_answer_with_an_error_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def none_left(*args: object) -> None:
+        raise NotConnected(errno.EMFILE, "Too many open files")
+
+    gate = Gate(lambda number: 4)
+    engines = [Storyteller(name, "vllm", gate.wait) for name in "ab"]
+    async with running(*engines) as gateway:
+        call = asyncio.create_task(gateway.post(asked(1)))
+        await eventually(lambda: gate.waiting == 1)
+        monkeypatch.setattr(EngineClient, "post", none_left)
+        await next(engine for engine in engines if engine.asked).stop()
+        gate.open()
+        answer = await asyncio.wait_for(call, 10)  # a second head within the answer would leave the client waiting
+        assert await counted(gateway) == {"failed": 1}
+    assert b'"upstream_error"' in answer.body
+    assert not answer.is_whole
+
+
 async def test_an_answer_that_an_engine_counts_as_complete_ends() -> None:
-    """The gateway counts events; the engine that is to go on knows the tokens."""
+    """The gateway counts events; the engine that continues the answer knows the tokens."""
     gate = Gate(lambda number: 4)
     body = b'{"error": {"message": "nothing is left", "type": "invalid_request_error", "code": "answer_complete"}}'
     first, second = Storyteller("a", "other", gate.wait), ScriptedEngine("b", answers(400, body))

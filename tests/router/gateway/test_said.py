@@ -1,7 +1,8 @@
-"""What was said so far is read right wherever its chunks end, and kept within bounds."""
+"""The text sent so far is read correctly wherever its chunks end, and is kept within bounds."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import orjson
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from engine.contract.requests import Endpoint
 from engine.contract.sse import DONE, SseDecoder, sse_event
-from router.gateway.resume import Rewriter, Way, ask, ending, obstacle, way_of
-from router.gateway.said import FOLD_BYTES, MAX_TEXT_BYTES, RESERVE_BYTES, Record, Said
+from router.gateway.record import FOLD_BYTES, MAX_TEXT_BYTES, RESERVE_BYTES, Record, said_at
+from router.gateway.resume import ask, ending, obstacle, way_of
+from router.gateway.resume_chats import ChatRewriter
+from router.gateway.said import Said
+from router.gateway.ways import Way
 
 
 def chat_event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
@@ -45,7 +49,7 @@ def test_all_that_was_said_is_read(pieces: list[str], is_chat: bool) -> None:
     record = Record(endpoint, keep)
     for piece in pieces:
         record.add(chat_event({"content": piece}) if is_chat else text_event(piece))
-        held = record._size + record._said.text_bytes
+        held = record._size + (record._said.text_bytes if record._said else 0)
         assert held <= room <= held + FOLD_BYTES + RESERVE_BYTES + 20_000
         assert record._size <= FOLD_BYTES + 20_000
     said = record.read()
@@ -77,6 +81,27 @@ def test_no_more_is_kept_than_there_is_room_for() -> None:
     assert not record.is_kept
 
 
+@pytest.mark.parametrize("word", [" word{}", "字{}", "a{}🙂"])
+def test_it_takes_no_more_memory_than_it_reserves(word: str) -> None:
+    room = 0
+
+    def keep(size: int) -> bool:
+        nonlocal room
+        room += size
+        return True
+
+    tracemalloc.start()
+    try:
+        record = Record(Endpoint.COMPLETIONS, keep)
+        for i in range(15_000):
+            record.add(text_event(word.format(i)))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert record.is_kept
+    assert taken < 1.5 * room + 2 * FOLD_BYTES
+
+
 @pytest.mark.parametrize(
     ("events", "what"),
     [
@@ -92,12 +117,12 @@ def test_no_more_is_kept_than_there_is_room_for() -> None:
 )  # fmt: skip
 def test_what_another_engine_could_not_go_on_from(events: list[bytes], what: str) -> None:
     said = said_of(Endpoint.CHAT, *events)
-    assert obstacle({"messages": []}, said) == what
+    assert obstacle(Endpoint.CHAT, {"messages": []}, said) == what
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b""))))
 def test_no_event_of_an_engine_raises(datas: list[bytes]) -> None:
-    said, rewriter = Said(Endpoint.CHAT), Rewriter(said_of(Endpoint.CHAT), Way.PROMPT, None)
+    said, rewriter = Said(Endpoint.CHAT), ChatRewriter(said_of(Endpoint.CHAT), Way.PROMPT, None)
     for data in datas:
         said.read(data)
         rewriter.feed(sse_event(data))
@@ -117,7 +142,7 @@ json = st.recursive(
 @given(st.lists(st.dictionaries(st.sampled_from(["choices", "usage", "id"]), json)), st.sampled_from(list(Way)))
 def test_no_json_of_an_engine_raises(events: list[Any], way: Way) -> None:
     first = said_of(Endpoint.CHAT, chat_event({"role": "assistant", "content": "a"}))
-    said, rewriter = Said(Endpoint.COMPLETIONS), Rewriter(first, way, 3)
+    said, rewriter = Said(Endpoint.COMPLETIONS), ChatRewriter(first, way, 3)
     for event in events:
         said.read(orjson.dumps(event))
         rewriter.feed(sse_event(orjson.dumps(event)))
@@ -169,11 +194,29 @@ def test_fewer_tokens_are_asked_for(limits: dict[str, Any], asked: dict[str, Any
     assert body == {"prompt": "pab", **asked}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "name"),
+    [
+        (Endpoint.CHAT, "max_completion_tokens"),
+        (Endpoint.COMPLETIONS, "max_tokens"),
+        (Endpoint.COMPLETIONS, "min_tokens"),
+        (Endpoint.MESSAGES, "max_tokens"),
+        (Endpoint.RESPONSES, "max_output_tokens"),
+    ],
+)
+def test_a_limit_that_is_no_number_is_not_guessed_at(endpoint: Endpoint, name: str) -> None:
+    """vLLM reads "100" as 100."""
+    said = said_at(endpoint)
+    said.made = 2
+    for value, what in ((100, ""), (None, ""), ("100", name), (100.0, name)):
+        assert obstacle(endpoint, {name: value}, said) == what
+
+
 def test_a_stop_string_across_the_seam_is_not_missed() -> None:
     said = said_of(Endpoint.COMPLETIONS, text_event("the EN"))
-    assert obstacle({"prompt": "p", "stop": ["END"]}, said) == "stop"
-    assert obstacle({"prompt": "p", "stop": "END"}, said) == "stop"
-    assert obstacle({"prompt": "p", "stop": ["AND"]}, said) == ""
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["END"]}, said) == "stop"
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": "END"}, said) == "stop"
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["AND"]}, said) == ""
 
 
 USAGE = {"stream_options": {"include_usage": True}}

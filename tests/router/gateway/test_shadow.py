@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -34,6 +34,8 @@ from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, runni
 
 STRIDE = 256
 PODS = 4
+FEW = settings(max_examples=40)
+"""An example plays up to 40 requests."""
 NAMES = pytest.mark.parametrize("name", POLICY_NAMES)
 
 
@@ -52,7 +54,7 @@ class Fleet:
 
 
 class Recorded(Metrics):
-    """What was counted of shadow policies, in order."""
+    """Records the counts of shadow policies, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Recorded(Metrics):
 
 @dataclass(frozen=True)
 class Step:
-    """A request, and what becomes of it."""
+    """A request and its outcome."""
 
     policy: str
     prompt: int
@@ -116,7 +118,7 @@ class World:
         )
 
     def take(self, step: Step, number: int = 0) -> Choice:
-        """Play one step; the choice that the request ran by."""
+        """Play one step, and return the choice that the request followed."""
         self.now_s += step.pause_s
         self.registry.expired = step.expired
         request = inbound(step)
@@ -144,7 +146,7 @@ class World:
         return choice
 
     def state(self) -> object:
-        """All that decisions rest on, but for the policies' own memory."""
+        """Return all state that decisions rest on, except the policies' own."""
         keys = [chain(prompt, 30) for prompt in range(4)]
         return (
             self.index.statistics(),
@@ -180,6 +182,7 @@ def inbound(step: Step) -> Inbound:
     )
 
 
+@FEW
 @given(played=steps())
 def test_what_acts_is_bit_equal_with_and_without_shadows(played: list[Step]) -> None:
     plain, shadowed = World(()), World(POLICY_NAMES)
@@ -195,9 +198,10 @@ def test_what_acts_is_bit_equal_with_and_without_shadows(played: list[Step]) -> 
 
 
 @NAMES
+@FEW
 @given(data=st.data())
 def test_a_policy_in_the_shadow_of_itself_always_agrees(name: str, data: st.DataObject) -> None:
-    """So it sees what the acting one sees, remembers what it chose, and has the same stand-in."""
+    """So it sees what the acting policy sees, remembers its own choices, and has the same stand-in."""
     played = data.draw(steps(policies=[name], retries=False))
     world = World((name,))
     for number, step in enumerate(played):
@@ -205,6 +209,7 @@ def test_a_policy_in_the_shadow_of_itself_always_agrees(name: str, data: st.Data
     assert [compared["is_same"] for compared in world.metrics.compared] == [True] * len(played)
 
 
+@FEW
 @given(played=steps(), shadows=st.lists(st.sampled_from(POLICY_NAMES), min_size=1, unique=True))
 def test_every_first_decision_is_compared_on_one_scale(played: list[Step], shadows: list[str]) -> None:
     world = World(shadows)
@@ -220,6 +225,7 @@ def test_every_first_decision_is_compared_on_one_scale(played: list[Step], shado
             assert c["ttft_s"][0] == c["ttft_s"][1]
 
 
+@FEW
 @given(played=steps(policies=["predicted_ttft"], retries=False))
 def test_the_estimate_is_the_one_that_predicted_ttft_acts_by(played: list[Step]) -> None:
     world = World(("round_robin",))
@@ -255,8 +261,8 @@ def test_each_model_has_its_own() -> None:
 
 
 async def scrape(gateway: Gateway) -> dict[tuple[str, ...], float]:
-    """The samples about shadow policies by name, without `warmroute_gateway_shadow_`, and label values in this order:
-    the policy that acted, the one in its shadow, the rest."""
+    """Return the samples about shadow policies, keyed by name without `warmroute_gateway_shadow_` and label values in
+    this order: the acting policy, the shadow policy, the rest."""
     text = (await gateway.get("/metrics")).body.decode()
     prefix = "warmroute_gateway_shadow_"
     order = ["policy", "shadow", "outcome", "kind", "choice", "le"]
@@ -284,7 +290,7 @@ async def test_the_metrics_say_what_each_would_have_done() -> None:
     held = acting[2]
     assert held > 0
     assert acting == [0, 0, held, held]
-    # The second request is the one that the acting policy sent where its prefix was not.
+    # The acting policy sent the second request to a pod without its prefix.
     assert seen["tokens_total", "round_robin", "cache_aware", "acting"] == 2 * held
     assert seen["tokens_total", "round_robin", "cache_aware", "shadow"] == 3 * held
     for shadow in ("cache_aware", "prefix_hash"):
@@ -292,7 +298,7 @@ async def test_the_metrics_say_what_each_would_have_done() -> None:
         assert seen["tokens_total", *about, "prompt"] == 4 * size
         assert seen["decisions_total", *about, "same"] + seen["decisions_total", *about, "other"] == 4
         assert seen["ttft_seconds_count", *about, "acting"] == seen["ttft_seconds_count", *about, "shadow"] == 4
-    # One prompt has one owner: round robin is there every other time.
+    # One prompt has one owner: round robin chooses it every other time.
     assert seen["decisions_total", "round_robin", "prefix_hash", "same"] == 2
     sums = [seen["ttft_seconds_sum", "round_robin", "cache_aware", choice] for choice in ("acting", "shadow")]
     assert sums[1] < sums[0]
@@ -326,7 +332,7 @@ async def test_a_policy_by_header_is_what_acted() -> None:
 
 
 class Broken:
-    """Fails whatever it is asked."""
+    """Fails every call."""
 
     name = "cache_aware"
 

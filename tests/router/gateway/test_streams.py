@@ -1,4 +1,4 @@
-"""What passes through passes unchanged, and says why it went where it went."""
+"""Streams pass through unchanged, and their headers tell why the pod was chosen."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_answer_says_why() -> None:
 @pytest.mark.parametrize("status", [200, 400, 404, 413, 422, 302])
 async def test_other_answers_pass_untouched_and_are_not_retried(status: int) -> None:
     body = orjson.dumps({"error": {"message": "no", "param": "temperature"}})
-    pods = [ScriptedEngine(name, answers(status, body, Location="/elsewhere")) for name in "ab"]
+    pods = [ScriptedEngine(name, answers(status, body, extra={"Location": "/elsewhere"})) for name in "ab"]
     async with (
         running(*pods) as gateway,
         gateway.session.post(
@@ -106,7 +106,7 @@ async def test_other_answers_pass_untouched_and_are_not_retried(status: int) -> 
 
 async def test_compressed_answers_stay_compressed() -> None:
     compressed = b"\x1f\x8b not really"
-    engine = ScriptedEngine("a", answers(200, compressed, **{"Content-Encoding": "gzip"}))
+    engine = ScriptedEngine("a", answers(200, compressed, extra={"Content-Encoding": "gzip"}))
     async with (
         running(engine) as gateway,
         aiohttp.ClientSession(auto_decompress=False) as session,
@@ -120,7 +120,7 @@ async def test_compressed_answers_stay_compressed() -> None:
 async def test_usage_in_the_body_wins_over_headers_sent_before_it(stream: bool) -> None:
     counted = {headers.CACHED: "100", headers.PROMPT_TOKENS: "500"}
     usage = usage_event(500, 7, 400)
-    script = streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], **counted)
+    script = streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], extra=counted)
     async with running(ScriptedEngine("a", script)) as gateway:
         await gateway.post({**PROMPT, "stream": stream})
         text = (await gateway.get("/metrics")).body.decode()

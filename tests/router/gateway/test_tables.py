@@ -74,7 +74,7 @@ class World:
         )
 
     def patience_s(self, number: int, without_room: frozenset[PodId]) -> float:
-        """By looking at each pod."""
+        """Compute the patience pod by pod."""
         inbound = self.inbound(number)
         held = {pod.pod_id: 0 for pod in self.listed}
         for pod_id, match in self.index.match(inbound.keys, self.now_s).items():
@@ -91,7 +91,7 @@ def new_pod(number: int) -> Pod:
 
 
 def new_foreign_pod(number: int) -> Pod:
-    """One that publishes nothing; of three, one tells no capacity."""
+    """Return a pod that publishes nothing; one in three tells no capacity."""
     pod = Pod("http://pod", PodIdentity(PodId(f"pod-{number:03}"), 1, (ServedModel("m", b"{}"),)))
     if number % 3:
         pod.facts = EngineFacts("vllm", None, 1000 + 100 * (number % 5), 16)
@@ -99,7 +99,7 @@ def new_foreign_pod(number: int) -> Pod:
 
 
 def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
-    """Choices, strides and tokens believed held; with retries, another policy for some, and pods that change."""
+    """Choices, strides and believed tokens are equal; with retries, a different policy for some, and changing pods."""
     worlds = [World(1), World(sys.maxsize)]
     rng = random.Random(1)
     for number in range(600):
@@ -114,8 +114,8 @@ def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
 
 
 def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
-    """Their room is a column of the table, kept current by whatever changes what is believed of them; the pods that
-    are chosen, and what is believed of them in the end, are those of a view of each pod."""
+    """Their room is a column of the table, which every change of a belief keeps current. The chosen pods and the final
+    beliefs equal those with a view of each pod."""
     worlds = [World(1), World(sys.maxsize)]
     for world in worlds:
         world.listed = [new_foreign_pod(i) for i in range(PODS)]
@@ -157,7 +157,7 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
 
 
 def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
-    """The least time to the first token, and how long a request had better wait for the pods that have no room."""
+    """The least time to the first token, and how long a request should wait for pods without room."""
     worlds = [World(1), World(sys.maxsize)]
     rng = random.Random(2)
     seen = set()

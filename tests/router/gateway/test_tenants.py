@@ -1,4 +1,4 @@
-"""Tenants at a gateway: who may do what, how much of it, whose cache is whose, and what is counted."""
+"""Tenants at a gateway: their rights and limits, their separate caches, and their accounts."""
 
 # the files are tiny
 
@@ -50,7 +50,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def tenants(**entries: str) -> str:
-    """A file in which each tenant's key is KEY of its name, and `entries` are further lines of it."""
+    """Return the text of a file in which each tenant's key is KEY of its name, and `entries` are its further lines."""
     parts = ["tenants:"]
     for name, more in entries.items():
         digest = sha256(f"key-{name}".encode()).hexdigest()
@@ -79,7 +79,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 async def metric(gateway: Gateway, name: str) -> dict[tuple[str, ...], float]:
-    """Label values, the tenant first -> value, of the samples of that name that are not 0."""
+    """Return label values, the tenant first -> value, for the samples of that name that are not 0."""
     text = (await gateway.get("/metrics")).body.decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     return {
@@ -167,7 +167,7 @@ async def test_a_file_that_cannot_be_used_keeps_the_gateway_from_starting(folder
 
 
 async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
-    """As the gateway predicts it, and in what an engine such as vLLM gets to key its blocks by."""
+    """This holds for the gateway's prediction, and for the salt that an engine such as vLLM keys its blocks by."""
     engine = ScriptedEngine("a", answers(200, SAID))
     given = settings(folder, a="isolation: tenant", b="isolation: tenant", c="", d="")
     async with running(engine, **given) as gateway:
@@ -187,19 +187,19 @@ async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
         cached, salt_b = await ask("b")
         assert cached == 0
         assert salt_b not in (salt_a, None)
-        assert (await ask("b", cache_salt=str(salt_a)))[0] == 0, "to know another's salt is of no use"
+        assert (await ask("b", cache_salt=str(salt_a)))[0] == 0, "knowing another tenant's salt is of no use"
         cached, combined = await ask("a", cache_salt="mine")
         assert cached == 0
         assert combined not in ("mine", salt_a, None)
         assert await ask("c") == (0, None)
         cached, salt = await ask("d")
-        assert cached > 100, "who is not isolated shares with the others who are not"
+        assert cached > 100, "tenants without isolation share their caches"
         assert salt is None
         cached, salt = await ask("c", cache_salt=str(salt_a))
-        assert (cached, salt != salt_a) == (0, True), "nor is it of use to who is not isolated"
+        assert (cached, salt != salt_a) == (0, True), "the salt is of no use to a tenant without isolation either"
 
 
-async def test_of_two_salts_in_one_body_none_reaches_the_engine(folder: Path) -> None:
+async def test_if_a_body_has_two_salts_neither_reaches_the_engine(folder: Path) -> None:
     engine = ScriptedEngine("a", answers(200, SAID))
     async with running(engine, **settings(folder, a="isolation: tenant")) as gateway:
         body = b'{"cache\\u005fsalt":"x", "prompt": "p",\n "model":"m","cache_salt":"y" ,"big":1e300,"id":0.10}'
@@ -214,7 +214,7 @@ async def test_of_two_salts_in_one_body_none_reaches_the_engine(folder: Path) ->
 @pytest.mark.parametrize("is_global", [True, False])
 async def test_headers_with_cache_facts_can_be_switched_off(folder: Path, is_global: bool) -> None:
     facts = dict.fromkeys(CACHE_FACTS, "1")
-    engine = ScriptedEngine("a", answers(200, SAID, **facts))
+    engine = ScriptedEngine("a", answers(200, SAID, extra=facts))
     given = settings(folder, a="" if is_global else "cache_headers: false", b="")
     async with running(engine, **given, cache_headers=not is_global) as gateway:
         for name in ("a", "b"):
@@ -250,7 +250,7 @@ async def test_a_tenant_at_its_limit_is_told_when_to_come_back(folder: Path) -> 
 
 
 async def test_what_no_engine_served_takes_no_tokens(folder: Path) -> None:
-    """Each asks for about 340 tokens, of 600: two fit only where the first gives back what it did not use."""
+    """Each request reserves about 340 of 600 tokens: two fit only if the first returns its unused tokens."""
     engine = ScriptedEngine("a", answers(400, b'{"error":{"message":"no"}}'))
     async with running(engine, **settings(folder, a="tokens_per_minute: 600")) as gateway:
         for _ in range(5):
@@ -276,6 +276,7 @@ async def test_requests_at_once_end_with_their_clients(folder: Path) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.realtime
 async def test_two_gateways_keep_one_limit_through_redis_and_share_it_without(
     folder: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,8 +340,9 @@ async def test_what_tenants_use_is_counted_and_logged(folder: Path) -> None:
     assert (len(lines), lines[3]["estimated"]) == (4, ["prompt_tokens", "cached_tokens", "completion_tokens"])
 
 
+@pytest.mark.realtime
 async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -> None:
-    """Of answers that ended just before it, of one that ends after it, and of one that a second signal cuts off."""
+    """Some answers ended just before the signal, one ends after it, and a second signal cuts one off."""
     usage = folder / "usage"
     usage.mkdir()
     engine = ScriptedEngine("a", answers(200, SAID))
@@ -363,3 +365,28 @@ async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     assert [line["status"] for line in lines].count(200) >= 21
     assert len(lines) == 22
+
+
+async def test_an_operator_sees_the_decision_that_a_tenant_gets(folder: Path) -> None:
+    """An isolated tenant's keys have its salt: a decision without the tenant's name sees none of its warm prefixes."""
+    engines = [ScriptedEngine(name, answers(200, SAID)) for name in "ab"]
+    kept = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
+    more: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}]}
+    explain = "/v1/route/explain"
+    async with running(
+        *engines, policy="cache_aware", **settings(folder, a="isolation: tenant", b="isolation: tenant")
+    ) as gateway:
+        made = await gateway.post(kept, path="/v1/caches", **bearer("key-a"))
+        name = {"cached_content": made.json["name"]}
+        served = await gateway.post({**more, **name}, path="/v1/chat/completions", **bearer("key-a"))
+        assert served.status == 200
+        for body in (name | more, {**kept, "messages": kept["messages"] + more["messages"]}):
+            mine = (await gateway.post(body, path=explain, **{headers.TENANT: "a"})).json
+            assert (mine["tenant"], mine["pod"], mine["cached_tokens_predicted"] > 100) == ("a", served.pod, True)
+        for other in ({}, {headers.TENANT: "b"}):
+            theirs = (await gateway.post(kept, path=explain, **other)).json
+            assert theirs["cached_tokens_predicted"] == 0
+            hidden = await gateway.post(name | more, path=explain, **other)
+            assert (hidden.status, hidden.json["error"]["code"]) == (404, "cache_not_found")
+        nobody = await gateway.post(kept, path=explain, **{headers.TENANT: "c"})
+        assert (nobody.status, nobody.json["error"]["param"]) == (400, headers.TENANT)

@@ -1,4 +1,4 @@
-"""What a real vLLM does when it drains, sleeps, is full, or loses its core, and that no client suffers by it."""
+"""What a real vLLM does when it drains, sleeps, is full, or loses its core. No client notices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text_of(answer: Answer) -> str:
 
 
 async def metric(gateway: Gateway, name: str) -> float:
-    """The sum of its series."""
+    """Return the sum of the metric's series."""
     lines = (await gateway.get("/metrics")).body.decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
@@ -53,7 +53,7 @@ def up(gateway: Gateway) -> list[str]:
 @pytest.mark.parametrize("dev", [False, True])
 @pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
 async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any], dev: bool) -> None:
-    """A burst larger than the budget of retries meets it; its health and its models stay 200 all the while."""
+    """The pod gets a burst larger than the retry budget; its health and its models answer 200 all the while."""
     drains, stays = VllmPod("drains", gap_s=0.05, dev=dev), VllmPod("stays", dev=dev)
     async with running(drains, stays, retries=1) as gateway:
         begun = [asyncio.create_task(gateway.post(fields)) for _ in range(4)]
@@ -80,11 +80,11 @@ async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any
 
 
 async def begun_at(gateway: Gateway, pod: VllmPod, fields: dict[str, Any]) -> asyncio.Task[Answer]:
-    """A request that this pod has, by its turn."""
+    """Return a request that went to this pod in turn and that the pod has begun to answer."""
     while True:
-        call = asyncio.create_task(gateway.post(fields))
-        await eventually(lambda call=call: bool(pod.open) or call.done())  # type: ignore[misc]
-        if pod.open:
+        told, call = pod.told, asyncio.create_task(gateway.post(fields))
+        await eventually(lambda told=told, call=call: pod.told > told or call.done())  # type: ignore[misc]
+        if pod.told > told:
             return call
 
 
@@ -97,7 +97,7 @@ def shown_of(gateway: Gateway, url: str) -> Any:
     return next(member for member in gateway.app[FLEET].members() if member.url == url)
 
 
-async def test_where_the_last_pod_drains_a_client_is_told_to_come_again() -> None:
+async def test_if_the_last_pod_drains_a_client_is_told_to_try_again() -> None:
     drains = VllmPod("drains", dev=False)
     async with running(drains) as gateway:
         drains.draining = True
@@ -109,7 +109,7 @@ async def test_where_the_last_pod_drains_a_client_is_told_to_come_again() -> Non
     assert len(drains.received) == 1
 
 
-async def test_where_the_last_pod_drains_a_request_waits_for_the_next_one() -> None:
+async def test_if_the_last_pod_drains_a_request_waits_for_the_next_pod() -> None:
     drains, comes = VllmPod("drains", dev=False), VllmPod("comes", dev=False)
     await comes.start()
     port = int(comes.url.rsplit(":", 1)[1])
@@ -159,7 +159,7 @@ async def test_a_stream_of_a_pod_that_fails_in_its_own_words_goes_on_elsewhere(h
 
 @pytest.mark.parametrize("how", ["dead", "aborting"])
 @pytest.mark.parametrize("resume", [True, False])
-async def test_where_nobody_can_go_on_the_end_is_an_error_and_no_done(how: str, resume: bool) -> None:
+async def test_if_no_pod_can_go_on_the_stream_ends_with_an_error_and_no_done(how: str, resume: bool) -> None:
     fails = VllmPod("fails", 2_000, gap_s=0.05)
     async with running(fails, resume_streams=resume) as gateway:
         call = await begun_at(gateway, fails, STREAM)
@@ -195,6 +195,19 @@ async def test_an_aborted_whole_answer_that_nobody_makes_good_is_an_error() -> N
     assert (answer.status, answer.json["error"]["message"]) == (502, "the engine gave the answer up")
 
 
+async def test_an_answer_that_was_given_up_comes_from_a_full_pod_if_there_is_no_other() -> None:
+    gives_up, full = VllmPod("gives up"), VllmPod("full", 40, gap_s=0.05)
+    full.most = 1
+    async with running(gives_up, full) as gateway:
+        running_one = await begun_at(gateway, full, STREAM)
+        assert {(await gateway.post(STREAM)).status for _ in range(4)} == {200}
+        assert shown_of(gateway, full.url).pod.in_flight == 1, "it is full by what it has refused"
+        full.most, gives_up.aborting = None, True
+        answers = await asyncio.gather(*(gateway.post(STREAM) for _ in range(2)))
+        assert {text_of(answer)[:3] for answer in (*answers, await running_one)} == {" w0"}
+    assert len(gives_up.received) > 4
+
+
 async def test_a_request_that_kills_engines_meets_two_of_them() -> None:
     pods = [VllmPod(name, dev=False) for name in "abcd"]
     for pod in pods:
@@ -209,7 +222,7 @@ async def test_a_request_that_kills_engines_meets_two_of_them() -> None:
 
 @pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
 async def test_a_pod_that_sleeps_is_found_by_the_next_probe(fields: dict[str, Any]) -> None:
-    """It lists its models all the while, and requests hang: those go elsewhere, and no more are sent."""
+    """The pod lists its models all the while, and its requests hang. They go elsewhere, and no more are sent there."""
     sleeps, wakes = VllmPod("sleeps"), VllmPod("wakes")
     async with running(sleeps, wakes, policy="cache_aware", probe_interval_s=0.3) as gateway:
         while not sleeps.received:
@@ -232,7 +245,7 @@ async def test_a_pod_that_sleeps_is_found_by_the_next_probe(fields: dict[str, An
         keys = prefix_keys(b"0" * 600, key_seed("m"))
         name = sleeps.url.removeprefix("http://")
         now_s = asyncio.get_running_loop().time
-        # Sleep has emptied its cache. What listens to the fleet hears of a new life one turn of the loop later.
+        # Sleep has emptied the cache. Listeners of the fleet hear of the restart one turn of the loop later.
         await eventually(lambda: name not in gateway.app[INDEX].match(keys, now_s()))
 
 
@@ -249,7 +262,7 @@ async def test_a_request_that_only_a_sleeping_pod_can_answer_waits_for_it() -> N
 
 
 async def test_a_pod_that_computes_for_long_is_not_taken_to_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100,000 tokens in one step: no token, and no word of the core, for as long as it takes. Nothing is given up."""
+    """A step of 100,000 tokens: the pod sends no token and its core does not answer meanwhile. Nothing is given up."""
     busy, other = VllmPod("busy"), VllmPod("other")
     busy.prefill_s, busy.core_is_busy = 3.0, True
     async with running(busy, other, probe_interval_s=0.05, probe_timeout_s=0.2, wait=2) as gateway:
@@ -276,7 +289,7 @@ async def test_an_engine_that_cannot_sleep_is_asked_once() -> None:
 
 
 async def test_a_full_pod_is_full_whatever_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """503 without Retry-After, by a pod whose streams began long ago."""
+    """The pod answers 503 without Retry-After, and its streams began long ago."""
     monkeypatch.setattr(faults, "AT_WORK_S", 0.0)
     full, other = VllmPod("full", 40, gap_s=0.05), VllmPod("other")
     full.most = 1
@@ -308,8 +321,7 @@ async def test_usage_in_every_event_is_counted_once_and_right(forced: bool) -> N
 async def test_a_stream_that_breaks_after_early_usage_teaches_nothing_of_answers_or_caches(resume: bool) -> None:
     pod = VllmPod("pod", 2_000, gap_s=0.05, forced_usage=True)
     async with running(pod, policy="cache_aware", resume_streams=resume) as gateway:
-        call = asyncio.create_task(gateway.post(STREAM))
-        await eventually(lambda: pod.open == 1)
+        call = await begun_at(gateway, pod, STREAM)
         pod.aborting = True  # its last event tells an account of all that it made
         answer = await call
         assert b'"completion_tokens"' in answer.body

@@ -9,6 +9,8 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
+from router.gateway.exchange import Exchange
+from router.gateway.inbound import Inbound
 from router.parts import ROOM
 from tests.router.gateway.helpers import (
     Answer,
@@ -23,7 +25,7 @@ from tests.router.gateway.helpers import (
 )
 
 PATIENT_S = 120.0
-"""However slow the machine is, nobody has waited too long."""
+"""Long enough that no request times out on a slow machine."""
 GOOD = [event("fine"), b"data: [DONE]\n\n"]
 
 
@@ -32,10 +34,10 @@ def ask(text: str = "x", **fields: object) -> dict[str, object]:
 
 
 class Gate:
-    """A script that answers the requests one by one, as it is told to."""
+    """A script that answers requests one by one, when a test tells it to."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: of more at a time, the engine answers 429."""
+        """`most`: the engine answers 429 to requests beyond this many at a time."""
         self.most = most
         self.refused = 0
         self.inside = 0
@@ -58,7 +60,7 @@ def waiting(gateway: Gateway) -> int:
 
 
 async def queued(gateway: Gateway, count: int, tasks: list[asyncio.Task[Answer]], **sent: str) -> None:
-    """One more request, which waits as the `count`th."""
+    """Send one more request, which waits as the `count`th."""
     tasks.append(asyncio.create_task(gateway.post(ask(f"number {len(tasks)}"), **sent)))
     await eventually(lambda: waiting(gateway) == count)
 
@@ -83,13 +85,30 @@ async def test_what_an_engine_may_not_get_waits_and_goes_by_priority() -> None:
         assert [answer.status for answer in await asyncio.gather(*tasks)] == [200] * 5
         assert gate.refused == 0
         order = prompts(engine)
-        # The first is number 1; then what low priorities are owed may bring one of them forward.
+        # The first is number 1; after that the share of low priorities may bring one of them forward.
         assert order[0] == 1
         assert order.index(1) < order.index(3)
         assert order.index(4) < order.index(2)
         text = (await gateway.get("/metrics")).body.decode()
         assert "warmroute_gateway_queue_seconds_count 4.0" in text
         assert 'warmroute_gateway_queue_requests{model="m"} 0.0' in text
+
+
+async def test_a_session_with_many_requests_does_not_hold_back_another_one_of_its_tenant() -> None:
+    gate = Gate()
+    engine = ScriptedEngine("pod-0", gate)
+    async with running(engine, max_pod_requests=1, queue_timeout_s=PATIENT_S) as gateway:
+        tasks = [asyncio.create_task(gateway.post(ask()))]
+        await eventually(lambda: gate.inside == 1)
+        sessions = ["greedy"] * 6 + ["polite", "other"]
+        for count, session in enumerate(sessions, start=1):
+            await queued(gateway, count, tasks, **{headers.SESSION: session})
+        for _ in tasks:
+            gate.turns.release()
+        assert [answer.status for answer in await asyncio.gather(*tasks)] == [200] * len(tasks)
+        order = prompts(engine)
+        assert order[:3] == [1, 7, 8]
+        assert order[3:] == [2, 3, 4, 5, 6]
 
 
 async def test_a_client_that_leaves_has_left_the_queue() -> None:
@@ -108,6 +127,32 @@ async def test_a_client_that_leaves_has_left_the_queue() -> None:
         assert prompts(engine) == [2]
 
 
+@pytest.mark.realtime  # one turn of the loop takes no virtual time
+async def test_a_client_that_leaves_in_its_turn_keeps_nobody_else_waiting() -> None:
+    gate, faults = Gate(), list[dict[str, Any]]()
+    loop = asyncio.get_running_loop()
+    async with running(ScriptedEngine("pod-0", gate), max_pod_requests=1, queue_timeout_s=PATIENT_S) as gateway:
+        tasks = [asyncio.create_task(gateway.post(ask()))]
+        await eventually(lambda: gate.inside == 1)
+        await queued(gateway, 1, tasks)
+        for _ in range(2):
+            gate.turns.release()
+        await asyncio.gather(*tasks)
+        loop.set_exception_handler(lambda _, fault: faults.append(fault))
+        # A request has just waited, so the next ones enter the queue, though the engine is idle: they leave it at once.
+        room, now_s = gateway.app[ROOM], loop.time()
+        inbound = Inbound("/v1/completions", "m", True, "round_robin", (), 1, 1, 1.0, 1, teaches_tokens=False, body=b"")
+        exchanges = [Exchange(name, now_s, now_s + PATIENT_S) for name in ("leaves", "stays")]
+        leaves, stays = [asyncio.create_task(room.place(inbound, exchange)) for exchange in exchanges]
+        loop.call_soon(leaves.cancel)
+        async with asyncio.timeout(PATIENT_S / 2):
+            assert await stays == frozenset()
+        assert leaves.cancelled()
+        assert exchanges[0].queued_s > 0
+        assert waiting(gateway) == 0
+    assert not faults
+
+
 async def test_nobody_waits_longer_than_the_setting_says() -> None:
     gate = Gate()
     async with running(ScriptedEngine("pod-0", gate), max_pod_requests=1, queue_timeout_s=0.2) as gateway:
@@ -122,7 +167,7 @@ async def test_nobody_waits_longer_than_the_setting_says() -> None:
         assert 'queue_refused_total{reason="late"} 1.0' in (await gateway.get("/metrics")).body.decode()
 
 
-async def test_of_a_full_queue_the_low_priority_goes_first() -> None:
+async def test_a_full_queue_drops_the_lowest_priority_first() -> None:
     gate = Gate()
     async with running(
         ScriptedEngine("pod-0", gate), max_pod_requests=1, queue_requests=1, queue_timeout_s=PATIENT_S
@@ -209,7 +254,7 @@ async def test_engines_are_told_the_priority_by_their_own_sign(kind: str, asked:
         assert headers.PRIORITY not in received.headers
 
 
-async def test_a_client_may_not_give_itself_a_priority_where_engines_take_one() -> None:
+async def test_a_client_may_not_choose_its_own_priority_in_the_engine() -> None:
     engine = ScriptedEngine("pod-0", streams(GOOD))
     async with running(engine, engine_priority="vllm") as gateway:
         assert (await gateway.post(ask(priority=-99))).status == 200
@@ -245,7 +290,7 @@ async def test_a_model_that_does_not_wake_is_503(activation_s: float, refused: b
         assert ('queue_refused_total{reason="asleep"} 1.0' in text) == refused
 
 
-async def test_who_waits_when_the_gateway_stops_is_told_so() -> None:
+async def test_requests_that_wait_when_the_gateway_stops_get_an_error() -> None:
     gate = Gate()
     async with running(ScriptedEngine("pod-0", gate), max_pod_requests=1, queue_timeout_s=PATIENT_S) as gateway:
         tasks = [asyncio.create_task(gateway.post(ask()))]

@@ -1,4 +1,4 @@
-"""Answers that are not streams, towards clients that read slowly or not at all."""
+"""Non-streamed answers to clients that read slowly or not at all."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_large_answer_that_breaks_ends_short_and_counts_against_its_pod(
 
 
 async def test_answers_that_find_no_room_pass_through_and_give_the_room_back() -> None:
-    """Three clients that take nothing keep all the room; others get their answers all the same."""
+    """Three clients that read nothing take up all the room; others get their answers all the same."""
     engine = ScriptedEngine("a", answers(200, BODY))
     small = {"model": "m", "prompt": "x"}
     async with running(engine, max_in_flight_answer_mib=1) as gateway, contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""An engine that does as a vLLM 0.32 was seen to do: while it drains, sleeps or is full, and when its core dies."""
+"""An engine with the observed behaviour of vLLM 0.32 while it drains, sleeps or is full, and when its core dies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FULL = "The engine is currently busy and cannot accept new requests. Please try 
 
 
 def error(message: str, kind: str = "InternalServerError", code: int = 500) -> bytes:
-    """As vLLM words one."""
+    """Return an error in vLLM's words."""
     return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 class VllmPod(ScriptedEngine):
-    """`words` are told one every `gap_s`. Flags may be set at any time. `dev`: /is_sleeping is there."""
+    """Sends one of `words` every `gap_s`. Flags may be set at any time. `dev`: `/is_sleeping` exists."""
 
     def __init__(
         self, name: str, words: int = 5, *, gap_s: float = 0.0, dev: bool = True, forced_usage: bool = False
@@ -33,20 +33,23 @@ class VllmPod(ScriptedEngine):
         self.gap_s = gap_s
         self.dev = dev
         self.forced_usage = forced_usage
-        """As --enable-force-include-usage: every event tells usage, the early ones without cached tokens."""
+        """As with --enable-force-include-usage: every event tells usage, early events without cached tokens."""
         self.cached_tokens = 96
         self.draining = False
         self.asleep = False
         self.says_so = True
-        """False: nobody has asked yet, as between two probes."""
+        """False: no probe has seen it yet, as between two probes."""
         self.dead = False
         self.aborting = False
-        """What runs is given up: SIGTERM without --shutdown-timeout, and /sleep."""
+        """Running requests are given up, without notice before the first token: SIGTERM without --shutdown-timeout,
+        and /sleep."""
         self.most: int | None = None
         """--max-num-queued-reqs."""
         self.prefill_s = 0.0
         self.core_is_busy = False
-        """A step is under way: whatever asks the core waits for its end."""
+        """A step is running: requests to the core wait for its end."""
+        self.told = 0
+        """Words sent so far, in all answers."""
         self.naps_asked = 0
         self.hung = 0
 
@@ -87,17 +90,20 @@ class VllmPod(ScriptedEngine):
             return await self._whole()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        for event in [self._event(i) for i in range(self.words)]:
+        tells_usage = self.forced_usage or (fields.get("stream_options") or {}).get("include_usage")
+        for i, event in enumerate([self._event(i) for i in range(self.words)]):
             if self.dead:
                 await response.write(sse_event(error(DEAD)) + DONE)
                 return response
             if self.aborting:
-                await response.write(self._end("abort") + self._usage(3) + DONE)
+                end = (self._end("abort") if i else b"") + (self._usage(i) if tells_usage else b"")
+                await response.write(end + DONE)
                 return response
             await response.write(event)
+            self.told += 1
             await asyncio.sleep(self.gap_s)
         await response.write(self._end("length"))
-        if self.forced_usage or (fields.get("stream_options") or {}).get("include_usage"):
+        if tells_usage:
             await response.write(self._usage(self.words))
         await response.write(DONE)
         return response
@@ -106,6 +112,7 @@ class VllmPod(ScriptedEngine):
         for _ in range(self.words):
             if self.aborting or self.dead:
                 break
+            self.told += 1
             await asyncio.sleep(self.gap_s)
         if self.dead:
             return web.Response(status=500, body=error(DEAD), content_type="application/json")

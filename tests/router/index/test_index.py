@@ -1,4 +1,4 @@
-"""What the model test does not reach: long-lived speculation, bounds, memory."""
+"""Cases that the model test does not reach: long-lived speculation, bounds, memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_speculation_is_bounded_and_drops_the_longest_unused_tail_first() -> Non
 
 
 def test_a_full_speculation_makes_room_for_several_requests_at_once() -> None:
-    """The oldest entry is found slowly in a dict emptied from its front, so it is looked for now and then only."""
+    """Finding the oldest entry is slow in a dict emptied from its front, so it is done only now and then."""
     index = PrefixIndex(speculative_limit=640)
     sizes = []
     for i in range(200):
@@ -133,7 +133,7 @@ def test_a_dropped_pod_is_gone_at_once_and_its_memory_after_sweeping() -> None:
 
 
 def test_slots_are_used_again_after_sweeping() -> None:
-    """Without that every snapshot would widen every mask for good."""
+    """Without that every snapshot would widen every mask for ever."""
     index = PrefixIndex()
     for _ in range(100):
         index.replace(POD, (chain("a", 50), (), ()))
@@ -164,7 +164,7 @@ def test_keys_at_the_ends_of_their_range_have_a_place() -> None:
 
 
 def test_keys_are_nothing_that_the_garbage_collector_walks() -> None:
-    """Gateways have a million of them, reported or speculative, and a collection stops the gateway."""
+    """Gateways have a million keys, reported or speculative, and a collection stops the gateway."""
     with frozen():
         index = PrefixIndex()
         for i in range(300):

@@ -106,7 +106,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def match_again(self) -> None:
-        """The keys that were matched last are matched once more, whatever happened in between."""
+        """Match the last keys again, whatever happened in between."""
         keys = self.asked
         expected = {}
         for pod in {*self.reported, *self.speculated}:
@@ -138,4 +138,4 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexAgainstModel.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)

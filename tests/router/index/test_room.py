@@ -1,4 +1,4 @@
-"""What is believed of a pod that publishes nothing, against a cache that evicts what was used longest ago."""
+"""What is believed of a pod that publishes nothing, compared with an LRU cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 class Cache:
-    """A pod of so many tokens: keys, and what each request leaves under no key, out in the order of last use."""
+    """A pod with so many tokens: keys, and each request's tokens without a key, evicted in the order of last use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -30,7 +30,7 @@ class Cache:
         self.count = 0
 
     def ask(self, keys: Keys, loose: int) -> int:
-        """Leading keys that were held."""
+        """Return how many leading keys were held."""
         hits = next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
         if loose:  # engines give up the end of a request first
             self.count += 1
@@ -107,7 +107,7 @@ def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None
 
 @pytest.mark.parametrize("told", [None, 2.0, 1.0, 0.7])
 def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
-    """Of 12 equally popular prefixes a cache holds some 8; the pod tells no size, or a wrong one."""
+    """A cache holds some 8 of 12 equally popular prefixes; the pod tells no size, or a wrong one."""
     capacity = 8 * 12 * KEY_TOKENS
     rng = random.Random(1)
     cache, index = Cache(capacity), PrefixIndex()
@@ -136,7 +136,7 @@ def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
     room.given_up([PrefixKey(2)], 4000.0)
     assert room.was_held(PrefixKey(1))
     assert room.capacity_tokens == pytest.approx(9400)
-    assert not room.was_held(PrefixKey(1))  # it is known by now
+    assert not room.was_held(PrefixKey(1))  # it is not given up any more
     for _ in range(1000):
         room.was_evicted(0.0)
     assert room.capacity_tokens == 10_000 / 16
@@ -168,8 +168,8 @@ def test_ghosts_and_losses_are_bounded() -> None:
 def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_order_of_their_use(
     requests: list[tuple[int, int]], limit: int
 ) -> None:
-    """`requests`: blocks of loose tokens, and seconds since the one before. Of a pod that tells no capacity nothing is
-    ever given up for lack of room, so that requests are all that there is."""
+    """`requests`: blocks of loose tokens, and seconds since the request before. A pod that tells no capacity never
+    gives up anything for lack of room, so only the requests count."""
     room = Room(limit)
     now_s, exact = 0, dict[int, int]()
     for blocks, pause_s in requests:
@@ -178,7 +178,7 @@ def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_o
         exact[now_s] = exact.get(now_s, 0) + blocks * BLOCK
     total = sum(exact.values())
     assert room.loose_tokens == total
-    most = max(4 * total / limit, 50 * BLOCK)  # of an entry
+    most = max(4 * total / limit, 50 * BLOCK)  # the largest entry
     gone = due = entries = 0
     for used_at_s, tokens in exact.items():
         given = room.give_up(float(used_at_s))
@@ -191,7 +191,7 @@ def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_o
     assert entries <= limit
 
 
-def test_what_was_used_before_a_forgotten_key_counts_only_where_the_capacity_is_known() -> None:
+def test_keys_used_before_a_forgotten_one_count_only_if_the_capacity_is_known() -> None:
     unknown, told = Room(64), Room(64)
     for second in range(10):
         unknown.take(taken(0, BLOCK, None), 0, float(second))
@@ -203,7 +203,8 @@ def test_what_was_used_before_a_forgotten_key_counts_only_where_the_capacity_is_
 
 
 def test_what_a_key_stands_for_is_the_mean_of_the_first_requests_and_then_follows() -> None:
-    """The first is judged before any answer told what the model makes of a byte: it must not count for a hundred."""
+    """The first request is judged before any answer shows the model's tokens per byte: it must not weigh a
+    hundredfold."""
     room = Room(64)
     for number, key_tokens in enumerate((64.0, *[107.0] * 9)):
         room.take(Taken(1000, key_tokens, 20_480, BLOCK), 9, float(number))

@@ -1,4 +1,4 @@
-"""What pods have room for, kept current: always what the estimate of each pod says when it is asked anew."""
+"""The pods' room, kept current, always equals what each pod's estimate says when asked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = st.tuples(st.integers(0, 3), st.integers(1, 6)).map(
 
 
 class RoomsAgainstEstimates(RuleBasedStateMachine):
-    """Whatever changes what is believed of a pod. A table that is made late, and one that knows two pods only."""
+    """Applies all changes to what is believed of a pod. One table is made late, and one knows only two pods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ RoomsAgainstEstimates.TestCase.settings = settings(max_examples=60, stateful_ste
 TestRoomsAgainstEstimates = RoomsAgainstEstimates.TestCase
 
 
-def test_who_watches_no_more_hears_no_more() -> None:
+def test_a_watcher_that_has_left_hears_nothing() -> None:
     rooms, heard = Rooms(), list[tuple[PodId, float]]()
 
     def watcher(pod: PodId, tokens: float) -> None:

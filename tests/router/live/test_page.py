@@ -1,4 +1,4 @@
-"""The live page and its stream over real sockets; `top`; and the page drawn by a real browser where there is one."""
+"""The live page and its stream over real sockets; `top`; and the page in a real browser if there is one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from router.live import feed
 from router.live.feed import MOST_VIEWERS
 from router.live.pages import PAGE, content_policy
 from router.live.snapshot import MOST_PODS
+from tests.browser import Browser
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running, streams, usage_event
-from tests.router.live.browser import Browser
 
 PROMPT = {"model": "m", "prompt": "x" * 2_000, "stream": True}
 GOOD = streams([usage_event(500, 3, 384), b"data: [DONE]\n\n"])
@@ -31,7 +31,7 @@ BROKEN = answers(500)
 
 @contextlib.asynccontextmanager
 async def watching(gateway: Gateway) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    """A viewer: what it gets, one frame after the other."""
+    """Yield a viewer's frames, one after the other."""
 
     async def frames(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
         async for line in answer.content:
@@ -108,7 +108,7 @@ async def test_a_pod_in_trouble_is_shown_as_such() -> None:
         assert rows == {"a": "ejected", "b": "serving"}
 
 
-async def test_of_many_pods_those_in_trouble_and_the_busiest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pods_in_trouble_and_the_busiest_of_many_pods_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.live.snapshot.MOST_PODS", 1)
     assert MOST_PODS > 1
     async with running(ScriptedEngine("a", GOOD), ScriptedEngine("b", BROKEN), eject_after=2) as gateway:
@@ -119,7 +119,7 @@ async def test_of_many_pods_those_in_trouble_and_the_busiest_are_shown(monkeypat
         assert pods["states"] == {"serving": 1, "ejected": 1}
 
 
-async def test_there_is_a_bound_on_viewers_who_are_let_go_when_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_are_bounded_and_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MOST_VIEWERS", 2)
     assert MOST_VIEWERS > 2
     async with running(ScriptedEngine("a", GOOD)) as gateway:
@@ -149,7 +149,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_viewers() -> None:
 async def test_the_page_loads_nothing_and_clients_do_not_get_it() -> None:
     page = PAGE
     assert not re.search(r"(?:src|href)=\"(?!data:)", page)
-    assert set(re.findall(r"https?://[^\s'\"]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, which is not loaded
+    assert set(re.findall(r"https?://[^\s'\"]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not loaded
     assert "innerHTML" not in page
     async with running(ScriptedEngine("a", GOOD)) as gateway:
         async with gateway.session.get(f"{gateway.admin_url}/ui") as answer:

@@ -1,4 +1,4 @@
-"""What is counted for those who look: hot prefixes, decisions, curves. It changes no decision and has bounds."""
+"""What is counted for viewers: hot prefixes, decisions, curves. It changes no decision and is bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 64.0
 
 
 def chain(prefix: int, strides: int, *tail: int) -> tuple[PrefixKey, ...]:
-    """The keys of a prompt: `strides` of a shared prefix, and what is its own."""
+    """Return the keys of a prompt: `strides` of a shared prefix, then its own."""
     return tuple(PrefixKey(1_000_000 * (prefix + 1) + i) for i in range(strides)) + tuple(map(PrefixKey, tail))
 
 
@@ -35,7 +35,7 @@ def chain(prefix: int, strides: int, *tail: int) -> tuple[PrefixKey, ...]:
 
 @given(requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=60))
 def test_a_prefix_is_found_to_its_last_key_with_its_share(requests: list[tuple[int, int, int]]) -> None:
-    """Prompts of some prefixes, each of a length of its own, that go on with nothing in common."""
+    """Prompts have some prefixes, each with its own length, and then nothing in common."""
     hot, fresh = HotPrefixes(), count(10**12)
     lengths = [3, 8, 17, 40]
     for prefix, own, _ in requests:
@@ -107,7 +107,7 @@ def exchange(scores: tuple[PodScore, ...] = (), *, pod: str = "a", status: int =
 
 
 @given(arrivals=st.lists(st.tuples(st.floats(0, 0.3), st.booleans()), max_size=200))
-def test_of_each_second_few_decisions_are_kept(arrivals: list[tuple[float, bool]]) -> None:
+def test_few_decisions_are_kept_of_each_second(arrivals: list[tuple[float, bool]]) -> None:
     log, now_s, ended = DecisionLog(), 0.0, []
     for pause_s, has_scores in arrivals:
         now_s += pause_s
@@ -143,7 +143,7 @@ def test_the_chosen_pods_score_is_kept_however_bad() -> None:
 
 
 class Looker:
-    """Wants the scores of some decisions."""
+    """An observer that wants the scores of some decisions."""
 
     def __init__(self, draws: random.Random) -> None:
         self._draws = draws
@@ -159,7 +159,7 @@ class Looker:
 
 
 @given(played=steps())
-def test_to_look_on_changes_no_decision(played: list[Step]) -> None:
+def test_watching_changes_no_decision(played: list[Step]) -> None:
     alone, watched = World(()), World(())
     watched.chooser.observer = looker = Looker(random.Random(1))
     scored = 0

@@ -1,4 +1,4 @@
-"""The full pods as they are kept current are those that a scan of all pods finds, whatever happens to them."""
+"""The full pods, kept current, are those that a scan of all pods finds, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scan(pods: Sequence[Pod], most: int, now_s: float) -> frozenset[PodId]:
 
 
 class Kept(RuleBasedStateMachine):
-    """Requests, reports, refusals and time, on pods that come and go."""
+    """Plays requests, reports, refusals and time, on pods that come and go."""
 
     @initialize(most=st.sampled_from((0, 0, 1, 3)))
     def begin(self, most: int) -> None:

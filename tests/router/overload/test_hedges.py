@@ -11,7 +11,7 @@ from router.overload.hedges import HEDGED_ONE_IN, HedgeBudget
 
 
 @given(st.lists(st.integers(0, 130), max_size=60))
-def test_of_any_requests_in_a_row_no_more_than_one_in_fifty_is_hedged_and_one(pauses: list[int]) -> None:
+def test_at_most_one_request_in_fifty_is_hedged_and_one_more(pauses: list[int]) -> None:
     budget, seen, taken_at = HedgeBudget(), 0, []
     for pause in pauses:
         for _ in range(pause):

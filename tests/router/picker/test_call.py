@@ -31,7 +31,7 @@ from tests.router.picker.proxy import (
 )
 
 ASKED = {"model": "m", "prompt": PROMPT, "stream": True}
-EVENTS = {"content_type": "text/event-stream"}
+EVENTS: Any = {"content_type": "text/event-stream"}
 MODES = (wire.FULL_DUPLEX_STREAMED, wire.BUFFERED)
 
 
@@ -44,7 +44,7 @@ def in_flight(gateway: Gateway) -> dict[str, int]:
 
 
 async def stream(talk: Talk, *, cached: int, prompt: int, served: str | None = None) -> None:
-    """The answer to its end, as a stream."""
+    """Play the answer to its end, as a stream."""
     await talk.tell(
         response_headers(200, served, **EVENTS),
         response_body(event("a")),
@@ -76,7 +76,7 @@ async def test_the_body_goes_on_as_it_came() -> None:
     async with running(*engines(1)) as gateway:
         text = orjson.dumps({"model": "m", "prompt": "y" * (3 * BODY_CHUNK_BYTES)})
         for body in (text, gzip.compress(text), orjson.dumps({"model": "m", "prompt": ""})):
-            head = {"content_encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {}
+            head: Any = {"content_encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {}
             async with Talk(gateway) as talk:
                 await talk.tell(request_headers(**head), request_body(body[:7], is_end=False))
                 assert not talk.said
@@ -96,7 +96,7 @@ async def test_the_body_goes_on_with_trailers_behind_it() -> None:
 
 
 async def test_a_body_that_the_gateway_rewrites_has_its_own_length() -> None:
-    """Without aliases of its own, an engine gets the model's name."""
+    """Without the aliases: an engine gets the model's own name."""
     for mode in MODES:
         async with running(*engines(1), model_alias=["gpt=m"]) as gateway, Talk(gateway) as talk:
             sent = gzip.compress(orjson.dumps({"model": "gpt", "prompt": "x"}))
@@ -117,10 +117,10 @@ async def test_only_allowed_endpoints_are_picked() -> None:
                     await talk.ask(ASKED, subset=allowed)
                     assert set(talk.picked) == set(allowed) - {"10.9.9.9:1"}
         for none in ([], ["10.9.9.9:1"]):
-            for head in ({}, {"is_end": True}):
+            for is_end in (False, True):
                 async with Talk(gateway) as talk:
-                    await talk.tell(request_headers(subset=none, **head))
-                    if not head:
+                    await talk.tell(request_headers(subset=none, is_end=is_end))
+                    if not is_end:
                         await talk.tell(request_body(ASKED))
                     assert talk.refusal[0] == 503
                     assert talk.call.is_over
@@ -166,7 +166,7 @@ async def test_clients_show_their_keys_and_engines_see_the_gateways(tmp_path: Pa
     clients, own = tmp_path / "clients", tmp_path / "own"
     clients.write_text("client-key-0123456789\n")
     own.write_text("engine-key-0123456789\n")
-    files = {"api_keys_file": str(clients), "engine_api_key_file": str(own)}
+    files: Any = {"api_keys_file": str(clients), "engine_api_key_file": str(own)}
     async with running(*engines(1), **files) as gateway:
         async with Talk(gateway) as talk:
             await talk.tell(request_headers(authorization="Bearer wrong"))
@@ -186,7 +186,7 @@ async def test_more_than_the_gateway_takes_is_refused() -> None:
 
 
 async def test_a_saturated_fleet_is_429_after_the_queue() -> None:
-    limits = {"max_pod_requests": 1, "queue_timeout_s": 0.05}
+    limits: Any = {"max_pod_requests": 1, "queue_timeout_s": 0.05}
     async with running(*engines(1), **limits) as gateway, Talk(gateway) as first:
         await first.ask(ASKED)
         async with Talk(gateway) as second:
@@ -318,7 +318,7 @@ USUAL = (
 
 
 def conversation(rng: random.Random) -> list[wire.ProcessingRequest]:
-    """A likely one, cut off, or with messages that have no place in it."""
+    """Return a plausible conversation, one that is cut off, or one with messages out of place."""
     if rng.random() < 0.3:
         return rng.choices(MESSAGES, k=rng.randrange(8))
     messages = [rng.choice(kind) for kind, share in USUAL if rng.random() < share]
@@ -328,9 +328,9 @@ def conversation(rng: random.Random) -> list[wire.ProcessingRequest]:
 
 
 async def test_nothing_is_left_behind_whatever_is_said_in_whatever_order() -> None:
-    """Conversations side by side, some reset at any step: what counts comes back to nothing, each is recorded once."""
+    """Conversations run side by side, some reset at any step. All counts return to zero, and each is recorded once."""
     rng = random.Random(19)
-    options = {"max_pod_requests": 4, "queue_timeout_s": 0.05}
+    options: Any = {"max_pod_requests": 4, "queue_timeout_s": 0.05}
     async with running(*engines(3), policy="predicted_ttft", **options) as gateway:
         parts, recorded, begun, statuses = gateway.app[PICKER], [], 0, set()
         recorder = parts.recorder

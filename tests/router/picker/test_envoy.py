@@ -46,7 +46,7 @@ WHOLE = streams([event("a"), event("b"), usage_event(400, 2, 300), b"data: [DONE
 async def behind(
     folder: Path, *pods: ScriptedEngine, listed: bool = True, settings: dict[str, Any] | None = None, **proxy: Any
 ) -> AsyncIterator[tuple[Gateway, str]]:
-    """Engines, a gateway that picks among them, and an Envoy that asks it; the gateway and Envoy's URL."""
+    """Run engines, a gateway that picks among them, and an Envoy that asks it. Yield the gateway and Envoy's URL."""
     options = {"policy": "predicted_ttft", "ext_proc_port": 0, **(settings or {})}
     async with running(*pods, **options) as gateway, run_picker(gateway.app) as port:
         hosts = [endpoint(pod) for pod in pods]
@@ -180,7 +180,7 @@ PROXIES: dict[str, dict[str, Any]] = {"closed": {}, "open": {"mode": "BUFFERED",
 
 @contextlib.asynccontextmanager
 async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The program as a process of its own, which picks at `port`."""
+    """Run the program as a separate process, which picks at `port`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--port", "0", "--ext-proc-port", str(port)),
         *("--engines", ",".join(pod.url for pod in pods), "--probe-interval-s", "0.1", "--drain-timeout-s", "1"),
@@ -207,7 +207,7 @@ async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subp
 
 @needs_envoy
 async def test_a_picker_that_is_killed_under_load_and_comes_back(tmp_path: Path, unused_tcp_port: int) -> None:
-    """While it is away requests fail, or go to any engine where Envoy is told to fail open; none hangs."""
+    """While it is down requests fail, or go to any engine if Envoy is set to fail open; none hangs."""
     pods = [ScriptedEngine(name, WHOLE) for name in "ab"]
     async with contextlib.AsyncExitStack() as stack:
         for pod in pods:
@@ -282,13 +282,15 @@ async def test_health_tells_of_the_gateways_readiness() -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_with_a_certificate_it_speaks_tls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tls", "ext_proc_tls"])
+async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, name: str) -> None:
+    """Its own certificate overrides that of the clients' port."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
-    settings = {"ext_proc_port": 0, "tls_cert_file": str(cert), "tls_key_file": str(key)}
+    settings: dict[str, Any] = {"ext_proc_port": 0, f"{name}_cert_file": str(cert), f"{name}_key_file": str(key)}
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(running(ScriptedEngine("a", WHOLE), **settings))

@@ -1,7 +1,7 @@
 """A fleet in virtual time: emulated pods with a prefill queue and an LRU prefix cache, the real index and policies.
 
-A pod prefills in steps, first come first served, a prefix shared by several waiting requests once; its decoding
-sequences lengthen each step. What it stores, evicts and has queued reaches the gateway `EVENT_DELAY_S` later.
+A pod prefills in steps, first come first served, and computes a prefix of several waiting requests once. Its decoding
+sequences lengthen each step. The gateway hears what the pod stores, evicts and has queued `EVENT_DELAY_S` later.
 Constants: an 8B model on an H100.
 """
 
@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
@@ -53,7 +54,7 @@ class Waiting:
     request_id: str
     arrival: Arrival
     left: int | None = None
-    """Tokens still to be prefilled; None until its first step, when the cache is looked up."""
+    """Tokens still to be prefilled; None until the first step, which looks up the cache."""
     cached: int = 0
 
 
@@ -61,7 +62,7 @@ class Waiting:
 class SimPod:
     pod_id: PodId
     capacity: int
-    """Keys it can hold."""
+    """Keys that the pod can hold."""
     cache: dict[PrefixKey, None] = field(default_factory=dict)
     """Oldest use first; the deepest key of a prompt counts as its oldest."""
     queue: deque[Waiting] = field(default_factory=deque)
@@ -70,12 +71,12 @@ class SimPod:
     decoding: dict[str, int] = field(default_factory=dict)
 
     def held(self, keys: Sequence[PrefixKey], ahead: Collection[PrefixKey] = ()) -> int:
-        """Leading keys that are cached, or will be once what is `ahead` in the queue has been prefilled."""
+        """Return how many leading keys are cached, or will be once the keys `ahead` in the queue are prefilled."""
         missing = (i for i, key in enumerate(keys) if key not in self.cache and key not in ahead)
         return next(missing, len(keys))
 
     def store(self, keys: Sequence[PrefixKey]) -> tuple[tuple[PrefixKey, ...], tuple[PrefixKey, ...]]:
-        """Keys removed, deepest first, and keys stored."""
+        """Return the keys removed, deepest first, and the keys stored."""
         stored = tuple(key for key in keys if key not in self.cache)
         for key in reversed(keys):
             self.cache.pop(key, None)
@@ -98,7 +99,7 @@ class SimPod:
 
 
 class Fleet:
-    """`policy` in front of `pods` pods. `reports`: they publish what they hold and their load, as our engine does."""
+    """`policy` in front of `pods` pods. `reports`: the pods publish their keys and their load, as our engine does."""
 
     def __init__(
         self, policy: Policy, *, pods: int = 8, capacity: int = 1500, speculation: bool = True, reports: bool = True
@@ -120,7 +121,7 @@ class Fleet:
 
     def run(self, arrivals: Sequence[Arrival]) -> Outcome:
         for i, arrival in enumerate(arrivals):
-            self._at(arrival.at_s, lambda i=i, arrival=arrival: self._arrive(str(i), arrival))
+            self._at(arrival.at_s, partial(self._arrive, str(i), arrival))
         while self._events:
             self.now_s, _, act = heapq.heappop(self._events)
             act()

@@ -1,6 +1,8 @@
-"""Which adapters a pod has loaded, and that pods with the adapter are preferred where that costs less than a load."""
+"""Which adapters a pod has loaded. Pods with the adapter are preferred if that costs less than a load."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,14 +20,14 @@ NAMES = st.sampled_from("abcdef")
 COST = StepCost(base_s=0.005, token_s=1e-4)
 
 
-def test_a_pod_that_tells_nothing_costs_nothing():
+def test_a_pod_that_tells_nothing_costs_nothing() -> None:
     adapters = Adapters()
     adapters.used("sql")
     assert adapters.loaded is None
     assert adapters.setup_s("sql") == adapters.setup_s("law") == 0.0
 
 
-def test_what_runs_is_loaded_and_stays_so_until_others_take_its_place():
+def test_what_runs_is_loaded_and_stays_so_until_others_take_its_place() -> None:
     adapters = Adapters()
     adapters.seen(2, frozenset({"sql"}), frozenset())
     assert (adapters.setup_s("sql"), adapters.setup_s("law")) == (0.0, LOAD_S)
@@ -37,7 +39,7 @@ def test_what_runs_is_loaded_and_stays_so_until_others_take_its_place():
     assert adapters.setup_s("sql") == LOAD_S
 
 
-def test_where_every_place_is_in_use_a_request_waits_for_one():
+def test_if_every_place_is_in_use_a_request_waits_for_one() -> None:
     adapters = Adapters()
     adapters.seen(2, frozenset({"sql", "law"}), frozenset({"med"}))
     assert adapters.setup_s("sql") == 0.0
@@ -45,7 +47,7 @@ def test_where_every_place_is_in_use_a_request_waits_for_one():
 
 
 @given(most=st.integers(1, 4), uses=st.lists(st.one_of(NAMES, st.frozensets(NAMES, max_size=4)), max_size=30))
-def test_it_holds_the_last_used_and_never_more_than_it_can(most, uses):
+def test_it_holds_the_last_used_and_never_more_than_it_can(most: int, uses: list[Any]) -> None:
     adapters = Adapters()
     adapters.seen(most, frozenset(), frozenset())
     order: list[str] = []
@@ -71,7 +73,7 @@ def chosen(*pods: PodView, tokens: int = 500) -> str:
     return pods[policy.choose(request, pods).pod].pod_id
 
 
-def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_more_than_a_load():
+def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_more_than_a_load() -> None:
     assert chosen(pod("a", adapter_s=LOAD_S), pod("b")) == "b"
     assert chosen(pod("a"), pod("b", adapter_s=LOAD_S)) == "a"
     assert chosen(pod("a", adapter_s=LOAD_S), pod("b", wait_s=1.0)) == "a"
@@ -93,7 +95,7 @@ def test_what_a_load_takes_is_learnt_within_bounds(late: list[float]) -> None:
 
 
 def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes_and_not_the_pods_speed() -> None:
-    """Without it, a pod that loads adapters for a third of its requests looks slow for the others."""
+    """Otherwise a pod that loads adapters for a third of its requests looks slow for the others."""
     pool = SpeedPool()
     states = [PodState(pool), PodState(pool)]
     now_s = 100.0
@@ -120,13 +122,15 @@ def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes
     tokens=st.integers(16, 4000),
 )
 @settings(max_examples=60)
-def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_takes(load_s, waits, tokens):
-    """So a hot adapter comes to a second pod, however long a load was learnt to take; and it stays where a queue is no
-    reason. Scores closer than the request's own prefill count as equal, as no prediction of a queue is better."""
+def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_takes(
+    load_s: float, waits: tuple[float, float], tokens: int
+) -> None:
+    """So a hot adapter comes to a second pod, however long a load is known to take, and stays on one pod if the queue
+    there is short. Scores closer than the request's own prefill count as equal, because no prediction is better."""
     has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
     slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s
     choice = chosen(has, lacks, tokens=tokens)
-    # What it keeps others waiting counts, too: as long as the mean queue, and as its own prefill, at most.
+    # The delay for others counts, too: at most the mean queue, and at most the request's own prefill.
     if waits[0] > waits[1] + load_s + slack_s:
         assert choice == "b"
     if waits[0] < waits[1] + load_s - slack_s:
@@ -134,8 +138,8 @@ def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_take
 
 
 def test_a_hot_adapter_spreads_to_as_many_pods_as_it_needs() -> None:
-    """Each request takes a pod 0.1 s, a load 0.5 s. Fifteen a second are too many for one pod of four, thirty for
-    two: in the second half of the time none waits as long as a load."""
+    """Each request takes a pod 0.1 s, and a load takes 0.5 s. Fifteen requests a second are too many for one pod of
+    four, thirty are too many for two. In the second half of the time no request waits as long as a load."""
     for rate, least in ((15.0, 2), (30.0, 4)):
         used, waited_s = spread(rate)
         assert len(used) >= least, (rate, used)
@@ -143,12 +147,13 @@ def test_a_hot_adapter_spreads_to_as_many_pods_as_it_needs() -> None:
 
 
 def spread(rate: float, seconds: float = 20.0) -> tuple[set[int], float]:
-    """The pods, of four, that requests for an adapter go to in the second half of the time, and the longest queue."""
+    """Return the pods, of four, that get an adapter's requests in the second half of the time, and the longest
+    queue."""
     pool, policy = SpeedPool(), make_policy("predicted_ttft", PolicyOptions())
     states, adapters = [PodState(pool) for _ in range(4)], [Adapters() for _ in range(4)]
     for each in adapters:
         each.seen(2, frozenset(), frozenset())
-    free_s, ends = [0.0] * 4, []
+    free_s, ends = [0.0] * 4, list[tuple[float, int, int]]()
     used: set[int] = set()
     waited_s = 0.0
     for number in range(int(rate * seconds)):

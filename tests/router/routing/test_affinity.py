@@ -24,7 +24,7 @@ def shares() -> TrafficShares:
 
 
 def keys(name: int, count: int = 4) -> tuple[PrefixKey, ...]:
-    """A chain of its own after the one key that every request begins with."""
+    """Return the common first key of all requests and a chain of keys of its own."""
     return (FIRST, *(PrefixKey(1000 * name + i) for i in range(2, 2 + count)))
 
 
@@ -88,7 +88,7 @@ def test_a_gateway_that_has_gone_is_forgotten() -> None:
 
 
 def drive(policy: AffinityGroups, popular_share: float, start_s: float, count: int = 600) -> dict[str, set[PodId]]:
-    """Pods used by the popular prefix and by the rare ones, over the second half of equally costly requests."""
+    """Return the pods that the popular prefix and rare ones use, over the second half of equally costly requests."""
     rng = random.Random(5)
     used: dict[str, set[PodId]] = {"popular": set(), "rare": set()}
     for i in range(count):
@@ -119,7 +119,7 @@ def test_80_percent_of_the_traffic_gets_6_of_8_pods_and_what_no_pod_holds_goes_a
 
 
 def after_popular_traffic() -> tuple[AffinityGroups, set[PodId]]:
-    """A policy after a minute of a popular prefix, and the prefix's group."""
+    """Return a policy after a minute of a popular prefix, and the prefix's group."""
     policy = groups_policy()
     drive(policy, 0.8, 0.0)
     return policy, set(policy._groups.owned[keys(1)[-1]])
@@ -198,7 +198,7 @@ def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> Non
 
 
 def test_a_group_without_a_pod_left_gives_way() -> None:
-    """A retry leaves out a pod; where that was the whole group, any other serves."""
+    """A retry leaves out a pod; if that pod was the whole group, any other pod serves."""
     policy = groups_policy()
     drive(policy, 0.1, 0.0)
     request = RequestInfo(keys(1), 1000, 60.0)
@@ -208,7 +208,7 @@ def test_a_group_without_a_pod_left_gives_way() -> None:
 
 
 def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: float, turns: int = 6) -> list[PodId]:
-    """Pods of 1,000 sessions' requests in order; a session's turn finds what its last one left."""
+    """Return the pods of 1,000 sessions' requests in order; a session's turn finds what its last turn left."""
     rng, chosen, at_s = random.Random(3), list[PodId](), 0.0
     held: dict[int, PodId] = {}
     sessions = deque(range(1000))

@@ -1,4 +1,4 @@
-"""What an engine's metrics say corrects the share of others, and nothing that this gateway knows by itself."""
+"""An engine's metrics correct the others' share, and nothing that this gateway knows by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.routing.types import PodId, PodView
 
 
 def busy(requests: int, *, decoding: int = 0, now_s: float = 10.0) -> PodState:
-    """A pod with so many requests of this gateway, some of which have their first token."""
+    """Return a pod with `requests` requests of this gateway; `decoding` of them have their first token."""
     state = PodState()
     for number in range(requests):
         state.sent(str(number), prompt_tokens=1000, uncached_tokens=800, output_tokens=100, now_s=now_s)
@@ -30,7 +30,7 @@ def count(state: PodState, counts: Counts, *, now_s: float = 10.0, capacity_toke
     state.counted(counts, state.mark, capacity_tokens=capacity_tokens, now_s=now_s)
 
 
-def test_requests_beyond_those_known_here_are_others():
+def test_requests_beyond_those_known_here_are_others() -> None:
     state = busy(3, decoding=1)
     count(state, Counts(running=4, waiting=3))
     seen = view(state, 10.0)
@@ -40,7 +40,9 @@ def test_requests_beyond_those_known_here_are_others():
 
 
 @given(own=st.integers(0, 6), decoding=st.integers(0, 6), running=st.integers(0, 6), waiting=st.integers(0, 6))
-def test_where_nothing_is_beyond_what_is_known_nothing_changes(own, decoding, running, waiting):
+def test_if_the_page_shows_only_known_requests_nothing_changes(
+    own: int, decoding: int, running: int, waiting: int
+) -> None:
     told = min(own, running + waiting)
     counts = Counts(min(running, told), told - min(running, told))
     state, untold = busy(own, decoding=min(own, decoding)), busy(own, decoding=min(own, decoding))
@@ -49,20 +51,24 @@ def test_where_nothing_is_beyond_what_is_known_nothing_changes(own, decoding, ru
 
 
 @given(first=st.integers(0, 8), ended=st.integers(0, 8), begun=st.integers(0, 8), at_the_page=st.integers(0, 16))
-def test_what_begins_or_ends_while_the_page_is_on_its_way_is_nobodys_twice(first, ended, begun, at_the_page):
+def test_a_request_that_begins_or_ends_while_a_page_arrives_counts_once(
+    first: int, ended: int, begun: int, at_the_page: int
+) -> None:
     state = busy(first)
     since = state.mark
     for number in range(min(first, ended)):
         state.finished(str(number), now_s=10.0)
     for number in range(begun):
         state.sent(f"new {number}", prompt_tokens=10, uncached_tokens=10, output_tokens=1, now_s=10.0)
-    told = min(at_the_page, first + begun)  # whatever the page's moment was: all of them are this gateway's
+    told = min(at_the_page, first + begun)  # at any moment of the page: all of them are this gateway's
     state.counted(Counts(told, 0), since, capacity_tokens=None, now_s=10.0)
     assert view(state, 10.0).in_flight == max(0, first - ended) + begun
 
 
 @given(running=st.integers(0, 6), waiting=st.integers(0, 6), heard=st.integers(0, 8), later=st.integers(0, 3))
-def test_a_request_of_another_gateway_that_is_heard_of_after_the_count_is_there_once(running, waiting, heard, later):
+def test_a_request_of_another_gateway_that_is_heard_of_after_the_count_is_there_once(
+    running: int, waiting: int, heard: int, later: int
+) -> None:
     state = PodState()
     count(state, Counts(running, waiting, 0.5), capacity_tokens=10_000)
     for number in range(heard + later):
@@ -75,7 +81,7 @@ def test_a_request_of_another_gateway_that_is_heard_of_after_the_count_is_there_
         assert seen.in_flight_uncached_tokens <= 80 * (heard + later)
 
 
-def test_the_correction_fades_with_age_and_is_gone():
+def test_the_correction_fades_with_age_and_is_gone() -> None:
     state = PodState()
     count(state, Counts(running=8, waiting=0, kv_used=0.5))
     loads = [(view(state, 10.0 + age_s).in_flight, view(state, 10.0 + age_s).kv_used) for age_s in (0, FRESH_S, 6)]
@@ -84,7 +90,7 @@ def test_the_correction_fades_with_age_and_is_gone():
     assert asdict(view(state, 10.0 + STALE_S)) == asdict(view(PodState(), 10.0 + STALE_S))
 
 
-def test_the_used_share_of_the_cache_tells_how_long_the_others_contexts_are():
+def test_the_used_share_of_the_cache_tells_how_long_the_others_contexts_are() -> None:
     state = busy(1, decoding=1)
     count(state, Counts(running=3, waiting=0, kv_used=0.25), capacity_tokens=40_000)
     assert view(state, 10.0).context_tokens == 10_000
@@ -92,7 +98,7 @@ def test_the_used_share_of_the_cache_tells_how_long_the_others_contexts_are():
     assert view(state, 10.0).context_tokens == 1_050, "all requests are ours, and ours are known"
 
 
-def test_pods_whose_metrics_say_that_requests_wait_are_backed_up():
+def test_pods_whose_metrics_say_that_requests_wait_are_backed_up() -> None:
     state = PodState()
     for tick in range(3):
         count(state, Counts(running=4, waiting=2), now_s=10.0 + tick)

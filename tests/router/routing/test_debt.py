@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
+from router.routing.parting import Parting
 from router.routing.policies import make_policy
-from router.routing.types import PodId, PodView, RequestInfo
+from router.routing.types import Decision, PodId, PodView, RequestInfo
 
 KEYS = tuple(PrefixKey(i) for i in range(1, 33))
 
@@ -29,7 +32,7 @@ def test_a_debt_fades_and_is_found_by_matches_of_about_its_length() -> None:
 
 
 def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
-    """One pod holds the prefix and is always 5 ms behind; a copy on the idle one costs 30 ms."""
+    """One pod holds the prefix and is always 5 ms behind; a copy on the idle pod costs 30 ms."""
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
     chosen = []
@@ -55,7 +58,8 @@ def test_a_prefix_whose_pod_is_never_behind_is_not_copied() -> None:
 
 
 def _with_one_holder(behind_s: Sequence[tuple[float, float]]) -> list[int]:
-    """Where requests go of which pod 0 holds 300 of 400 tokens and pod 1 nothing, with these waits; until a copy."""
+    """Return the pods that requests go to, with these waits, until a copy is made. Pod 0 holds 300 of their 400 tokens,
+    and pod 1 holds nothing."""
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
     chosen: list[int] = []
@@ -73,8 +77,8 @@ def _with_one_holder(behind_s: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def test_what_a_copy_saves_its_own_request_is_not_paid_from_the_debt() -> None:
-    """Each of three requests would wait 25 ms for the pod with the prefix, and a copy costs 30 ms: the debt of the
-    first buys a copy for the second, and what is left of it one for the third.
+    """Each of three requests would wait 25 ms for the pod with the prefix, and a copy costs 30 ms. The debt of the
+    first request buys a copy for the second, and the rest of the debt buys a copy for the third.
     """
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
@@ -95,3 +99,98 @@ def test_what_a_copy_saves_its_own_request_is_not_paid_from_the_debt() -> None:
         holders.append(chosen[-1])
     assert chosen[0] == 0
     assert sorted(chosen) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_another_gateways_copy_pays_the_debt_if_gateways_tell_each_other(is_told: bool) -> None:
+    """Otherwise each gateway books what its own requests lose, and another gateway's copy does not change that."""
+    policy, cost = make_policy("predicted_ttft"), StepCost(token_s=1e-4)
+    parting = Parting(0.0, 0.5, 0.0, (0.5,), is_told=is_told)
+    decision: Decision | None = None
+    for i, holders in enumerate(["a", "a", "ac"]):
+        now_s = i * 0.01
+        pods = [
+            PodView(PodId(name), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
+            if name in holders
+            else PodView(PodId(name), cost=cost)
+            for name in "abc"
+        ]
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, parting=parting)
+        decision = policy.choose(request, pods, explain=True)
+        assert policy.choose(request, pods).pod in (0, 2)
+    assert decision is not None
+    assert (decision.scores[1].parts["credit_s"] > 0) is not is_told
+
+
+def _copied_at(gateways: int, copies: int) -> int:
+    """Return the number of the request that makes the last of `copies` further copies. The gateways send in turn, and
+    each request waits 5 ms too long on the pods that hold the prefix."""
+    policies = [make_policy("predicted_ttft") for _ in range(gateways)]
+    cost, holders = StepCost(token_s=1e-4), {0}
+    for i in range(1000):
+        now_s, gateway = i * 0.1, i % gateways
+        low, high = gateway / gateways, (gateway + 1) / gateways
+        meets = tuple(n / gateways for n in range(1, gateways))
+        parting = Parting(low, high, 0.0, meets, is_told=True) if gateways > 1 else None
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, parting=parting)
+        pods = [
+            PodView(PodId(str(number)), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
+            if number in holders
+            else PodView(PodId(str(number)), cost=cost)
+            for number in range(8)
+        ]
+        holders.add(policies[gateway].choose(request, pods).pod)
+        if len(holders) > copies:
+            return i
+    return 1000
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_several_gateways_copy_a_prefix_after_about_as_many_requests_as_one(copies: int) -> None:
+    """A gateway knows its own share of the traffic, but not what the others' requests lose. It knows of another
+    gateway's copy, and does not make one more for the same debt."""
+    alone = _copied_at(1, copies)
+    assert 3 * copies <= alone <= 20 * copies
+    for gateways in (2, 4):
+        assert 0.6 * alone <= _copied_at(gateways, copies) <= alone + copies * gateways
+
+
+@given(high=st.floats(0.0, 1.0), gateways=st.integers(2, 8))
+def test_a_request_stands_for_no_more_others_than_there_are_gateways(high: float, gateways: int) -> None:
+    """Otherwise a gateway with hardly any traffic would copy a prefix for each millisecond that a request waits."""
+    meets = tuple([high + (1 - high) * n / (gateways - 1) for n in range(gateways - 1)])
+    parting = Parting(0.0, high, 0.0, meets, is_told=True)
+    assert parting.share >= 1 / gateways
+    assert parting.share >= high
+    assert parting._replace(is_told=False).share == 1.0, "each of the others makes a copy of its own as well"
+
+
+def test_a_copy_by_another_gateway_is_what_was_owed() -> None:
+    debts = Debts()
+    account = debts.account(KEYS, 20)
+    assert account is not None
+    debts.book(account, 4.0, 0.0, lacking=7)
+    assert debts.owed_s(account, 0.0, lacking=7) == 4.0
+    assert debts.owed_s(account, 0.0, lacking=8) == 4.0, "one evicted it"
+    assert debts.owed_s(account, 0.0, lacking=6) == 0.0
+    debts.book(account, 4.0, 0.0, lacking=6)
+    assert debts.owed_s(account, 0.0, lacking=6) == 4.0, "what later requests lose is owed for the next copy"
+
+
+@given(own=st.integers(1, 30))
+def test_a_debt_pays_in_full_for_a_usual_prompt_and_in_part_for_a_longer_one(own: int) -> None:
+    """Otherwise the longest requests make the copies. A usual prompt has 100 tokens of its own behind 300 shared."""
+    policy = make_policy("predicted_ttft")
+    cost = StepCost(token_s=1e-4)
+
+    def ask(tokens: int, now_s: float, *, explain: bool) -> Decision:
+        keys = (*KEYS[:3], *(PrefixKey(100 + i) for i in range(tokens // 100)))
+        holder = PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
+        pods = [holder, PodView(PodId("b"), cost=cost)]
+        return policy.choose(RequestInfo(keys, 300 + tokens, now_s), pods, explain=explain)
+
+    for i in range(3):
+        assert ask(100, i * 0.01, explain=False).pod == 0
+    usual, other = (ask(100 * count, 0.03, explain=True).scores[1].parts["credit_s"] for count in (1, own))
+    assert usual > 0.01
+    assert other == pytest.approx(usual * min(1.0, (300 + 100) / (300 + 100 * own)), rel=0.01)

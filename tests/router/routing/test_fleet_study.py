@@ -1,4 +1,4 @@
-"""What the policies achieve on an emulated fleet: the shapes of DESIGN.md 5, on seeds they were not tuned on."""
+"""What the policies achieve on an emulated fleet, on seeds that were not used for tuning."""
 
 from __future__ import annotations
 

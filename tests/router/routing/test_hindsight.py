@@ -1,4 +1,4 @@
-"""The best pod that was not chosen, and what it looks like once the answer is known."""
+"""The best pod that was not chosen, and its regret once the answer is known."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import StepCost
-from router.routing.parting import LEAST_PART, Gateways, Parting
+from router.routing.parting import EQUAL, LEAST_PART, Gateways, Parting, parted
 from router.routing.policies import make_policy
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodView, RequestInfo
@@ -38,7 +38,12 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(work_s: dict[str, float], 
         assert sum(each.part(row, pods) for each in found.values() if each) == pytest.approx(1.0)
     for name, each in found.items():
         assert each is not None
-        assert each.high - each.low == pytest.approx(loud[name] / sum(loud.values()))
+        share, even = loud[name] / sum(loud.values()), 1 / len(loud)
+        if all(
+            abs(seconds * len(loud) - sum(loud.values())) <= EQUAL * sum(loud.values()) for seconds in loud.values()
+        ):
+            share = even
+        assert each.high - each.low == pytest.approx(share, abs=1e-9) or abs(abs(share - even) - EQUAL * even) < 1e-9
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 300))
@@ -48,7 +53,7 @@ def test_own_rows_are_the_pods_of_which_a_part_is_its_own(one: float, other: flo
     own = place.own_rows(pods)
     assert sum(parts) == pytest.approx(place.own_pods(pods))
     for row, part in enumerate(parts):
-        if abs(part - LEAST_PART) > 1e-6:  # at the limit itself sums are rounded
+        if abs(part - LEAST_PART) > 1e-6:  # at the limit itself rounding decides
             assert (row in own) == (part > LEAST_PART)
 
 
@@ -58,11 +63,11 @@ def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
     gateways = Gateways("a")
     gateways.heard("b", 1.0, 0.07, 0.0)
     gateways.sent(1.0, 1000.0)
-    assert gateways.parting(1000.0) is None  # what it heard is long ago
+    assert gateways.parting(1000.0) is None  # it heard everything long ago
 
 
 def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
-    """With requests of 0.1 s of prefill, `rate` times as much of another gateway's as of this one's."""
+    """Return `unseen_s` for requests of 0.1 s of prefill; another gateway sends `rate` times this gateway's work."""
     gateways, now_s, sent = Gateways("a"), 0.0, 0.0
     while now_s < seconds:
         gateways.sent(0.1, now_s)
@@ -84,8 +89,8 @@ def test_unseen_work_is_known_from_the_first_seconds_on() -> None:
     assert unseen_s(1.0, 0.01, seconds=5.0) == pytest.approx(0.01, rel=0.2)
 
 
-def test_no_more_than_one_request_of_others_is_reckoned_on_a_pod() -> None:
-    """However late gateways hear of each other: else each would keep to its own pods and leave the others' idle."""
+def test_at_most_one_request_of_other_gateways_is_counted_on_a_pod() -> None:
+    """This holds however late gateways hear of each other. Otherwise each would leave the others' pods idle."""
     assert unseen_s(4.0, 1.0) == pytest.approx(0.1, rel=1e-6)
 
 
@@ -99,9 +104,54 @@ def test_two_gateways_that_see_the_same_do_not_choose_the_same_pod() -> None:
     assert chosen[1] in (2, 3)
 
 
+def test_shares_that_differ_by_chance_are_even() -> None:
+    for own, (low, high) in (("a", (0.0, 0.5)), ("b", (0.5, 1.0))):
+        found = parting(own, {"a": 1.15, "b": 1.0})
+        assert found is not None
+        assert (found.low, found.high, found.meets) == (low, high, (0.5,))
+    uneven = parting("a", {"a": 1.6, "b": 1.0})
+    assert uneven is not None
+    assert uneven.high == pytest.approx(1.6 / 2.6)
+
+
+def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> int:
+    """Return the choice of gateway `own`, one of four, whose own pods are `busy`. All have seen pods used in order."""
+    views = [
+        PodView(
+            PodId(f"pod-{i:02}"),
+            matched_tokens=1900 * is_warm,
+            cost=COST,
+            in_flight=int(i in busy),
+            prefill_free_at_s=10.0 * (i in busy),
+        )
+        for i in range(pods)
+    ]
+    policy = make_policy("predicted_ttft")
+    assert isinstance(policy, PredictedTtft)
+    for i in range(pods):
+        policy.sent_elsewhere(PodId(f"pod-{i:02}"), 2000 + i, 0.1)
+    place = parted(dict.fromkeys("abcd", 1.0), own, 0.01, is_told=True)
+    return policy.choose(RequestInfo((), 2000, 0.2, parting=place), views).pod
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_guests_go_where_the_owner_goes_last_and_do_not_meet(is_warm: bool) -> None:
+    """Each gateway has three pods, used in order: an owner takes its first idle pod next, and a guest its last."""
+    chosen = {}
+    for place, own in enumerate("abcd"):
+        busy = set(range(3 * place, 3 * place + 3))
+        chosen[own] = chosen_by_guest(own, busy, 12, is_warm=is_warm)
+    assert chosen == {"a": 5, "b": 8, "c": 11, "d": 2}
+
+
+def test_a_guest_passes_by_a_gateway_that_has_one_idle_pod() -> None:
+    """The owner may have taken that pod already, without having told."""
+    assert chosen_by_guest("a", {0, 1, 2, 3, 4}, 12, is_warm=True) == 8
+
+
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_pod_that_another_gateway_used_had_its_turn(is_warm: bool) -> None:
-    """Among equal pods, whoever sent it."""
+    """Among equal pods a turn counts, no matter which gateway sent the request."""
     pods = [PodView(PodId(f"pod-{i}"), matched_tokens=1900 * is_warm, cost=COST) for i in range(4)]
     policy = make_policy("predicted_ttft")
     assert isinstance(policy, PredictedTtft)

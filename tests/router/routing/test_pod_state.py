@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -68,8 +69,24 @@ def test_a_pod_that_hangs_looks_ever_worse() -> None:
     assert waits[-1] > 25
 
 
+@pytest.mark.parametrize("others", [0, 3])
+def test_the_unknown_end_of_a_step_excuses_a_late_first_token_unless_others_send_there(others: int) -> None:
+    """Half of the running step is predicted to be left when a request comes. Up to all of it may be. If other gateways
+    send to the pod, too, prefill of theirs may be the cause, and the pod counts as late from then on."""
+    state = reporting()
+    send(state, "a", 1000, 0.9)
+    state.first_token("a", now_s=1.0)
+    send(state, "b", 1000, 1.5)
+    state.report(LoadReport(running=2 + others, uncached_tokens=1000, cost=COST), now_s=1.5)
+    due_s = view(state, 1.5).prefill_free_at_s
+    assert due_s == pytest.approx(1.5 + COST.base_s / 2 + COST.base_s + 0.1)
+    soon_s, late_s = due_s + 0.4 * COST.base_s, due_s + 0.6 * COST.base_s
+    assert (view(state, soon_s).prefill_free_at_s > soon_s) == (others > 0)
+    assert view(state, late_s).prefill_free_at_s > late_s + COST.base_s
+
+
 def test_a_pod_that_let_a_request_wait_in_vain_is_not_idle_again_at_once() -> None:
-    """Until as long again has passed, or a first token comes."""
+    """The pod counts as busy until as long again has passed, or a first token comes."""
     state = PodState()
     send(state, "a", 1000, 1.0)
     state.finished("a", now_s=31.0)
@@ -102,7 +119,7 @@ def test_an_answer_that_does_not_stream_is_not_waited_for() -> None:
 
 
 def test_answers_that_do_not_stream_leave_no_queue_behind() -> None:
-    """Their first token comes with their end, often long before a guess of the prefill's time has run out."""
+    """Their first token comes with their end, often long before the predicted end of the prefill."""
     state, now_s = PodState(), 0.0
     for i in range(100):
         send(state, f"{i}", 8000, now_s, streams=False)
@@ -114,7 +131,7 @@ def test_answers_that_do_not_stream_leave_no_queue_behind() -> None:
 
 
 def test_a_pod_that_prefills_several_at_a_time_looks_no_faster_for_being_busy() -> None:
-    """Each first token comes half a second after its request, however many wait."""
+    """Each first token comes half a second after its request, no matter how many wait."""
     busy, idle = PodState(), PodState()
     for i in range(400):
         at_s = i * 0.05
@@ -145,8 +162,17 @@ def test_reports_add_what_other_gateways_sent_until_they_are_stale() -> None:
     assert (stale.in_flight, stale.decoding, stale.in_flight_uncached_tokens) == (0, 0, 0)
 
 
+def test_a_row_stands_while_its_report_is_fresh_and_not_beyond() -> None:
+    """Otherwise a fleet of hundreds of pods would make every row anew for every request."""
+    state = PodState()
+    state.report(LoadReport(running=1, decoding=1, cost=COST), now_s=10.0)
+    until_s = state.row(10.0).valid_until_s
+    assert 10.0 < until_s < 10.0 + STALE_S
+    assert state.row(10.0 + STALE_S / 2).valid_until_s == -math.inf
+
+
 def test_an_old_report_about_own_requests_invents_no_other_gateway() -> None:
-    """The pod counted them 50 ms ago; one has had its first token since, and it may count shared prefixes twice."""
+    """The pod counted them 50 ms ago and may count shared prefixes twice; one request had its first token since."""
     state = reporting()
     for name in "abc":
         send(state, name, 1000, 1.0)
@@ -165,7 +191,7 @@ def test_a_report_of_less_is_believed() -> None:
 
 
 def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
-    """2,048 tokens a step: after the running one five of 5 ms and of a decode that reads 2,050 tokens at 10 us."""
+    """2,048 tokens a step: after the running step come five steps of 5 ms with a decode of 2,050 tokens at 10 us."""
     state = PodState()
     state.report(LoadReport(cost=replace(COST, context_s=1e-5)), now_s=0.0)
     send(state, "a", 2000, 1.0)
@@ -174,7 +200,7 @@ def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
     assert view(state, 2.0).prefill_free_at_s == pytest.approx(2.0 + 5 * 2048e-4 + 6 * (0.005 + 2050e-5))
 
 
-def test_what_is_sent_during_a_step_shares_the_next_one_and_what_is_sent_during_that_the_one_after() -> None:
+def test_requests_sent_during_a_step_share_the_next_step() -> None:
     """Steps of 5 ms, and 10 ms of prefill for each request."""
     state = reporting()
     send(state, "a", 100, 1.0)
@@ -183,12 +209,12 @@ def test_what_is_sent_during_a_step_shares_the_next_one_and_what_is_sent_during_
     for name, sent_s in (("b", 2.001), ("c", 2.002), ("d", 2.006)):
         send(state, name, 100, sent_s)
         frees_s.append(view(state, sent_s).prefill_free_at_s)
-    # The running step ends at 2.005, the one with b and c at 2.030, the one with d at 2.045.
+    # The running step ends at 2.005, the step with b and c at 2.030, and the step with d at 2.045.
     assert frees_s == pytest.approx([2.020, 2.030, 2.045], abs=1e-4)
 
 
 def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile() -> None:
-    """The running step was thought to end after 5 ms; an answer's end after 12 says that it did not."""
+    """The running step was predicted to end after 5 ms; an answer that ends after 12 ms shows that it did not."""
     state = reporting()
     for name in "ab":
         send(state, name, 100, 1.0)
@@ -201,7 +227,7 @@ def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile
 
 
 def test_a_report_takes_no_step_from_what_waits() -> None:
-    """A report counts tokens; that the pod has to end a step and make another for them it does not say."""
+    """A report counts tokens. It does not say that the pod has to end a step and make another step for them."""
     state = reporting()
     send(state, "a", 100, 1.0)
     state.first_token("a", now_s=2.0)
@@ -283,3 +309,29 @@ def test_a_view_of_a_pod_of_which_nothing_was_heard_has_its_weight_and_nothing_e
     seen = state.view(PodId("pod-0"), now_s=100.0, matched_tokens=30, host_tokens=20, disk_tokens=10)
     expected = PodView(PodId("pod-0"), matched_tokens=30, host_tokens=20, disk_tokens=10, weight=3.0)
     assert seen == replace(expected, cost=seen.cost, cost_is_prior=True)
+
+
+def test_a_view_has_each_number_in_its_own_field() -> None:
+    """Views are built by position, because names take longer: numbers that all differ show one in a wrong place."""
+    state = reporting()
+    state.weight = 3.0
+    send(state, "a", 1000, 1.0)
+    state.first_token("a", now_s=1.5)
+    send(state, "b", 2000, 1.625)
+    seen = state.view(PodId("pod-0"), now_s=1.75, matched_tokens=30, host_tokens=20, disk_tokens=10)
+    assert seen.prefill_free_at_s == pytest.approx(1.625 + 0.2075)  # b's prefill, and one and a half steps
+    assert seen == PodView(
+        pod_id=PodId("pod-0"),
+        matched_tokens=30,
+        host_tokens=20,
+        disk_tokens=10,
+        in_flight=2,
+        in_flight_uncached_tokens=2000,
+        decoding=1,
+        context_tokens=1050,
+        prefill_free_at_s=seen.prefill_free_at_s,
+        stepped_s=1.5,
+        sent_s=1.625,
+        cost=COST,
+        weight=3.0,
+    )

@@ -1,4 +1,4 @@
-"""Which pods each gateway tries first, where pods report their load."""
+"""Which pods each gateway tries first, if pods report their load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.parting import Parting
+from router.routing.parting import EQUAL, Parting
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares, PrefillShares
 from router.routing.shares import TrafficShares
@@ -37,7 +37,7 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(
     work_s: dict[str, float], pods: int, start_s: float, later_s: float
 ) -> None:
     total = sum(work_s.values())
-    assume(all(abs(seconds / total - 0.01) > 1e-6 for seconds in work_s.values()))  # at the limit sums are rounded
+    assume(all(abs(seconds / total - 0.01) > 1e-6 for seconds in work_s.values()))  # at the limit rounding decides
     gateways = {name: PrefillShares(name) for name in work_s}
     exchange(gateways, start_s)
     for name, seconds in work_s.items():
@@ -53,7 +53,8 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(
     for row in range(pods):
         assert sum(each.part(row, pods) for each in partings.values()) == pytest.approx(1.0)
     for name, each in partings.items():
-        assert each.own_pods(pods) == pytest.approx(pods * loud[name] / sum(loud.values()))
+        share, even = loud[name] / sum(loud.values()), 1 / len(loud)
+        assert abs(each.own_pods(pods) / pods - share) <= EQUAL * even + 1e-9  # shares about even count as even
 
 
 def test_a_gateway_that_tells_nothing_for_five_seconds_has_no_pods() -> None:
@@ -67,7 +68,7 @@ def test_a_gateway_that_tells_nothing_for_five_seconds_has_no_pods() -> None:
     assert found.high == pytest.approx(1 / (1 + 2 ** (-3 / 20) + 2), rel=1e-6)
     found = shares.parting(6.0)
     assert found is not None
-    assert found.high == pytest.approx(1 / (1 + 2 * 2 ** (-3 / 20)), rel=1e-6)  # of b nothing was heard since 0.0
+    assert found.high == pytest.approx(1 / (1 + 2 * 2 ** (-3 / 20)), rel=1e-6)  # nothing was heard of b since 0.0
     assert shares.parting(8.1) is None
 
 
@@ -112,7 +113,7 @@ def test_one_exchange_serves_the_counters_of_prefixes_and_of_prefill() -> None:
 @pytest.mark.parametrize("held", [0, 900])
 @pytest.mark.parametrize("gateways", [2, 3, 5, 8, 11])
 def test_gateways_together_use_all_pods_alike(gateways: int, held: int) -> None:
-    """Of pods that are alike, however little the gateways' stretches fit them."""
+    """This holds for equal pods, however badly the gateways' stretches fit them."""
     pods = [PodView(PodId(f"pod-{i}"), matched_tokens=held, cost=COST) for i in range(8)]
     chosen: Counter[int] = Counter()
     for number in range(gateways):

@@ -1,4 +1,4 @@
-"""What answers teach of the speed of pods that do not tell it: equal pods stay equal, unlike ones do not."""
+"""What answers teach about the speed of pods that do not tell it: equal pods stay equal, unlike pods do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME = math.log(1.5)
 
 
 class Pods:
-    """Two pods that answer in turn, each answer some tenths of a second after the one before."""
+    """Two pods that answer in turn, with some tenths of a second between answers."""
 
     def __init__(self, *, noise: float = 0.0, slower: float = 1.0, seed: int = 1) -> None:
         self.pool = SpeedPool()
@@ -33,12 +33,12 @@ class Pods:
         self._spells: dict[tuple[int, int], float] = {}
 
     def answer(self, until_s: float, *, long: float = 0.2, machine: float = 1.0) -> None:
-        """Until that time. `long`: share of prompts of which nothing is cached. `machine`: its slowness for all."""
+        """Let the pods answer until `until_s`. `long`: share of uncached prompts. `machine`: slowness of all pods."""
         while self.now_s < until_s:
             self.now_s += 0.1
             pod = self._rng.randrange(2)
             tokens = 1500 if self._rng.random() < long else 40
-            # As long as a pod is in a spell, it is slower or faster, and each answer again.
+            # A spell makes a pod slower or faster while it lasts, and each answer varies on top of that.
             spell = self._spells.setdefault((pod, int(self.now_s / 2)), self._rng.gauss(0, self.noise))
             noise = math.exp(spell + self._rng.gauss(0, self.noise))
             seconds = machine * self.slowness[pod] * noise * (BASE_S + TOKEN_S * tokens)
@@ -46,14 +46,15 @@ class Pods:
 
     @property
     def apart(self) -> float:
-        """Logarithm of how much slower the second is thought to be."""
+        """Return the logarithm of how much slower the second pod seems to be."""
         first, second = self.speeds
         return math.log(second.cost.token_s / first.cost.token_s)
 
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
-    """In a third of the spells of two seconds a pod is at least 1.8 times as fast or slow; so is a third of answers."""
+    """In a third of the spells of two seconds a pod is at least 1.8 times as fast or slow, and so is a third of the
+    answers."""
     pods, aparts = Pods(noise=0.6, seed=seed), []
     for until_s in range(105, 220, 5):
         pods.answer(until_s)
@@ -63,7 +64,7 @@ def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
     assert TOKEN_S / 2 < pods.speeds[0].cost.token_s < 2 * TOKEN_S
 
 
-def test_a_slower_pod_is_learnt_at_once_where_answers_do_not_differ() -> None:
+def test_a_slower_pod_is_learnt_at_once_if_answers_do_not_differ() -> None:
     pods = Pods(slower=3.0)
     pods.answer(110)
     assert pods.apart == pytest.approx(math.log(3), abs=0.5)
@@ -72,14 +73,14 @@ def test_a_slower_pod_is_learnt_at_once_where_answers_do_not_differ() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_a_slower_pod_is_learnt_later_where_they_do(seed: int) -> None:
+def test_a_slower_pod_is_learnt_later_if_answers_differ(seed: int) -> None:
     pods = Pods(noise=0.5, slower=5.0, seed=seed)
     pods.answer(190)
     assert pods.apart > SAME
 
 
 def test_what_is_known_of_long_prompts_outlasts_short_ones() -> None:
-    """Once all is cached, 2,000 answers tell nothing of a prompt that is not."""
+    """If all prompts are cached, 2,000 answers tell nothing about an uncached prompt."""
     pods = Pods()
     pods.answer(120, long=0.5)
     pods.answer(320, long=0.0)
@@ -144,7 +145,7 @@ def test_the_pods_of_a_pool_hear_when_its_constants_change() -> None:
 
 
 def taught() -> tuple[PodState, float]:
-    """A pod of whose requests half a second is fixed, and the time."""
+    """Return a pod whose requests have a fixed part of half a second, and the time."""
     state, now_s = PodState(), 0.0
     for i in range(60):
         tokens = 1500 if i % 3 == 0 else 40
@@ -171,7 +172,7 @@ def test_nobody_waits_for_the_fixed_time_of_others() -> None:
 
 
 def test_an_answer_is_late_when_noise_does_not_explain_it() -> None:
-    """The request takes half a second; as long as others took at times, the pod does not count as stuck."""
+    """The request takes half a second. The pod does not count as stuck before others' longest times have passed."""
     pool = SpeedPool()
     for deviation in [1.0, -1.0] * 100:
         pool.saw_noise(deviation)
@@ -196,7 +197,7 @@ def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
 
 @pytest.mark.parametrize("computed", [1500, 40])
 def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(computed: int) -> None:
-    """vLLM says at the end of an answer what it reused: half of these prompts were believed cached, none or all was."""
+    """vLLM tells at the end of an answer what it reused. Half of each prompt was believed cached; none or all was."""
     state, now_s = PodState(), 0.0
     for i in range(60):
         believed = 40 if i % 2 else 1500
@@ -211,7 +212,7 @@ def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(compute
 
 
 def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> None:
-    """A gateway that has just started predicts as the one that it takes over from, also of an unlike pod."""
+    """A gateway that has just started predicts as the gateway that it replaces, also for an unlike pod."""
     old = Pods(noise=0.3, slower=4.0, seed=2)
     old.answer(190)
     speeds, names = Speeds(), [PodId("a"), PodId("b")]
@@ -225,10 +226,10 @@ def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> No
         factor = speeds.factor_of(name)
         assert factor is not None
         pod.begin_with(factor)
-    # Pods hear of the pool when it has moved by a twentieth.
+    # Pods are told the pool's constants when these have moved by a twentieth.
     assert [pod.cost.token_s for pod in pods] == pytest.approx([each.cost.token_s for each in old.speeds], rel=0.06)
     assert [pod.overhead_s for pod in pods] == pytest.approx([each.overhead_s for each in old.speeds], rel=0.06)
-    assert not pods[0].is_known(190.0)  # it has to be seen here first: the machine may be busy with other things by now
+    assert not pods[0].is_known(190.0)  # not before this gateway has seen the pod: its machine may be busier by now
     pods[0].observe(1500, BASE_S + 1500 * TOKEN_S, 190.0)
     assert pods[0].is_known(190.0)
     again = speeds.of("m", "vllm")

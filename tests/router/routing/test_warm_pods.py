@@ -1,4 +1,4 @@
-"""`predicted_ttft` where several pods hold what the request needs: no request waits that need not."""
+"""`predicted_ttft` if several pods hold what the request needs: no request waits without need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, se
 
 
 def warm(count: int) -> list[PodView]:
-    """Pods that hold 2,000 of 2,100 tokens, each with ten decoding requests."""
+    """Return pods that hold 2,000 of 2,100 tokens, each with ten decoding requests."""
     return [
         PodView(
             PodId(f"pod-{i}"),
@@ -41,7 +41,7 @@ def request(number: int = 0, output_tokens: int = 64) -> RequestInfo:
 
 
 @given(waiting=st.lists(st.integers(0, 5), min_size=2, max_size=8), number=st.integers(0, 50))
-def test_of_equally_warm_pods_one_with_the_least_to_do_is_chosen(waiting: list[int], number: int) -> None:
+def test_the_least_busy_of_equally_warm_pods_is_chosen(waiting: list[int], number: int) -> None:
     pods = [replace(pod, in_flight=10 + count) for pod, count in zip(warm(len(waiting)), waiting, strict=True)]
     chosen = make_policy("predicted_ttft").choose(request(number), pods).pod
     assert waiting[chosen] == min(waiting)
@@ -67,13 +67,82 @@ def test_a_pod_whose_step_has_just_begun_is_left_to_it() -> None:
 
 @given(since=st.floats(0, 3), more=st.integers(0, 100))
 def test_a_pod_with_more_to_decode_is_no_sooner_done(since: float, more: int) -> None:
-    """However long ago a step was seen to end."""
+    """This holds however long ago a step was seen to end."""
     pod = replace(warm(1)[0], stepped_s=NOW_S - since * 8e-3)
     busier = replace(pod, in_flight=10 + more, decoding=10 + more, context_tokens=20_000 + 2000 * more)
     before, after = (
         make_policy("predicted_ttft").choose(request(), [view], explain=True).scores[0].score for view in (pod, busier)
     )
     assert after >= before
+
+
+STEP_S = COST.base_s + 10 * COST.sequence_s + 20_000 * COST.context_s
+
+
+@given(
+    since=st.lists(st.floats(1.0, 1.9), min_size=2, max_size=8),
+    young=st.integers(0, 7),
+    age=st.floats(0.0, 0.7),
+    number=st.integers(0, 50),
+)
+def test_a_warm_pod_that_was_just_sent_a_request_is_left_alone(
+    since: list[float], young: int, age: float, number: int
+) -> None:
+    """All pods have a pending first token. The queue of the pod that was sent a request last looks half a step
+    shorter."""
+    young %= len(since)
+    pods = [
+        replace(pod, in_flight=11, sent_s=NOW_S - steps * STEP_S, prefill_free_at_s=NOW_S + 1.9 * STEP_S)
+        for pod, steps in zip(warm(len(since)), since, strict=True)
+    ]
+    pods[young] = replace(pods[young], sent_s=NOW_S - age * STEP_S, prefill_free_at_s=NOW_S + 1.4 * STEP_S)
+    assert make_policy("predicted_ttft").choose(request(number), pods).pod != young
+
+
+@given(ahead=st.floats(0.8, 20), age=st.floats(0.0, 1.0), number=st.integers(0, 50))
+def test_no_turn_sends_a_request_behind_a_known_prefill(ahead: float, age: float, number: int) -> None:
+    """One pod was just sent a request; all others have over half a step more to compute before this request."""
+    pods = [
+        replace(pod, in_flight=11, sent_s=NOW_S - 5 * STEP_S, prefill_free_at_s=NOW_S + (1 + ahead) * STEP_S)
+        for pod in warm(4)
+    ]
+    pods[2] = replace(pods[2], sent_s=NOW_S - age * STEP_S, prefill_free_at_s=NOW_S + STEP_S)
+    assert make_policy("predicted_ttft").choose(request(number), pods).pod == 2
+
+
+def test_among_warm_pods_that_all_have_just_been_sent_a_request_the_longest_ago_is_next() -> None:
+    pods = [
+        replace(
+            pod,
+            in_flight=11,
+            sent_s=NOW_S - (0.2 + 0.2 * i) * STEP_S,
+            prefill_free_at_s=NOW_S + (0.8 + 0.1 * i) * STEP_S,
+        )
+        for i, pod in enumerate(warm(4))
+    ]
+    explained = make_policy("predicted_ttft").choose(request(), pods, explain=True)
+    assert explained.pod == 3
+    uneven_s = [score.parts["tied_uneven_s"] for score in explained.scores]
+    assert uneven_s == sorted(uneven_s, reverse=True)
+    assert min(uneven_s) > 0
+
+
+@given(age=st.floats(0.0, 3.0), wait=st.floats(0.0, 3.0))
+def test_a_request_just_sent_makes_no_pod_worse_than_one_that_lacks_the_prompt(age: float, wait: float) -> None:
+    holder, other = warm(2)
+    holder = replace(holder, in_flight=11, prefill_free_at_s=NOW_S + wait * STEP_S)
+    other = replace(other, matched_tokens=0)
+    before, after = (
+        make_policy("predicted_ttft").choose(request(), [replace(holder, sent_s=sent_s), other]).pod
+        for sent_s in (float("-inf"), NOW_S - age * STEP_S)
+    )
+    assert after == before
+
+
+def test_an_answered_request_is_no_reason_to_leave_a_warm_pod_alone() -> None:
+    pods = [replace(pod, sent_s=NOW_S - 0.9 * STEP_S, stepped_s=NOW_S - 0.1 * STEP_S) for pod in warm(3)]
+    pods[1] = replace(pods[1], sent_s=NOW_S - 0.1 * STEP_S, stepped_s=NOW_S - 0.6 * STEP_S)
+    assert make_policy("predicted_ttft").choose(request(), pods).pod == 1
 
 
 def test_a_pod_is_seen_to_step_when_a_token_comes_first_or_last() -> None:
@@ -89,7 +158,17 @@ def test_a_pod_is_seen_to_step_when_a_token_comes_first_or_last() -> None:
     assert seen == [float("-inf"), 1.2, 1.5]
 
 
-def test_one_that_waits_already_makes_a_pod_dearer_by_what_it_would_wait_longer() -> None:
+def test_the_time_of_a_pods_last_request_counts_whichever_gateway_sent_it() -> None:
+    state = PodState()
+    assert state.view(PodId("p"), now_s=1.0).sent_s == float("-inf")
+    state.sent("a", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.0)
+    state.sent_elsewhere("b", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=0.9)
+    assert state.view(PodId("p"), now_s=1.1).sent_s == 1.0
+    state.sent_elsewhere("c", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.2)
+    assert (state.view(PodId("p"), now_s=1.3).sent_s, state.row(1.3).sent_s) == (1.2, 1.2)
+
+
+def test_a_waiting_request_makes_a_pod_dearer_by_its_further_wait() -> None:
     pods = warm(2)
     pods[1] = replace(pods[1], in_flight=11)
     parts = [score.parts for score in make_policy("predicted_ttft").choose(request(), pods, explain=True).scores]
@@ -113,7 +192,8 @@ class Watched:
 
 
 def test_a_prompt_that_all_requests_share_is_everywhere_at_once() -> None:
-    """64 tokens of their own under 2,048 of one prompt, 400 requests/s: within the time of two prefills of it."""
+    """400 requests/s have 64 tokens of their own behind a prompt of 2,048. All pods hold it within two prefills of
+    it."""
     prompt = tuple(PrefixKey(i) for i in range(2048 // STRIDE_TOKENS))
     policy = Watched()
     Fleet(policy).run([Arrival(0.0025 * i, (*prompt, PrefixKey(1000 + i))) for i in range(60)])

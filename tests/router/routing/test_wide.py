@@ -1,9 +1,9 @@
-"""Many pods looked at at once: the decision, and all later ones, are those of a view of each pod."""
+"""Decisions over many pods at once, and all later ones, equal those by a view of each pod."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ WIDE = [name for name in POLICY_NAMES if isinstance(make_policy(name), WidePolic
 
 
 class Fleet(RuleBasedStateMachine):
-    """Requests, answers, reports and time; every decision is made in both ways, by policies of one history."""
+    """Requests, answers, reports and time; every decision is made in both ways, by policies with the same history."""
 
     policy = ""
 
@@ -64,7 +64,10 @@ class Fleet(RuleBasedStateMachine):
         streams=st.sampled_from([True, True, False]),
         times=st.integers(1, 12),
         parting=st.sampled_from(
-            [None, None, Parting(0.0, 0.5, 0.05), Parting(0.3, 0.7, 0.3), Parting(0.5, 0.51, 0.001)]
+            [
+                *(None, None, Parting(0.0, 0.5, 0.05), Parting(0.3, 0.7, 0.3), Parting(0.5, 0.51, 0.001)),
+                Parting(0.25, 0.5, 0.02, (0.25, 0.5, 0.75)),
+            ]
         ),
         regret=st.sampled_from([0.0, 0.0, 0.4, 1.0]),
     )
@@ -178,7 +181,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(number=PODS)
     def leave(self, number: int) -> None:
-        """A pod leaves; another table is made."""
+        """Remove a pod; a new table is made."""
         if len(self.states) > 1:
             pod_id, gone = self.pod(number)
             self.table.close()
@@ -190,7 +193,7 @@ class Fleet(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_many_pods_at_once_and_one_by_one_decide_alike(name: str) -> None:
-    machine: Callable[[], Any] = type("Machine", (Fleet,), {"policy": name})
+    machine = type("Machine", (Fleet,), {"policy": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None))
 
 

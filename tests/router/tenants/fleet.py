@@ -31,7 +31,7 @@ class Request:
 
 @dataclass
 class Gateway:
-    """One gateway's quota. A report takes a step to Redis, and the answer a step back."""
+    """One gateway's quota. A report takes one step to Redis, and the answer one step back."""
 
     name: str
     quota: Quota
@@ -42,15 +42,15 @@ class Gateway:
     is_dead: bool = False
     waiting: deque[Request] = field(default_factory=deque)
     running: list[tuple[float, int, Request]] = field(default_factory=list)
-    """A heap, by when they end."""
+    """A heap of running requests, by when they end."""
     admitted: list[tuple[float, int]] = field(default_factory=list)
-    """When, and the tokens that were used."""
+    """When each was admitted, and the tokens that it used."""
     refused: int = 0
     most_at_once: int = 0
 
 
 class Fleet:
-    """So many gateways, and a clock."""
+    """Gateways, and a clock."""
 
     def __init__(self, client: redis.Redis, limits: TenantLimits, gateways: int, tenant: str = "t") -> None:
         self.now_s = 1_000_000.0
@@ -73,7 +73,7 @@ class Fleet:
         return sum(gateway.quota.in_flight for gateway in self.gateways if not gateway.is_dead)
 
     def run(self, seconds: float, arrivals: Callable[[float, int], list[Request]]) -> None:
-        """`arrivals(now, number)`: what comes to a gateway in this step."""
+        """Run for some time. `arrivals(now, number)` returns what comes to a gateway in this step."""
         for _ in range(round(seconds / STEP_S)):
             for number, gateway in enumerate(self.gateways):
                 if not gateway.is_dead:
@@ -126,7 +126,7 @@ class Fleet:
             self._offer(gateway, request)
 
     def most_in_a_window(self, *, tokens: bool = False) -> int:
-        """The most that all gateways together admitted within WINDOW_S."""
+        """Return the most that all gateways together admitted within WINDOW_S."""
         events = sorted(event for gateway in self.gateways for event in gateway.admitted)
         most = total = first = 0
         for when_s, used in events:
@@ -141,7 +141,7 @@ class Fleet:
 def poisson(
     rate: float, seed: int, tokens: Callable[[random.Random], Request]
 ) -> Callable[[float, int], list[Request]]:
-    """`rate` requests a second, whichever gateway asks; each of its own stream."""
+    """Return arrivals of `rate` requests a second at every gateway, each with its own stream."""
     rng = random.Random(seed)
 
     def arrive(now_s: float, number: int) -> list[Request]:

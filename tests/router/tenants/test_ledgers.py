@@ -1,9 +1,10 @@
-"""Both ledgers keep the same account: Redis's script, and the one of a gateway alone."""
+"""Both ledgers keep the same account: Redis's script, and the ledger of one gateway alone."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ Made = tuple[Ledger, Callable[[float], None]]
 
 @pytest.fixture(params=["local", "redis"])
 async def made(request: pytest.FixtureRequest) -> AsyncIterator[Made]:
-    """A ledger, and what sets its clock, in seconds."""
+    """Yield a ledger, and a function that sets its clock, in seconds."""
     now = [1_000_000.25]
 
     def set_clock(now_s: float) -> None:
@@ -37,7 +38,7 @@ async def made(request: pytest.FixtureRequest) -> AsyncIterator[Made]:
             yield RedisLedger(redis, "g1", lambda: 1000 * now[0]), set_clock
 
 
-async def settle(ledger: Ledger, **fields: int) -> Grant:
+async def settle(ledger: Ledger, **fields: Any) -> Grant:
     (grant,) = await ledger.settle([replace(ASKS, **fields)])
     return grant
 
@@ -82,7 +83,7 @@ async def test_no_limit_is_no_limit(made: Made) -> None:
     ledger, _ = made
     grant = await settle(
         ledger,
-        limits=TenantLimits(),  # type: ignore[arg-type]
+        limits=TenantLimits(),
         requests_used=10**9,
         requests_wanted=10**6,
         tokens_wanted=10**9,
@@ -99,7 +100,7 @@ async def test_tenants_do_not_meet(made: Made) -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_fair_shares_are_used_up_and_nobody_is_cut_for_who_has_more(limit: int, wanted: list[int]) -> None:
+def test_fair_shares_are_used_up_and_no_gateway_loses_to_one_that_has_more(limit: int, wanted: list[int]) -> None:
     shares = [fair_share(limit, wanted, want) for want in wanted]
     assert all(share <= want for share, want in zip(shares, wanted, strict=True))
     assert sum(shares) >= min(limit, sum(wanted))

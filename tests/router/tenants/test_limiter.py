@@ -18,7 +18,7 @@ pytestmark = pytest.mark.looptime
 
 
 class Scripted:
-    """A shared ledger with an account like a real one, that can be slow, silent or broken."""
+    """A shared ledger with a real account, that can be slow, silent or broken."""
 
     def __init__(self, gateways: int = 4) -> None:
         self.inner = LocalLedger(asyncio.get_running_loop().time)
@@ -63,7 +63,7 @@ async def running(shared: Scripted | None, *tenants: Tenant) -> AsyncIterator[Li
 
 
 async def offer(limiter: Limiter, who: Tenant, count: int, tokens: int = 1) -> int:
-    """How many of so many requests at once are let in. They end at once."""
+    """Offer `count` requests at once, which end at once; return how many are admitted."""
 
     async def one() -> bool:
         try:
@@ -98,7 +98,7 @@ async def test_what_is_held_is_spent_without_a_wait() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_who_waits_for_the_ledger_is_told_so() -> None:
+async def test_the_limiter_tells_its_caller_that_it_waits_for_the_ledger() -> None:
     who, waits = tenant(requests_per_minute=100), []
     async with running(Scripted(), who) as limiter:
         for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -55,7 +56,7 @@ def test_below_the_limit_nobody_is_refused(client: redis.Redis) -> None:
 
 
 def test_tokens_are_charged_by_estimate_and_corrected(client: redis.Redis) -> None:
-    """Estimates that are wrong by up to nine tenths either way, and told ten seconds later."""
+    """Estimates are wrong by up to nine tenths either way, and corrected ten seconds later."""
 
     def guessed(rng: random.Random) -> Request:
         return Request(1000, rng.randint(100, 1900), rng.uniform(0.5, 10))
@@ -103,12 +104,13 @@ def test_an_idle_tenant_holds_nothing(client: redis.Redis) -> None:
     fleet.run(10.0, lambda now_s, number: [])
     assert not any(gateway.quota.is_active for gateway in fleet.gateways)
     (key,) = client.keys()
-    assert not [field for field in client.hkeys(key) if field.startswith(b"g")]
+    fields: Any = client.hkeys(key)
+    assert not [field for field in fields if field.startswith(b"g")]
     assert 0 < client.pttl(key) <= 120_000
 
 
 def test_a_refusal_says_when_there_is_room(client: redis.Redis) -> None:
-    """All of the limit is used in its first second, so there is none for the rest of the minute."""
+    """The whole limit is used in its first second, so there is no room for the rest of the minute."""
     fleet = Fleet(client, TenantLimits(100), 1)
     fleet.run(1.0, poisson(1000, 10, one))
     quota = fleet.gateways[0].quota

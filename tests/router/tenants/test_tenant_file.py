@@ -1,4 +1,4 @@
-"""What the tenants' file says, and what is wrong in one."""
+"""What the tenants' file says, and how errors in it are named."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_field_is_read() -> None:
         ("weight: 2", "weight: 2\n    weight: 3", r"line 13: tenants\[0\].weight: is there twice"),
         ("tenants:", "tenant:", "line 2: tenant: is not known here"),
         ("[llama-*, qwen]", "[llama-*", "line 9"),
-        ("weight: 2", f"weight: {'[' * 20}{']' * 20}", "line 12: lists or maps lie too deep"),
+        ("weight: 2", f"weight: {'[' * 20}{']' * 20}", "line 12: lists or maps are nested too deeply"),
     ],
 )
 def test_what_is_wrong_is_named_by_line_and_field(old: str, new: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The usage log: every line once, whole, in its day's file, also when the disk is full for a while."""
+"""The usage log: every line once, whole, in its day's file, even if the disk is full for a while."""
 
 # ruff: noqa: ASYNC240  # the files are tiny
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,31 @@ async def log(tmp_path: Path, clock: Clock) -> AsyncIterator[UsageLog]:
 def lines(folder: Path, date: str) -> list[Any]:
     (path,) = folder.glob(f"usage-{date}-*.jsonl")
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+async def test_lines_that_are_being_written_when_the_gateway_stops_are_written_once(
+    tmp_path: Path, log: UsageLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_end, sync = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        is_writing.set()
+        may_end.wait(10)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    monkeypatch.setattr(usage_log_module, "FLUSH_S", 0.001)
+    log.add({"n": 1})
+    running = asyncio.create_task(log.run())
+    assert await asyncio.to_thread(is_writing.wait, 10)
+    running.cancel()
+    await asyncio.wait([running])
+    closing = asyncio.create_task(log.close())
+    log.add({"n": 2})
+    await asyncio.sleep(0)
+    may_end.set()
+    await closing
+    assert [line["n"] for line in lines(tmp_path, "2024-10-04")] == [1, 2]
 
 
 async def test_a_line_lies_in_the_file_of_its_day(tmp_path: Path, log: UsageLog, clock: Clock) -> None:
@@ -106,7 +132,7 @@ async def test_two_processes_of_a_host_write_into_files_of_their_own(tmp_path: P
 async def test_on_a_full_disk_lines_wait_up_to_a_bound_and_none_is_torn(
     tmp_path: Path, log: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes half of a write, then nothing: as one that fills up does."""
+    """The disk takes half of a write, then nothing, like one that fills up."""
     log.add({"n": 0})
     await log._flush()
     write, is_full = os.write, [True]
@@ -139,7 +165,7 @@ async def test_lines_that_are_lost_at_the_end_are_counted_and_told(
 ) -> None:
     folder = tmp_path / "gone"
     log = UsageLog(folder, clock)
-    with pytest.raises(UnusableFile, match="is no folder"):
+    with pytest.raises(UnusableFile, match="is not a folder"):
         await log.check()
     log.add({"n": 1})
     await log.close()

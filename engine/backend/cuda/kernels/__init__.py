@@ -1,1 +1,1 @@
-"""Triton kernels: each file one kernel and the function that launches it."""
+"""Triton kernels: each file has one kernel and the function that launches it."""

@@ -35,7 +35,7 @@ def _silu_mul(gate_up, out, COLUMNS: tl.constexpr, TILE: tl.constexpr, EARLY: tl
 
 @triton.jit
 def gated(gate, up):
-    """silu(gate) * up, each rounded to their type."""
+    """Return silu(gate) * up, with silu and the product rounded to the type of gate."""
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -1,6 +1,6 @@
-"""Attention of single tokens to their sequences' pages: parts of a sequence side by side, then one sum over the parts.
+"""Attention of single tokens to their sequences' pages: parts of a sequence in parallel, then one sum over the parts.
 
-How a sequence is parted depends on its length alone, so a row's bits do not depend on its batch. The grids depend on
+The split of a sequence depends on its length alone, so a row's bits do not depend on its batch. The grids depend on
 shapes alone, so launches can be captured in a CUDA graph: programs for parts that a row does not have return at once.
 """
 
@@ -25,30 +25,30 @@ from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import DecodeTensors
 
 PART_TOKENS = 256
-"""Least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head, enough for every
-multiprocessor of a Hopper card to work with 4 KV heads; writing and reading the partial sums of 4 query heads costs 3 %
-of a part's keys and values."""
+"""Least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head. With 4 KV heads they
+occupy every multiprocessor of a Hopper card. Writing and reading the partial sums of 4 query heads costs 3 % of a
+part's keys and values."""
 MAX_PARTS = 32
-"""Longer sequences get longer parts: more would only make the sum over them, and the grid, larger."""
+"""Longer sequences get longer parts: more parts would only make the sum over them, and the grid, larger."""
 DOT_ROWS = 16
 """Least rows of a `tl.dot`."""
 
 ADDING_REGISTERS = 128
-"""Of a thread that adds up, at most: see `Launch.registers`."""
+"""Most registers of a thread that adds up parts: see `Launch.registers`."""
 ADDING_DIMS = 64
-"""Dimensions that one warp adds up: two for each thread, so that many rows are at work on a multiprocessor."""
+"""Dimensions that one warp adds up: two for each thread, so that a multiprocessor works on many rows."""
 
 
 def part_count(tokens: int) -> int:
-    """Parts of the longest sequence of up to `tokens` tokens."""
+    """Return the number of parts of a sequence of `tokens` tokens."""
     return min(MAX_PARTS, -(-tokens // PART_TOKENS))
 
 
 def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -> Launch:
-    """Settings for heads of `dim`, `group` of which share a KV head; fixed, as `prefill.launch_for` says.
+    """Return the settings for heads of `dim`, `group` of which share a KV head; fixed, like `prefill.launch_for`.
 
-    Reading keys is all the work, so what counts is bytes in flight, not the width of the products: enough to cover the
-    memory's latency (some 40 KiB for each multiprocessor of an H200) with two programs on it, as a single sequence has.
+    All the work is reading keys, so the bytes in flight matter, not the width of the products. They must cover the
+    memory's latency (some 40 KiB per multiprocessor of an H200) with two programs on it, as for a single sequence.
     """
     rows = max(DOT_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -57,7 +57,7 @@ def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -
 
 
 def decode_scratch(batch: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> PartSums:
-    """Room for `batch` rows of up to `max_tokens` tokens: [batch, heads, parts]."""
+    """Return scratch for `batch` rows of up to `max_tokens` tokens: [batch, heads, parts]."""
     return PartSums.make((batch, heads, part_count(max_tokens)), dim, device)
 
 
@@ -74,8 +74,8 @@ def paged_decode(
 ) -> None:
     """Write the attention of q [B, heads, dim] to `out` [B, heads * dim]; a row of length 0 becomes zero.
 
-    `pool` [block, layer, 2, slot, kv_head, dim] holds the rows' own keys and values already. Rows of q and out may be
-    apart, elements of a row not. Raises ValueError where `scratch` is too small for the batch or the tables' width.
+    `pool` [block, layer, 2, slot, kv_head, dim] already holds the rows' own keys and values. q and out must be
+    contiguous within a row. Raises ValueError if `scratch` is too small for the batch or the tables' width.
     """
     batch, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
@@ -152,7 +152,7 @@ def _parting(
     MAX_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """-> first token seen, where the first part begins; length of a part, which is whole tiles."""
+    """Return the first token seen, where the first part begins, and the length of a part in tokens, in whole tiles."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
@@ -188,7 +188,7 @@ def _attend_parts(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # Heads are neighbours in the grid as they are in a slot: together they read whole rows of memory.
+    # Heads are neighbours in the grid as in a slot, so that together they read whole rows of memory.
     head = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.program_id(2)
@@ -212,7 +212,8 @@ def _attend_parts(
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     keys += head * DIM
     table = tables + row.to(tl.int64) * table_stride
-    # All tiles masked: a part is short, and a second loop would fill its pipeline anew. None begins before the window.
+    # All tiles are masked: a part is short, and a second loop would fill its pipeline again. No tile begins before the
+    # window.
     for start in range(begin, end, TILE):
         acc, peak, total = attend_tile(
             queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
@@ -247,7 +248,7 @@ def _add_parts(
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)
     first, part_tokens = _parting(length, window, TILE, PART_TOKENS, MAX_PARTS, WINDOWED)
-    # As many as any row can have, whatever the tables' width: the order of the sum is the shape's.
+    # Always the most parts that a row can have, for any width of the tables, so that the order of the sum is fixed.
     parts = tl.arange(0, MAX_PARTS)
     dims = tl.arange(0, PADDED)
     done = first + parts * part_tokens < length
@@ -260,6 +261,6 @@ def _add_parts(
     weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(total * weight, 0)
     acc = tl.sum(acc * weight[:, None], 0)
-    # Only a padding row has no part.
+    # The total is 0 only for a padding row, which has no parts.
     acc = acc / tl.where(total > 0, total, 1.0)
     tl.store(out + row * out_stride + head * DIM + dims, acc.to(out.dtype.element_ty), mask=written)

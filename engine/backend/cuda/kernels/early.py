@@ -1,8 +1,8 @@
-"""Kernels that are launched before the one before them has ended (programmatic dependent launch, Hopper and later).
+"""Launches kernels before the previous kernel has ended (programmatic dependent launch, Hopper and later).
 
-A decode step is hundreds of kernels of some microseconds: waiting for the last program of one before the first of the
-next is launched would cost a tenth of it. A kernel launched early begins with `follow`, or first does what needs
-nothing of the others. See "Programmatic Dependent Launch and Synchronization" in the CUDA C++ programming guide.
+A decode step is hundreds of kernels of some microseconds each. Launching a kernel only after the last program of the
+previous one would cost a tenth of the step. A kernel launched early begins with `follow`, or first does work that needs
+no other kernel. See "Programmatic Dependent Launch and Synchronization" in the CUDA C++ programming guide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.backend.cuda.kernels.attend import is_hopper
 
 @cache
 def early(device: torch.device) -> Mapping[str, bool]:
-    """What to launch a kernel with on `device`: its EARLY, and the option that goes with it where the card has it."""
+    """Return the arguments to launch a kernel on `device`: EARLY, and the launch option if the card supports it."""
     if device.type != "cpu" and is_hopper(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
@@ -28,10 +28,10 @@ def early(device: torch.device) -> Mapping[str, bool]:
 
 @triton.jit
 def follow(EARLY: tl.constexpr):
-    """All that was launched before has ended, and what it wrote is there; what comes next may be launched.
+    """Wait until all earlier kernels have ended and their writes are visible; then allow the next kernel's launch.
 
-    Every program calls it, also one that has nothing to do: a kernel that ends without waiting lets the next one
-    begin while the one before still writes.
+    Every program must call it, even one with nothing to do: if a kernel ended without waiting, the next kernel could
+    begin while the previous one still writes.
     """
     if EARLY:
         gdc_wait()

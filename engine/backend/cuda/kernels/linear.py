@@ -1,7 +1,7 @@
-"""Matrix products of up to 64 rows, as a decode step of a few sequences has: all the work is reading weights, once.
+"""Matrix products of up to 64 rows, as in a decode step of a few sequences: all the work is reading the weights once.
 
-cuBLAS cuts such products for its tensor cores. Here a program reads some rows of the weights from end to end, and with
-programmatic dependent launch it begins before its input is there: the weights do not depend on it.
+cuBLAS cuts such products for its tensor cores. Here a program reads some rows of the weights from end to end. With
+programmatic dependent launch it begins before its input is ready, because the weights do not depend on the input.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.backend.cuda.kernels.attend import is_hopper, multiplies_wide
 from engine.backend.cuda.kernels.early import early, follow
 
 LEAST_ROWS, MOST_ROWS = 16, 64
-"""Rows of a tile of x, which is all of it: as many as one product on tensor cores takes anyhow, at least."""
+"""Least and most rows of the one tile that holds all of x. A product on tensor cores takes 16 rows anyway."""
 FEW_ROWS = 16
 """Rows up to which the engine uses these kernels. cuBLAS should be as good beyond; `make gpu-bench` times both."""
 _LINE = 128
 """Bytes of a line of the L2 cache."""
 LINES_AHEAD = 8
-"""Lines of each row of weights that are asked for before the input is there: with the 128 programs of a product of
-4,096 columns 4 MiB, which a card of 4.8 TB/s reads while the kernel before it ends."""
+"""Lines of each row of weights that are prefetched before the input is ready. With the 128 programs of a product of
+4,096 columns that is 4 MiB, which a card of 4.8 TB/s reads while the previous kernel ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,12 @@ class ProductLaunch:
     """How a product is cut and run on one generation of cards."""
 
     tile: int
-    """Outputs of a program: with few, even a product of 4,096 has a program for each multiprocessor of an H200."""
+    """Outputs of a program: few enough that a product of 4,096 has a program for each multiprocessor of an H200."""
     depth: int
-    """Inputs that are in work at a time: 256 bytes of each row."""
+    """Inputs processed at a time: 256 bytes of each row."""
     stages: int
-    """Some 50 KiB of weights in flight for each program: bandwidth times latency is 40 KiB for a multiprocessor."""
+    """Depth of the pipeline, for some 50 KiB of weights in flight per program: bandwidth times latency is 40 KiB per
+    multiprocessor."""
     warps: int = 4
 
 
@@ -45,11 +46,11 @@ INTERPRETED = ProductLaunch(tile=64, depth=256, stages=1)
 
 
 def launch_for(device: torch.device, rows: int, *, is_gated: bool) -> ProductLaunch:
-    """Settings of the product of a tile of `rows`, or of the one with gate, up and SiLU; fixed, as those of attention
-    are."""
+    """Return the settings for a tile of `rows`; `is_gated`: for the product with gate, up and SiLU. The settings are
+    fixed, like those of attention."""
     if device.type == "cpu":
         return INTERPRETED
-    tile = 32 if rows == LEAST_ROWS else 64  # every program reads all of x, from L2
+    tile = 32 if rows == LEAST_ROWS else 64  # larger for more rows, because every program reads all of x from L2
     if is_hopper(device):
         stages = {16: 5, 32: 4, 64: 3} if is_gated else {16: 8, 32: 5, 64: 4}
     else:
@@ -58,14 +59,14 @@ def launch_for(device: torch.device, rows: int, *, is_gated: bool) -> ProductLau
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels are for this product: few rows of a 16-bit type. float32 has no tensor cores here."""
+    """Return whether these kernels suit the product: few rows of a 16-bit type. float32 has no tensor cores here."""
     return len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and weight.is_contiguous() and x.is_contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """x [T, in] times weight [out, in] transposed, plus bias [out], rounded once -> out [T, out]; T up to `MOST_ROWS`.
 
-    A row's bits do not depend on the others, but on whether they are up to 16, 32 or 64.
+    A row's bits do not depend on the other rows, except on whether there are up to 16, 32 or 64 rows.
     """
     _launch(x, weight, bias, out, is_gated=False)
 
@@ -130,7 +131,7 @@ def _linear(
     columns = first + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
-    # 64 bits: the head of a large model has nearly as many elements as 31 bits count.
+    # 64 bits, because the head of a large model has nearly as many elements as 31 bits can count.
     weights = weight + columns.to(tl.int64)[:, None] * IN + depth[None, :]
     inputs = x + row[:, None] * IN + depth[None, :]
     acc = tl.zeros([ROWS, TILE], dtype=tl.float32)
@@ -178,7 +179,7 @@ def _add_product(
 def _ask_for(
     weight, first, IN: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
 ):
-    """Have L2 read the first lines of TILE rows. Lines that do not exist become the first row's first."""
+    """Prefetch the first lines of TILE rows into L2. If a line does not exist, prefetch the first row's first line."""
     at = tl.arange(0, TILE * LINES)
     row, start = first + at // LINES, at % LINES * LINE
     offset = tl.where((row < OUT) & (start < IN), row.to(tl.int64) * IN + start, 0)

@@ -1,7 +1,7 @@
 """RMS norm over the last axis, alone or fused with the residual sum before it: one program per row.
 
 Rounding is that of `engine.model.decoder.rms_norm`: the mean in float32, the scaled row rounded to the tensors' type,
-then the weight; the residual sum is rounded before it is normed.
+then the weight. The residual sum is rounded before its norm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.backend.cuda.kernels.early import early, follow
 
 _ELEMENTS_PER_WARP = 512
-"""16 per thread: two loads of 16 bytes in a 16-bit type."""
+"""16 elements per thread: two loads of 16 bytes in a 16-bit type."""
 _MOST_WARPS = 16
 
 
@@ -69,6 +69,6 @@ def _norm(
     wide = row.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / COLUMNS + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0)
-    # The product of two 16-bit floats is exact in float32, so this rounds once, as the product in their type does.
+    # The product of two 16-bit floats is exact in float32, so this rounds once, like a product in their type.
     normed = (wide * scale).to(row.dtype).to(tl.float32) * weights.to(tl.float32)
     tl.store(out + start + columns, normed.to(row.dtype), mask=inside)

@@ -1,8 +1,8 @@
 """Attention of prompt chunks to their sequences' pages, many chunks in one launch.
 
 A tile is some neighbouring tokens of one chunk with all query heads that share one KV head, so that a key is loaded
-once for the whole group. A program computes one, or a slice of one where registers want fewer rows; of the tiles of a
-short chunk with many keys it computes a part of the keys, and a second kernel adds the parts up (`tiling.py`).
+once for the whole group. A program computes one tile, or a slice of a tile if registers limit the rows. In a short
+chunk with many keys a program computes only a part of the keys, and a second kernel adds the parts up (`tiling.py`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from engine.backend.cuda.tiling import Tiling
 
 ROWS = 128
 """Rows (token, query head) of a tile: two warp groups of 64, the least that a wgmma takes, share the keys in shared
-memory. With half as many rows a Hopper card's matrix rate would ask for more keys per second than its L2 gives."""
+memory. With half as many rows a Hopper card's matrix rate would need more keys per second than its L2 delivers."""
 ADDED_ROWS = 16
-"""Rows of a tile that one program adds up: few, as a short chunk has few tiles."""
+"""Rows of a tile that one program adds up: few, because a short chunk has few tiles."""
 _WITHOUT_CARD = 132
-"""Multiprocessors to cut for where nothing is to be fast, as many as an H200 has."""
+"""Multiprocessors assumed without a card, where speed does not matter: as many as an H200 has."""
 
 
 def tiling_for(heads: int, kv_heads: int, device: torch.device) -> Tiling:
-    """The cut for these heads on this card. Raises ValueError where the heads do not fit."""
+    """Return the cut for these heads on this card. Raises ValueError if the heads do not fit."""
     processors = _WITHOUT_CARD
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -44,12 +44,12 @@ def tiling_for(heads: int, kv_heads: int, device: torch.device) -> Tiling:
 
 
 def prefill_scratch(tiling: Tiling, dim: int, device: torch.device) -> PartSums:
-    """Room for what `tiling` cuts, with heads of `dim`: [slots, kv_heads, ROWS]."""
+    """Return scratch for the parts of `tiling`, with heads of `dim`: [slots, kv_heads, ROWS]."""
     return PartSums.make((tiling.slots, tiling.kv_heads, ROWS), dim, device)
 
 
 def query_tile(heads: int, kv_heads: int) -> int:
-    """Tokens per tile: what tiles are counted in. Raises ValueError where the heads do not fit."""
+    """Return the tokens per tile. Raises ValueError if the heads do not fit."""
     group, rest = divmod(heads, kv_heads)
     if rest or not 1 <= group <= ROWS:
         raise ValueError(f"{heads} query heads over {kv_heads} KV heads: want a multiple of at most {ROWS} times")
@@ -57,18 +57,18 @@ def query_tile(heads: int, kv_heads: int) -> int:
 
 
 def launch_for(dim: int, dtype: torch.dtype, device: torch.device, *, windowed: bool) -> Launch:
-    """Settings for heads of `dim`, with a window of attention or without. They are fixed: tuning at run time would
-    choose by timing, and other tiles of keys give other bits."""
+    """Return the settings for heads of `dim`, with or without a window of attention. They are fixed: tuning at run time
+    would choose by timing, and other tiles of keys give other bits."""
     wide = dim > 128
     if dtype == torch.float32:
-        # No tensor cores for it: every thread holds its operands in registers, which more rows would not fit.
+        # Without tensor cores every thread holds its operands in registers, which limits the rows.
         return Launch(rows=16, tile=32 if wide else 16, warps=4, stages=1, registers=255)
     if is_hopper(device):
-        # A product of 64 rows and 128 keys is as wide as wgmma needs to wait for tensor cores, not for shared memory.
-        # Sums of 256 dimensions leave registers for 32 keys.
+        # With 64 rows and 128 keys a wgmma waits for tensor cores, not for shared memory.
+        # Sums of 256 dimensions leave registers for only 32 keys.
         return Launch(rows=ROWS, tile=32 if wide else 128, warps=8, stages=3)
-    # Ampere multiplies from registers: queries are there besides the sums, so half as many keys, or rows. With the two
-    # masks of a window Triton 3.7 spills registers unless a page's number is read just before the page.
+    # Ampere multiplies from registers, which hold queries and sums, so there are half as many keys, or rows. With the
+    # two masks of a window Triton 3.7 spills registers unless a page's number is read just before the page.
     return Launch(rows=64 if wide else ROWS, tile=32 if wide else 64, warps=8, stages=2 if windowed and not wide else 3)
 
 
@@ -83,11 +83,11 @@ def paged_prefill(
     window: int | None,
     scale: float,
 ) -> None:
-    """Write the attention of q [T, heads, dim] to `out` [T, heads * dim], rows that no tile names untouched.
+    """Write the attention of q [T, heads, dim] to `out` [T, heads * dim]. Rows in no tile are not touched.
 
-    `pool` [block, layer, 2, slot, kv_head, dim] holds the chunks' own keys and values already. Rows of q and out may be
-    apart, elements of a row not. A row's bits depend on its sequence and position, and, where its chunk is cut along
-    the keys, on the chunk's length: not on other chunks.
+    `pool` [block, layer, 2, slot, kv_head, dim] already holds the chunks' own keys and values. q and out must be
+    contiguous within a row. A row's bits depend on its sequence and position and, if its chunk is cut along the keys,
+    on the chunk's length. They do not depend on other chunks.
     """
     _, heads, dim = q.shape
     page, kv_heads = pool.shape[3], pool.shape[4]
@@ -187,8 +187,8 @@ def _prefill(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # The last tiles of a chunk see most keys: they go first, so that the short ones fill the end of the launch.
-    # All tiles of a head come before the next head's: neighbours share their keys in L2.
+    # The last tiles of a chunk see most keys. They go first, so that the short ones fill the end of the launch.
+    # All tiles of a head come before the next head's, so that neighbours share their keys in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     entry = tiles + 5 * (first_tile + program // SLICES)
@@ -227,12 +227,12 @@ def _prefill(
     first_key = first // TILE * TILE
     part_end = end
     if PARTED:
-        # Whole tiles of keys, cut at multiples of their length as those of an undivided tile are.
+        # A part is whole tiles of keys, cut at multiples of their length, as without parts.
         part_keys = tl.cdiv(tl.cdiv(end - first_key, tl.load(entry + 3)), TILE) * TILE
         first_key += tl.load(entry + 2) * part_keys
         part_end = tl.minimum(first_key + part_keys, end)
     masked_start = first_key
-    if not (WINDOWED or PARTED):  # a part is short: a second loop would fill its pipeline anew
+    if not (WINDOWED or PARTED):  # a part is short, and a second loop would fill its pipeline again
         masked_start = (lowest + 1) // TILE * TILE
         for start in range(0, masked_start, TILE):
             acc, peak, total = attend_tile(
@@ -247,11 +247,11 @@ def _prefill(
     if PARTED:
         row = (tl.load(entry + 4) * KV_HEADS + head) * TILE_ROWS + rows
         tl.store(sums + row[:, None] * DIM + dims[None, :], acc, mask=(dims < DIM)[None, :])
-        # Rows that do not exist have room too.
+        # No mask is needed: the scratch also has room for rows that do not exist.
         tl.store(peaks + row, peak)
         tl.store(totals + row, total)
     else:
-        # Rows beyond the chunk may have seen nothing.
+        # Rows beyond the chunk may have seen no key.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + at * out_stride + columns, acc.to(out.dtype.element_ty), mask=written)
 
@@ -300,7 +300,7 @@ def _add_tile_parts(
         part_total = tl.load(totals + row, mask=there, other=0.0)
         part_acc = tl.load(sums + row[:, None] * DIM + dims[None, :], mask=written, other=0.0)
         higher = tl.maximum(peak, part_peak)
-        # As in `attend_tile`: a part, or all parts so far, may have seen nothing.
+        # As in `attend_tile`: a part, or all parts so far, may have seen no key.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(peak - level)
         weight = tl.exp2(part_peak - level)

@@ -1,7 +1,7 @@
-"""Between the fused QKV projection and attention: QK norm, rotary embedding, and the KV store into pages.
+"""The step between the fused QKV projection and attention: QK norm, rotary embedding, and the KV store into pages.
 
-One program takes one token and a tile of its heads (query, key and value heads lie side by side), reads them once,
-writes queries back and keys and values into their page.
+One program takes one token and a tile of its heads (query, key and value heads lie side by side). It reads them once,
+writes queries back, and writes keys and values into their page.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def rope_store(
     heads: int,
     kv_heads: int,
 ) -> None:
-    """Turn the queries in `qkv` in place; store turned keys, and values, into `layer` of the pool.
+    """Rotate the queries in `qkv` in place; store rotated keys, and values, into `layer` of the pool.
 
     qkv [T, (heads + 2 kv_heads) * dim]: queries, keys, values; rotated pairs are neighbours (`rope.interleaved`).
     turns: float32 [T, 1, dim / 2, 2], (cosine, sine) of each pair: the parts of `rope.turns`.
     slots: int64 [T], block * block_size + offset; -1: the token's keys and values are not stored.
-    qk_norm [heads + kv_heads, dim]: the weights of RMS norms before the turn, with `eps`; None: there are none.
+    qk_norm [heads + kv_heads, dim]: the weights of RMS norms before the rotation, with `eps`; None: no norms.
     pool: `KvPool.data`.
     """
     block_size, dim = pool.shape[3], pool.shape[5]

@@ -1,0 +1,43 @@
+"""What the image of `engine/Dockerfile.cuda` lacks to compile and run kernels; run by its build.
+
+    python cuda_image.py
+
+Exit status 1 when something is missing; standard error names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def lacks(cuda: str | None, compiler: str | None, include: Path) -> list[str]:
+    """`cuda`: the version that torch is built for; `compiler`: where gcc is; `include`: the folder of Python's headers.
+
+    Triton compiles its launchers with the last two where the image runs.
+    """
+    found = []
+    if not cuda:
+        found.append("the torch in it is built without CUDA: look at TORCH_INDEX")
+    if not compiler:
+        found.append("the base has no C compiler: take one that is not slim")
+    if not (include / "Python.h").exists():
+        found.append("the base has no Python headers: take one that is not slim")
+    return found
+
+
+def main() -> int:
+    """The exit status."""
+    for module in ("engine.app", "engine.backend.cuda.start"):
+        importlib.import_module(module)  # compiles what is imported, and shows that it can be
+    cuda = importlib.import_module("torch").version.cuda
+    found = lacks(cuda, shutil.which("gcc"), Path(sysconfig.get_path("include")))
+    print("".join(f"{line}\n" for line in found), end="", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

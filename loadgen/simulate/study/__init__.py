@@ -1,1 +1,0 @@
-"""The policy table: every router on every workload, over seeds, with the bounds that `predicted_ttft` has to keep."""

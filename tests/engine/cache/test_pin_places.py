@@ -1,0 +1,82 @@
+"""A pin that is over leaves no trace in the order of eviction: its blocks are where their last use put them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.eviction import Eviction
+from engine.cache.index import IndexKind
+from engine.cache.prefix_cache import PrefixCache
+
+BLOCK = 2
+PROMPTS = st.lists(st.sampled_from([1, 1, 2]), min_size=2, max_size=14)
+Operation = tuple[Literal["serve", "pin", "wait"], list[int], float]
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["serve", "serve", "pin", "wait"]), PROMPTS, st.sampled_from([1.0, 5.0, 50.0])),
+    min_size=1,
+    max_size=25,
+)
+
+
+def order_after(operations: list[Operation], index: IndexKind, eviction: Eviction, *, kept: str) -> list[int]:
+    """Return the blocks in order of eviction when all is served and every pin is over. Nothing was evicted, so blocks
+    have the same numbers whatever is pinned."""
+    cache = PrefixCache(512, BLOCK, index=index, eviction=eviction, pinned_blocks=256, learnt_blocks=256)
+    now_s = 0.0
+    for operation, tokens, seconds in operations:
+        if operation == "wait":
+            now_s += seconds
+            cache.advance(now_s)
+            continue
+        sequence = cache.open(tokens)
+        assert cache.admit(sequence, len(tokens)) is not None
+        cache.commit(sequence, len(tokens), is_last=True)
+        if operation == "pin" and kept:
+            cache.keep(sequence, len(sequence.nodes), seconds, is_asked=kept == "asked")
+        cache.release(sequence)
+        cache.check_integrity()
+    cache.advance(now_s + 1000.0)
+    cache.check_integrity()
+    assert not cache.pins
+    assert not cache.learnt
+    return list(cache.pool.idle_blocks())
+
+
+@pytest.mark.parametrize("index", [IndexKind.HASH, IndexKind.RADIX])
+@pytest.mark.parametrize(
+    ("eviction", "kept"),
+    [(Eviction.LRU, "asked"), (Eviction.LRU, "learnt"), (Eviction.LFU, "asked"), (Eviction.COST, "asked")],
+)
+@settings(max_examples=30, deadline=None)
+@given(operations=OPERATIONS)
+def test_an_expired_pin_is_where_its_last_use_left_it(
+    operations: list[Operation], index: IndexKind, eviction: Eviction, kept: str
+) -> None:
+    """Wrong guesses are the exception: in an order by use, what was kept in vain goes before others."""
+    without = order_after(operations, index, eviction, kept="")
+    assert order_after(operations, index, eviction, kept=kept) == without
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_what_was_pinned_long_ago_goes_before_what_was_used_since(eviction: Eviction) -> None:
+    cache = PrefixCache(12, 1, eviction=eviction, pinned_blocks=4)
+
+    def serve(tokens: list[int], lifetime_s: float = 0.0) -> None:
+        sequence = cache.open(tokens)
+        assert cache.admit(sequence, len(tokens)) is not None
+        cache.commit(sequence, len(tokens))
+        if lifetime_s:
+            assert cache.keep(sequence, 4, lifetime_s) == 4
+        cache.release(sequence)
+
+    serve([1, 2, 3, 4], 10.0)
+    serve([11, 12, 13, 14])
+    serve([21, 22, 23, 24])
+    cache.advance(11.0)
+    serve([31, 32, 33, 34])
+    assert [len(cache.find(cache.open([n, n + 1, n + 2, n + 3]), 4)) for n in (1, 11, 21, 31)] == [0, 4, 4, 4]
+    cache.check_integrity()

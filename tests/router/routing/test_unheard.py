@@ -1,0 +1,63 @@
+"""A pod that is late with another gateway's request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.load import LoadReport, StepCost
+from router.routing.pod_state import PodState
+from router.routing.types import PodId
+from router.routing.unheard import LOST_S, TOLD_S
+
+COST = StepCost(base_s=0.01, token_s=1e-4)
+
+
+def asked(tokens: int = 1000) -> tuple[PodState, float]:
+    """Return a pod to which another gateway sent a request at 0, and when its first token is due."""
+    pod = PodState()
+    pod.report(LoadReport(cost=COST), now_s=-100.0)
+    pod.sent_elsewhere("theirs", prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=9, now_s=0.0)
+    return pod, pod.queue_s(0.0)
+
+
+def wait_s(pod: PodState, now_s: float) -> float:
+    """Return the seconds until the pod could begin a request; its view and its row must agree."""
+    wait_s = max(0.0, pod.view(PodId("a"), now_s=now_s).prefill_free_at_s - now_s)
+    row = pod.row(now_s)
+    free_at_s = max(row.free_at_s, 2 * now_s - row.due_s + row.late_step_s) if row.due_s < now_s else row.free_at_s
+    assert max(0.0, free_at_s - now_s) == pytest.approx(wait_s)
+    assert pod.queue_s(now_s) == pytest.approx(wait_s)
+    return wait_s
+
+
+@given(st.integers(1, 20_000), st.floats(0.0, LOST_S - 0.01))
+def test_it_counts_as_late_by_what_the_way_of_the_news_does_not_explain(tokens: int, late_s: float) -> None:
+    pod, due_s = asked(tokens)
+    found_s = wait_s(pod, due_s + late_s)
+    if late_s <= TOLD_S:
+        assert found_s <= 1e-9
+    else:
+        assert late_s - TOLD_S <= found_s + 1e-9 <= late_s - TOLD_S + 0.1, "and a step"
+
+
+@pytest.mark.parametrize("ends", [PodState.began_elsewhere, PodState.finished_elsewhere])
+def test_news_of_it_ends_that(ends: object) -> None:
+    pod, due_s = asked()
+    assert wait_s(pod, due_s + 1.0) > 0.5
+    ends(pod, "theirs", now_s=due_s + 1.0)  # type: ignore[operator]
+    assert wait_s(pod, due_s + 1.1) == 0.0
+
+
+def test_a_gateway_that_is_gone_keeps_no_pod_late() -> None:
+    pod, due_s = asked()
+    assert wait_s(pod, due_s + LOST_S - 0.1) > 1.0
+    assert wait_s(pod, due_s + LOST_S + 0.1) == 0.0
+    assert wait_s(pod, due_s + LOST_S + 0.2) == 0.0
+
+
+def test_what_was_heard_of_in_time_never_counts() -> None:
+    pod, due_s = asked()
+    pod.began_elsewhere("theirs", now_s=due_s / 2)
+    assert wait_s(pod, due_s + 1.0) == 0.0
