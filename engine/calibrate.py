@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,9 @@ def run(argv: Sequence[str]) -> int:
     """
     settings = load_or_exit(CalibrateSettings, argv, PROG)
     try:
+        # Refused at once: nobody measures for minutes to learn that the folder is missing.
+        with tempfile.TemporaryFile(dir=settings.out.parent):
+            pass
         profile, found = asyncio.run(calibrate(settings))
         settings.out.write_text(profile_text(profile, _about(settings, found, profile)), encoding="utf-8")
     except (ModelError, StartError, ValueError) as error:

@@ -151,6 +151,7 @@ def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tm
         (["--kv-pool-tokens", "16"], "too small to calibrate"),
         (["--kv-pool-tokens", "64"], "kinds of steps fit the KV pool"),
         (["--kv-pool-tokens", "512", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),
+        (["--model", ".", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),  # said before anything is loaded
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(

@@ -18,6 +18,10 @@ READERS = 500
 LOGPROBS = {"tokens": ["token"] * 1000, "token_logprobs": [-1.25] * 1000}
 ANSWER = orjson.dumps({"choices": [{"text": "x" * 7000, "logprobs": [LOGPROBS] * 600}]})
 BODY = orjson.dumps({"model": "m", "prompt": "y " * 120_000})
+BUDGETS_MIB = 128 + 128
+READER_MIB = 0.35
+"""What one reader may cost besides the budgets: buffers of two connections, and parts that the allocator keeps. 0.19 to
+0.25 were seen. A whole answer is 4 MiB."""
 DEADLINE_S = 240.0
 
 
@@ -120,6 +124,7 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 return taken > 50 * MIB and await _metric(metrics_port, "warmroute_gateway_in_flight") == READERS
 
             await _until(is_ready)
+            idle = _mib(pid, "VmHWM")
             for _ in range(READERS):
                 client = socket.socket()
                 clients.append(client)
@@ -129,7 +134,7 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(BODY)
                 await loop.sock_sendall(client, head + BODY)
             await _until(is_full)
-            sizes = [0.0, _mib(pid, "VmHWM")]
+            sizes = [idle, _mib(pid, "VmHWM")]
             while sizes[-1] > sizes[-2] + 1:  # until the last of them is passed on as far as it goes
                 await asyncio.sleep(5)
                 sizes.append(_mib(pid, "VmHWM"))
@@ -139,4 +144,4 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
             client.close()
     print(f"{bodies:.0f} MiB of bodies; largest resident sets so far, MiB: {sizes}")
     assert bodies > 100
-    assert sizes[-1] < 128 + 128 + 200, sizes
+    assert sizes[-1] < idle + BUDGETS_MIB + READERS * READER_MIB, sizes
