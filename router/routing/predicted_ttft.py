@@ -185,16 +185,18 @@ class PredictedTtft(WidePolicy):
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Choose among the pods that are hardly worse than the best and have no shorter match.
 
-        Pods with the fewest requests before their first token come first. Among these, if they are warm, the pod whose
-        last turn is longest ago is chosen: then arrivals at each pod come evenly. Otherwise it is the pod with the
-        least recent work, because a prompt computed there brings its like.
+        Pods with the fewest requests before their first token come first, and of these the idle ones, unless other
+        gateways send there, too. Of the rest, if they are warm, the pod whose last turn is longest ago is chosen: then
+        arrivals at each pod come evenly. Otherwise it is the pod with the least recent work, because a prompt computed
+        there brings its like.
 
         Warm pods are compared with `Costs.uneven_s` added, unless other gateways send there, too: this gateway does not
         know when they last did. A warm pod may be worse than the best by a tie and by the unknown end of the running
         step, but by no more: turns do not outweigh a prefill that is known to be in the way.
 
         If scores are explained, the parts tell the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
-        the best, `tied_waiting` requests wait there, and `tied_turn` is the place in the order of turns, from 1.
+        the best, `tied_waiting` requests wait there, `tied_idle` pods have none at all, and `tied_turn` is the place in
+        the order of turns, from 1.
         """
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
@@ -222,8 +224,11 @@ class PredictedTtft(WidePolicy):
         least = min(waiting)
         if costs.parts:
             for i, waits in zip(equals, waiting, strict=True):
-                costs.parts[i] |= {"tied": 1.0, "tied_waiting": float(waits)}
+                is_idle = not pods[i].in_flight and request.parting is None
+                costs.parts[i] |= {"tied": 1.0, "tied_waiting": float(waits), "tied_idle": float(is_idle)}
         equals = [i for i, waits in zip(equals, waiting, strict=True) if waits == least]
+        if request.parting is None and (idle := [i for i in equals if not pods[i].in_flight]):
+            equals = idle
         rank = self._turns.last if is_warm else self._recent.rank
         ranks = [math.inf] * len(pods)
         for i in equals:
@@ -291,6 +296,9 @@ class PredictedTtft(WidePolicy):
         if len(equals) > 1:
             waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
             equals = equals[waiting == waiting.min()]
+            is_idle = columns.in_flight[equals] == 0
+            if request.parting is None and is_idle.any():
+                equals = equals[is_idle]
         if len(equals) > 1:
             ids = pods.table.ids
             ranks = (self._turns.lasts(ids) if is_warm else self._recent.ranks(ids))[equals]

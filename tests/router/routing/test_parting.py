@@ -176,7 +176,7 @@ def test_a_full_pod_is_left_alone_if_what_it_evicts_is_missed() -> None:
     ]
     policy = make_policy("predicted_ttft")
     assert policy.choose(RequestInfo((), 2000, 0.0), pods, explain=True).pod == 0
-    decision = policy.choose(RequestInfo((), 2000, 0.0, regret=1.0), pods, explain=True)
+    decision = policy.choose(RequestInfo((), 2000, 0.0, regret=2.0), pods, explain=True)
     assert decision.pod == 1
-    assert decision.scores[0].parts["evict_s"] == pytest.approx((2000 + 128) * COST.token_s)
+    assert decision.scores[0].parts["evict_s"] == pytest.approx(2 * (2000 + 128) * COST.token_s)
     assert decision.scores[1].parts["evict_s"] == 0.0

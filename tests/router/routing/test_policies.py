@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
+from router.routing.parting import Parting
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.types import PodId, PodScore, PodView, RequestInfo
@@ -119,7 +120,24 @@ def test_a_chosen_pod_with_a_worse_score_says_why(requests: list[RequestInfo], p
             tied = [part for part in parts if "tied" in part]
             assert (parts[chosen]["tied"], parts[best]["tied"]) == (1.0, 1.0)
             assert parts[chosen]["tied_waiting"] == min(part["tied_waiting"] for part in tied)
+            assert parts[chosen]["tied_idle"] == max(part["tied_idle"] for part in tied)
             assert parts[chosen]["tied_turn"] == 1.0
+
+
+@pytest.mark.parametrize("parting", [None, Parting(0.0, 1.0, 0.0)])
+@pytest.mark.parametrize("matched", [0, 1200])
+def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
+    parting: Parting | None, matched: int
+) -> None:
+    """A pod that decodes is as good by its score, and its turn is longer ago."""
+    policy = make_policy("predicted_ttft")
+    decoding = PodView(PodId("decoding"), matched_tokens=matched, cost=COST, in_flight=1, decoding=1)
+    idle_pod = PodView(PodId("idle"), matched_tokens=matched, cost=COST)
+    for i in range(3):  # the idle pod has had all turns, and all recent work
+        policy.choose(RequestInfo((), 2100, NOW_S + i), [idle_pod])
+    chosen = policy.choose(RequestInfo((), 2100, NOW_S + 4, parting=parting), [decoding, idle_pod], explain=True)
+    assert [score.parts["tied"] for score in chosen.scores] == [1.0, 1.0]
+    assert chosen.pod == (1 if parting is None else 0)
 
 
 @pytest.mark.parametrize(("matched", "turns"), [(0, {1.0}), (2000, {0.0})], ids=["nothing shared", "shared"])
