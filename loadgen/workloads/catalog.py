@@ -84,7 +84,7 @@ class WorkloadSettings(Settings):
     after_cursor_tokens: int | None = _flag("after_cursor_tokens", "code below the cursor, tokens", ge=1)
 
     gsp_num_groups: int | None = _flag("gsp_num_groups", "system prompts", ge=1)
-    gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts under each", ge=1)
+    gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts per group", ge=1)
     gsp_system_prompt_len: int | None = _flag("gsp_system_prompt_len", "system prompt, tokens", ge=1)
     gsp_question_len: int | None = _flag("gsp_question_len", "question, tokens", ge=1)
     gsp_output_len: int | None = _flag("gsp_output_len", "answer, tokens", ge=1)
@@ -155,7 +155,7 @@ class WorkloadSettings(Settings):
         kind = KINDS[self.workload]
         if not kind.is_scalable:
             able = ", ".join(name for name, other in KINDS.items() if other.is_scalable)
-            raise ValueError(f"--cache-pressure cannot size --workload {self.workload}; it can {able}")
+            raise ValueError(f"--cache-pressure cannot size --workload {self.workload}; it can size {able}")
         units = kind.prefix + getattr(kind.make, "units", "")
         if getattr(self, units) is not None:
             raise ValueError(f"--cache-pressure decides {_dashed(units)}: give one of them")
