@@ -117,7 +117,7 @@ def test_what_passes_is_what_the_gateway_serves() -> None:
     generating -= {"/metrics", "/v1/models", "/v1/models/{model}"}
     assert generating == {*map(str, Endpoint), *BY_LOAD, *UPLOADS}
     assert set(STORED) <= served
-    assert "`GET /v1/responses/{id}`, `DELETE` of it, and its `cancel` and `input_items`" in SECTION
+    assert "`GET` and `DELETE /v1/responses/{id}`, and its `cancel` and `input_items`" in " ".join(SECTION.split())
     assert {("POST", path) for path in generating} <= served
     assert "`GET /v1/models` and `/v1/models/{model}`" in SECTION
     assert {("GET", "/v1/models"), ("GET", "/v1/models/{model}")} <= served
