@@ -58,7 +58,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
     max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
-    gateways: int = Field(1, ge=1, le=64, description="gateways that requests are dealt to in turn; each knows its own")
+    gateways: int = Field(1, ge=1, le=64, description="gateways that get requests in turn; each knows only its own")
     event_delay_ms: float = Field(
         2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
     )

@@ -51,7 +51,7 @@ class WorkloadSettings(Settings):
     turns_min: int | None = _flag("turns_min", "fewest turns of a session", ge=1)
     turns_max: int | None = _flag("turns_max", "most turns of a session", ge=1)
     think_s: float | None = _flag("think_s", "mean seconds between an answer and the next question", ge=0)
-    output_tokens: int | None = _flag("output_tokens", "answer asked for, tokens", ge=1)
+    output_tokens: int | None = _flag("output_tokens", "length of the requested answer, tokens", ge=1)
     unique_share: float | None = _flag("unique_share", "share of sessions with nothing shared, 0 to 1", ge=0, le=1)
     regenerate_share: float | None = _flag("regenerate_share", "probability that an answer is regenerated", ge=0, le=1)
     edit_share: float | None = _flag("edit_share", "probability that a question is edited", ge=0, le=1)

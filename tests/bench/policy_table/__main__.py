@@ -148,7 +148,7 @@ def earlier(
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise ValueError(
             f"{path} holds runs that this one does not repeat, such as {', '.join(lost[:3])}{more}: --merge keeps them,"
-            " another --out leaves the file alone"
+            " another --out leaves the file as it is"
         )
     return {}, fresh
 
