@@ -107,7 +107,7 @@ class WorkloadSettings(Settings):
     dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
     dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
     sharegpt_output_len: int | None = _flag("sharegpt_output_len", "length of answers, tokens; 0: as recorded", ge=0)
-    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next one")
+    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next time")
     speedup: float | None = _flag("speedup", "factor by which the trace's own times pass faster", gt=0)
 
     @field_validator("workload")

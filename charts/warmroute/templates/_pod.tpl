@@ -4,7 +4,7 @@ Parts of every pod.
 
 {{/*
 A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats.
-YAML reads `prefix_cache: off` as false, which the engine takes for off.
+YAML reads `prefix_cache: off` as false, which the engine regards as off.
 */}}
 {{- define "warmroute.flags" -}}
 {{- range $key := keys . | sortAlpha }}

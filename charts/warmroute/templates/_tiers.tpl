@@ -1,5 +1,5 @@
 {{/*
-The tiers of KV below the pool: flags, mounts and volumes. Values that contradict each other end in _validate.tpl.
+The tiers of KV below the pool: flags, mounts and volumes. _validate.tpl refuses values that contradict each other.
 */}}
 
 {{- define "warmroute.tierArgs" -}}
