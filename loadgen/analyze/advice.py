@@ -62,7 +62,7 @@ def _verdict(
 ) -> str:
     if enable:
         saved = (1 - best) * costs[0] + best * costs[1]
-        only = " with routing by prefix alone" if plain <= least else ""
+        only = " only with routing by prefix" if plain <= least else ""
         return (
             f"Enable prefix caching{only}: with {size}, up to {best:.1%} of prompt tokens need not be computed; it pays"
             f" from {least:.1%} (prompts then cost {saved:.2f} of what they cost without)."

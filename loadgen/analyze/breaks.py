@@ -50,7 +50,7 @@ class Slot:
     weight: float = 0.0
     """Agreeing bytes after the slot, summed over all pairs."""
     repair: Repair | None = None
-    """Set for changes of order; for values the repair follows from the contexts."""
+    """Set only for changes of order; the repair of a value follows from its contexts."""
 
     @property
     def kind(self) -> ValueKind:
@@ -253,7 +253,8 @@ def _position(slot: Slot) -> tuple[int, int]:
 
 
 def _meet(a: bytes, b: bytes) -> bytes:
-    """Return what two right contexts have in common, even if one begins a little later: values end alike by chance."""
+    """Return what two right contexts have in common, even if one begins a little later, because two values may end
+    alike by chance."""
     for skipped in range(_CONTEXT_BYTES // 2):
         for left, right in ((a[skipped:], b), (a, b[skipped:])):
             common = common_prefix(left, right)

@@ -34,7 +34,7 @@ class ExactMatcher:
         self._known: dict[int, list[bytes]] = {}
 
     def _find_continuations(self, sharing: Sharing) -> None:
-        """Find the positions of new blocks whose predecessor is a place where some prompt leaves the known paths."""
+        """Find the positions of new blocks that follow a place where some prompt leaves the known paths."""
         first_seen, starts = sharing.first_seen, sharing.starts
         parents = np.full(len(first_seen), _ROOT, dtype=np.int64)
         parents[1:] = first_seen[:-1]

@@ -95,8 +95,8 @@ class SortKeys:
 class Variant:
     """The file's prompts with some repairs: collects keys, then returns the hit rate of an infinite cache.
 
-    A value that is taken out counts as a hit if the same value was there before, because after or between shared parts
-    it could have been found again.
+    A value that is taken out counts as a hit if the same value was there before, because it would be found again if it
+    came after or between shared parts.
     """
 
     repairs: Sequence[Repair]

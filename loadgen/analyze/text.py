@@ -26,7 +26,7 @@ def show(analysis: Analysis, console: Console) -> None:
     elif analysis.bytes_per_token is None:
         console.print("A trace of block ids has no text, so what breaks reuse is not known.\n", markup=False)
     else:
-        console.print("No text was found that differs before what prompts share.\n", markup=False)
+        console.print("No difference was found before text that prompts share.\n", markup=False)
     for sentence in analysis.recommendation.sentences:
         console.print(sentence, markup=False)
 
@@ -47,7 +47,7 @@ def facts(analysis: Analysis) -> Iterator[str]:
     yield f"{a.sharing_requests:.1%} of requests begin like earlier ones; {a.duplicate_requests:,} repeat one entirely"
     yield f"{a.distinct_tokens:,.0f} tokens are distinct: a cache of that size never evicts"
     if a.hit_rate_exact is not None:
-        yield f"{a.hit_rate_exact:.1%} of prompt tokens continue a prefix seen before (infinite cache, to the token)"
+        yield f"{a.hit_rate_exact:.1%} of prompt tokens are in a prefix seen before (infinite cache, to the token)"
     if a.reuse_gap:
         yield (
             f"a prefix recurs after {a.reuse_gap.median_s:,.1f} s (median), {a.reuse_gap.p90_s:,.1f} s (p90):"
@@ -96,7 +96,7 @@ def _finding_table(a: Analysis) -> Table:
     table.add_column("what")
     table.add_column("where", overflow="fold")
     table.add_column("for example", overflow="fold")
-    table.add_column("costs, of possible hits", justify="right")
+    table.add_column("cost, share of possible hits", justify="right")
     for finding in a.findings:
         examples = "\n".join(escape(example) for example in finding.examples)
         table.add_row(finding.kind.replace("_", " "), escape(finding.where), examples, f"{finding.cost_share:.0%}")

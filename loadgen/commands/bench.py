@@ -50,10 +50,10 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
     policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
     percentile_metrics: list[Metric] = Field(
         list(METRICS),
-        description=f"metrics of the console and of --save-result, comma-separated, of {', '.join(METRICS)}",
+        description=f"metrics in the console and in --save-result, comma-separated, any of {', '.join(METRICS)}",
     )
     metric_percentiles: list[float] = Field(
-        [99.0], description="percentiles of them, comma-separated, above 0, below 100"
+        [99.0], description="percentiles of these metrics, comma-separated, above 0, below 100"
     )
     save_result: bool = Field(False, description="write vLLM's result file")
     save_detailed: bool = Field(False, description="include lengths, latencies and errors of each request")

@@ -56,7 +56,7 @@ class ComparedSettings(Settings):
     admin_url: list[str] = Field(
         [],
         description="address of a gateway's --admin-port, or ARM=address: it lists the pods and resets their caches; "
-        "repeatable; none: where requests go",
+        "repeatable; none: the address of requests",
     )
     sessions: int = Field(50, ge=0, le=10_000_000, description="sessions of each block; 0: all that the data set has")
     warmup_requests: int = Field(8, ge=1, le=1000, description="short requests before each block, not counted")
@@ -64,7 +64,9 @@ class ComparedSettings(Settings):
         1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a block"
     )
     precision: float = Field(
-        0.1, gt=0, description="rounds are added until half the interval of the ratio of mean TTFT is this share of it"
+        0.1,
+        gt=0,
+        description="rounds are added until half the interval of the ratio of mean TTFT is this share of the ratio",
     )
     rounds: int | None = Field(None, ge=1, description="exactly this many rounds; none: as many as --precision needs")
     max_rounds: int = Field(10, ge=2, description="most rounds for --precision")

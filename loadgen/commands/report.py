@@ -25,7 +25,7 @@ class ReportSettings(OutputSettings):
     result: CliPositionalArg[str] = Field(description="result.json of compare, bench, replay, sweep, demo or simulate")
     out: str = Field("", description="folder for the report; empty: the folder of the result")
     formats: Formats = Field(
-        ["html", "md", "csv"], description=f"formats to write, comma-separated, of {', '.join(FORMATS)}"
+        ["html", "md", "csv"], description=f"formats to write, comma-separated, any of {', '.join(FORMATS)}"
     )
 
 

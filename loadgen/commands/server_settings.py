@@ -80,7 +80,7 @@ class ServerSettings(RequestSettings):
     admin_url: str = Field(
         "",
         description="address of the gateway's --admin-port: it lists the pods and resets their caches; "
-        "empty: where requests go",
+        "empty: the address of requests",
     )
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
     settle_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds of rest between preparations and load")

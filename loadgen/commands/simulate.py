@@ -46,7 +46,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     arms: list[str] = Field(
-        list(DEFAULT_ARMS), description=f"routers to compare, comma-separated, of {', '.join(ARM_NAMES)}"
+        list(DEFAULT_ARMS), description=f"routers to compare, comma-separated, any of {', '.join(ARM_NAMES)}"
     )
     baseline: str = Field("", description="arm that the others are compared with; empty: round_robin, else the first")
     pods: int = Field(8, ge=1, le=1024, description="emulated pods, named pod-0 and so on")
@@ -58,7 +58,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
     max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
-    gateways: int = Field(1, ge=1, le=64, description="gateways that requests are dealt to in turn; each sees its own")
+    gateways: int = Field(1, ge=1, le=64, description="gateways that get requests in turn; each knows only its own")
     event_delay_ms: float = Field(
         2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
     )
@@ -95,16 +95,16 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     def _check_arms(cls, arms: list[str]) -> list[str]:
         unknown = [arm for arm in arms if arm not in ARM_NAMES]
         if unknown or not arms:
-            raise ValueError(f"{', '.join(unknown) or 'nothing'} is not an arm")
+            raise ValueError(f"{', '.join(unknown) or 'an empty list'} is not an arm")
         if len(set(arms)) < len(arms):
-            raise ValueError("each arm once")
+            raise ValueError("must name each arm once")
         return arms
 
     @field_validator("seeds")
     @classmethod
     def _check_seeds(cls, seeds: list[int]) -> list[int]:
         if len(set(seeds)) < len(seeds):
-            raise ValueError("each seed once")
+            raise ValueError("must name each seed once")
         return seeds
 
     @field_validator("rates")

@@ -34,7 +34,7 @@ def simulate_arms(
     progress: Progress,
     asked: int,
 ) -> Result:
-    """Play every arm on every scenario and return the Result. A scenario is a round; the user wanted `asked`."""
+    """Play every arm on every scenario and return the Result. A scenario is a round; the user wanted `asked` rounds."""
     rounds: list[dict[str, SimulatedRun]] = []
     order: list[str] = []
     for scenario in scenarios:

@@ -63,7 +63,7 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )
-    confirm: bool = Field(True, description="run a saturated step a second time; it counts as saturated if both are")
+    confirm: bool = Field(True, description="run a saturated step a second time; it counts if both runs saturate")
     max_time: float = Field(
         1800.0, gt=0, description="seconds; except for the first, no step starts that would end later"
     )

@@ -92,9 +92,9 @@ def _cautions(sweep: Sweep, arms: list[Arm]) -> tuple[str, ...]:
 def _rules(ttft_growth: float) -> dict[str, str]:
     return {
         "saturated": f"less than {MIN_GOOD_SHARE:.0%} of offered requests good (without --goodput: completed); or they"
-        f" end at less than {MIN_ACHIEVED_SHARE:.0%} of the rate at which they are due, by the growth of median latency"
-        f" from the first to the second half of the step; over concurrency: more at a time brings less than"
-        f" {MIN_GAIN_SHARE:.0%} of its proportion in throughput; or p99 of TTFT is over {ttft_growth:g} times that of"
-        " the lowest step",
+        f" end at less than {MIN_ACHIEVED_SHARE:.0%} of the rate at which they are due, as the growth of median"
+        f" latency from the first to the second half of the step shows; over concurrency: throughput grew by less than"
+        f" {MIN_GAIN_SHARE:.0%} of the proportion by which concurrency grew; or p99 of TTFT is over {ttft_growth:g}"
+        " times that of the lowest step",
         "knee": "the highest step below every saturated one; an arm's numbers are those of its knee",
     }

@@ -21,7 +21,7 @@ UTILISATION = 0.6
 EXPECTED_MISS = 0.6
 """Share of a system prompt's prefill that round robin pays per request: within seconds, few pods see a tenant twice."""
 MAX_REQUEST_RATE = 24.0
-"""Requests per second. Each costs about 25 ms, mostly for tokenizing, which a higher rate would measure."""
+"""Requests per second. Each costs about 25 ms, mostly for tokenizing; a higher rate would measure that instead."""
 
 
 class FleetSettings(StackSettings):

@@ -37,8 +37,8 @@ def repeated(distinct: int | None, rounds: int) -> tuple[str, ...]:
     if distinct is None or rounds <= distinct:
         return ()
     return (
-        f"The data set has sessions for {distinct} of {rounds} rounds, which the others repeat: the intervals say"
-        f" little about other sessions. {_MORE_SESSIONS}",
+        f"The data set has sessions for {distinct} of {rounds} rounds; the other rounds repeat them. So the intervals"
+        f" say little about other sessions. {_MORE_SESSIONS}",
     )
 
 

@@ -18,7 +18,7 @@ async def check_arm(arm: ArmSpec, client: Client, seed: int) -> bool:
     record = await probe(client, f"{seed}/check/{arm.name}", PROBE_WORDS, 1)
     if arm.policy and record.policy != arm.policy:
         raise ServerUnusable(
-            f"arm {arm.name}: asked for policy {arm.policy}, {client.target.origin} says it used"
+            f"arm {arm.name}: asked for policy {arm.policy}, but {client.target.origin} says it used"
             f" {record.policy or 'none'}: the address must be a warmroute gateway started with --allow-policy-header"
         )
     return record.has_usage

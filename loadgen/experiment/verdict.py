@@ -109,8 +109,8 @@ def _why_not(found: Sequence[Contrast], arms: Mapping[str, Summary], base: Summa
         )
     if base_rate >= 0.9 * best_rate:
         return (
-            f" here. It already found {base_rate:.0%} of the prompt tokens cached, the best arm {best_rate:.0%}: each"
-            " pod's cache holds nearly everything that is shared, so routing hardly matters."
+            f" here. The baseline already found {base_rate:.0%} of the prompt tokens cached, the best arm"
+            f" {best_rate:.0%}: each pod's cache holds nearly everything that is shared, so routing hardly matters."
         )
     return (
         f" here. Reuse rose from {base_rate:.0%} to {best_rate:.0%} of the prompt tokens, but the time saved is small"

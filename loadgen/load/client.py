@@ -27,7 +27,7 @@ from loadgen.measure.records import RequestRecord
 RESETS = ("/reset_prefix_cache", "/flush_cache")
 """The first path is for our gateway and vLLM, the second for SGLang."""
 STALE_S = 0.25
-"""A request on a used connection that is lost this soon without an answer crossed the server's close of it."""
+"""If a used connection is lost this soon without an answer, the server closed it while the request was on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Client:
                 async with asyncio.timeout_at(due_s):
                     connection = await self._pool.connect()
             except TimeoutError as error:
-                # The deadline of the event loop, or that of the kernel, which by itself gives up on a silent host.
+                # The event loop's deadline has passed, or the kernel has given up on a silent host.
                 label, words = ("connect", str(error)) if str(error) else reason
                 answer.fail(label, words, self._clock())
                 return answer

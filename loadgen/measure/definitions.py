@@ -16,18 +16,19 @@ DEFINITIONS = {
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
-    f" flight. A run alone is invalid if {LATE_TWICE:g} times what lag adds to the mean, median, p90 or p99"
-    f" TTFT exceeds {MAX_LAG_SHARE:.0%} of it: reading is as late as sending. A comparison is judged by how much"
+    f" flight. A run alone is invalid if {LATE_TWICE:g} times the part of the mean, median, p90 or p99 TTFT that"
+    f" is lag exceeds {MAX_LAG_SHARE:.0%}, since reading is as late as sending. A comparison is judged by how much"
     " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
     " request as infinitely slow and is absent if more than 1 % failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",
     "request_throughput": "completed requests / duration, per second; output and total token throughput likewise",
     "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly over its answer",
-    "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; the pods'"
-    " max_in_flight is that of an instant",
-    "goodput": "requests that met every objective, over all that the schedule held: failed, refused and unsent ones did"
-    " not. ttft and e2el count from the intended send time, in vLLM from the actual one. request_goodput: per second",
+    "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; max_in_flight"
+    " of a pod counts those of one instant",
+    "goodput": "requests that met every objective / all requests of the schedule; failed, refused and unsent ones count"
+    " as missing them. ttft and e2el count from the intended send time, in vLLM from the actual one."
+    " request_goodput: per second",
     "cached_token_rate": "cached prompt tokens / prompt tokens over completed requests, according to usage"
     " (prompt_tokens_details.cached_tokens)",
     "counted_rate": "the same from the pods' counters (vllm:prefix_cache_hits_total / queries_total), over all requests"
@@ -35,7 +36,7 @@ DEFINITIONS = {
     "attainable_rate": "what one infinite cache shared by all pods would reuse, given the order in which prompts were"
     f" sent: whole strides of {STRIDE_BYTES} bytes that an earlier prompt had, the conversation so far, and up to a"
     " stride more where the engine found it",
-    "achieved_share": "cached tokens / attainable tokens, over the requests for which both are known; above 1 the"
+    "achieved_share": "cached tokens / attainable tokens, over the requests for which both are known; if above 1, the"
     " caches were not empty at the beginning",
     "duplicated_prefill_tokens": "tokens prefilled again in the same block: sum of max(0, attainable - cached)",
     "duplicate_prompts": "requests whose whole prompt had been sent before in the same block",

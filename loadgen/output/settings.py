@@ -15,7 +15,8 @@ def check_formats(formats: list[str]) -> list[str]:
     """Return the formats: at least one, each known and named once. Raises ValueError."""
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats:
-        raise ValueError(f"{', '.join(map(repr, unknown)) or 'nothing'} is not a format; allowed: {', '.join(FORMATS)}")
+        named = ", ".join(map(repr, unknown)) or "an empty list"
+        raise ValueError(f"{named} is not a format; allowed: {', '.join(FORMATS)}")
     return list(dict.fromkeys(formats))
 
 
@@ -27,7 +28,7 @@ class OutputSettings(Settings):
 
     out: str = Field("out/result", description="folder for result.json, report.html, report.md, result.csv and PNGs")
     formats: Formats = Field(
-        list(DEFAULT_FORMATS), description=f"formats to write, comma-separated, of {', '.join(FORMATS)}"
+        list(DEFAULT_FORMATS), description=f"formats to write, comma-separated, any of {', '.join(FORMATS)}"
     )
     png: bool = Field(False, description="also write each chart as plot-<name>.png (the same as png in --formats)")
 

@@ -212,7 +212,8 @@ class Gateway:
             known.report(report.load, now_s=now_s)
 
     def tell_with(self, on_first: Callable[[], None]) -> None:
-        """Set the callback for an earlier `told_at_s`; ignored if this gateway tells others nothing."""
+        """Set the function that is called when `told_at_s` becomes earlier; ignored if this gateway tells others
+        nothing."""
         if self._notebook is not None:
             self._notebook.on_first = on_first
 

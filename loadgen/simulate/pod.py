@@ -199,7 +199,7 @@ class SimPod:
             self._timeline.after(0, self._begin)
 
     def _look_again(self, tiers: Tiers) -> None:
-        """Check again later: a request waits for a copy, and it gives up in time if the copy does not end before."""
+        """Check again later, so that a request that waits for a copy gives up in time."""
         again_s = self._timeline.now_s + tiers.check_in_s()
         if again_s < math.inf and again_s != self._again_s:
             self._again_s = again_s

@@ -48,7 +48,8 @@ class RunScheduler(Scheduler):
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size
-        # All take their blocks before one gives its own back: of single steps, too, each begins before its answers end.
+        # All requests take their blocks before one gives its own back, as in single steps, which begin before answers
+        # end.
         for entry, new in alive:
             entry.request.output_tokens.extend(new)
             known = entry.known_tokens

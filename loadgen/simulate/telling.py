@@ -6,7 +6,7 @@ timing is simulated. The rest, a way to Redis or back, is drawn for each message
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
 CPU_S and SPREAD are fitted to two real gateways, a process each, with a real Redis on an idle machine of two cores
-(`python -m tests.bench.bench_beliefs_late`, 2026-11-23; over loopback, so without a network). README, "How late
+(`python -m tests.bench.bench_beliefs_late`, 2026-11-23; over loopback, so without a network). MEASURED.md, "How late
 gateways hear", has the fit.
 """
 

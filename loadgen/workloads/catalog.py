@@ -51,7 +51,7 @@ class WorkloadSettings(Settings):
     turns_min: int | None = _flag("turns_min", "fewest turns of a session", ge=1)
     turns_max: int | None = _flag("turns_max", "most turns of a session", ge=1)
     think_s: float | None = _flag("think_s", "mean seconds between an answer and the next question", ge=0)
-    output_tokens: int | None = _flag("output_tokens", "answer asked for, tokens", ge=1)
+    output_tokens: int | None = _flag("output_tokens", "length of the requested answer, tokens", ge=1)
     unique_share: float | None = _flag("unique_share", "share of sessions with nothing shared, 0 to 1", ge=0, le=1)
     regenerate_share: float | None = _flag("regenerate_share", "probability that an answer is regenerated", ge=0, le=1)
     edit_share: float | None = _flag("edit_share", "probability that a question is edited", ge=0, le=1)
@@ -84,7 +84,7 @@ class WorkloadSettings(Settings):
     after_cursor_tokens: int | None = _flag("after_cursor_tokens", "code below the cursor, tokens", ge=1)
 
     gsp_num_groups: int | None = _flag("gsp_num_groups", "system prompts", ge=1)
-    gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts under each", ge=1)
+    gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts per group", ge=1)
     gsp_system_prompt_len: int | None = _flag("gsp_system_prompt_len", "system prompt, tokens", ge=1)
     gsp_question_len: int | None = _flag("gsp_question_len", "question, tokens", ge=1)
     gsp_output_len: int | None = _flag("gsp_output_len", "answer, tokens", ge=1)
@@ -107,7 +107,7 @@ class WorkloadSettings(Settings):
     dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
     dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
     sharegpt_output_len: int | None = _flag("sharegpt_output_len", "length of answers, tokens; 0: as recorded", ge=0)
-    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next one")
+    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next time")
     speedup: float | None = _flag("speedup", "factor by which the trace's own times pass faster", gt=0)
 
     @field_validator("workload")
@@ -155,7 +155,7 @@ class WorkloadSettings(Settings):
         kind = KINDS[self.workload]
         if not kind.is_scalable:
             able = ", ".join(name for name, other in KINDS.items() if other.is_scalable)
-            raise ValueError(f"--cache-pressure cannot size --workload {self.workload}; it can {able}")
+            raise ValueError(f"--cache-pressure cannot size --workload {self.workload}; it can size {able}")
         units = kind.prefix + getattr(kind.make, "units", "")
         if getattr(self, units) is not None:
             raise ValueError(f"--cache-pressure decides {_dashed(units)}: give one of them")

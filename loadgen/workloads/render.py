@@ -15,7 +15,8 @@ PROSE_CHARACTERS_PER_WORD = 6.4
 CODE_TOKENS_PER_CHARACTER = 1.3
 """Tokens per character of code / of prose: names and brackets split into more. 1.25 with the engine's own BPE."""
 BRACKET_TOKENS, KEY_TOKENS_PER_CHARACTER = 2, 0.75
-"""For the key at the beginning of a text: its letters, digits and separators merge into fewer, longer tokens."""
+"""The same for the key at the beginning of a text: its letters, digits and separators merge into fewer, longer
+tokens."""
 
 
 class Renderer:

@@ -6,7 +6,7 @@ small machine, those connections would take so much CPU that they would be measu
 time from the decision at one gateway to its effect at another, in the index and in the load of its pod. All processes
 share one clock.
 
-Rows with gateways that tell at once stand beside rows with gateways that tell in batches, as for all other news. CPU is
+Rows in which gateways tell at once stand beside rows in which they tell in batches, as they tell all other news. CPU is
 that of the gateways, including decisions, probes and the load of their engines. Other work on the machine makes
 everything later, so compare only rows of one session.
 """
@@ -50,7 +50,7 @@ LOADS = ((2, 50.0), (2, 500.0))
 MANY = (10, 2000.0)
 PROMPT_BYTES = 6000
 BATCHES_PAUSE_S = 0.01
-"""Pause after a read if gateways tell in batches: the value at that time."""
+"""Pause after a read when gateways still told everything in batches."""
 Pipe = multiprocessing.connection.Connection
 
 

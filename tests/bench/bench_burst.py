@@ -233,7 +233,7 @@ def measure(bursts: int, size: int, pods: int) -> None:
             engines.kill()
     if len(rows) > 1:
         _print("of 2-", tuple(statistics.median(column) for column in zip(*rows[1:], strict=True)))
-    print("aim: first at its pod within 20 ms, half of them within half of the CPU time of all")
+    print("aim: the first request is at its pod within 20 ms, half of them within half of the CPU time of all")
 
 
 def _row(client: dict[str, float], seen: dict[str, list[float]], samples: CpuSamples) -> tuple[float, ...]:

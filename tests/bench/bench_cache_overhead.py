@@ -3,10 +3,10 @@
     python -m tests.bench.bench_cache_overhead [--profile h100-8b] [--rounds 8] [--only unique] [--arms hash radix]
 
 The bench uses the real scheduler, cache and tiers, with steps and copies that take the time of the emulated device. The
-clock advances only for these and for the CPU time of this process in the scheduler. Nothing hides that CPU time; a
-device that takes two steps at a time would. So throughput is requests per second of a host that works between two
-steps. Two things happen in parallel with the steps, as in the engine, and have columns of their own: a prompt's blocks
-are hashed (by text threads), and copies between tiers begin and end (on the event loop).
+clock advances only for these and for the CPU time of this process in the scheduler. Nothing hides that CPU time, as a
+device that takes two steps at a time would. So throughput is that of a host that works only between two steps. Two
+things happen in parallel with the steps, as in the engine, and have columns of their own: a prompt's blocks are hashed
+(by text threads), and copies between tiers begin and end (on the event loop).
 
 Each round has different prompts. In a round every arm serves the same prompts, and the order of arms changes. A cell is
 the throughput relative to `off` in the same round: the median of the rounds and its interval of at least 95 %. The

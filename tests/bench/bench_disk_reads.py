@@ -50,7 +50,7 @@ def read_asked_ahead(descriptor: int, places: Places) -> None:
 
 
 def read_cached_or_direct(buffered: int, direct: int, places: Places) -> None:
-    """Read from the page cache what is in it, and the rest past it."""
+    """Read the blocks in the page cache from there, and the others past it."""
     for place in places:
         offset, target = place
         try:

@@ -129,8 +129,8 @@ def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, flo
 
 
 def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
-    """Return the same with Belady's choice: evict the block used last. Leaf-first, because a parent is used sooner.
-    Like an engine, it holds all blocks of the request that runs."""
+    """Return the same with Belady's choice: evict the block whose next use is last. Leaf-first, because a parent is
+    used sooner. Like an engine, it holds all blocks of the request that runs."""
     ids: dict[tuple[int, int], int] = {}
     chains: list[list[int]] = []
     for request in trace.requests:

@@ -81,7 +81,8 @@ class Pauses:
             self.ms[about["generation"]].append(ms)
 
     def take(self) -> dict[str, Any]:
-        """Return the pauses since the last call, each as the count and the longest: by generation, and the disturbed.
+        """Return the count and the longest of the pauses since the last call, for each generation and for disturbed
+        pauses.
 
         `longest` is the longest of those that were not disturbed.
         """

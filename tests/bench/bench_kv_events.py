@@ -34,7 +34,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", type=int, default=64, help="pods (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=5, help="requests measured a pod (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=5, help="measured requests per pod (default: %(default)s)")
     args = parser.parse_args()
     index = PrefixIndex()
     feed = EventFeed(index, stride=DEFAULT_STRIDE_BYTES, belief_ttl_s=600.0, clock=time.monotonic)

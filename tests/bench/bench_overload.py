@@ -177,7 +177,8 @@ def goodput(seeds: Sequence[int], seconds: float) -> None:
 
 
 def tenants(seeds: Sequence[int], seconds: float) -> None:
-    """Print a tenant within its share, half of the capacity, alone and beside one that demands ten times as much."""
+    """Print latencies of a tenant that keeps to its share (half of the capacity), alone and beside a tenant that
+    demands ten times as much."""
     print("| workload | gateways | requests a pod | asks for | p50, p99 alone | beside 10 x | ratio | served in all |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for kind, gateways, most, part in TENANTS:

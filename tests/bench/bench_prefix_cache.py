@@ -32,7 +32,7 @@ class Served:
 
 
 def text(rng: random.Random, tokens: int) -> list[int]:
-    """Return tokens that are in common with other texts only by chance."""
+    """Return random tokens: other texts have them in common only by chance."""
     return [rng.randrange(_VOCABULARY) for _ in range(tokens)]
 
 
@@ -71,7 +71,8 @@ def regenerated(rng: random.Random) -> Iterator[Served]:
 
 
 def few_shot(rng: random.Random) -> Iterator[Served]:
-    """Yield five of eight examples of about 150 tokens in any order, after 100 of instructions, and a question."""
+    """Yield five of eight examples of about 150 tokens in any order, between 100 tokens of instructions and a
+    question."""
     instructions = text(rng, 100)
     examples = [text(rng, rng.randint(100, 200)) for _ in range(8)]
     for i in range(100):

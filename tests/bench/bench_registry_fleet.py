@@ -89,8 +89,8 @@ SEQ_AT = struct.calcsize("<BBHIQ")
 class SimulatedEngine:
     """One engine's connection and its messages, without the engine.
 
-    A few messages are made beforehand. When one is sent, only its `seq` is new: the next message removes what it
-    stores.
+    A few messages are made beforehand. When one is sent, only its `seq` is new. Each message removes what the one
+    before it stored.
     """
 
     def __init__(self, address: str, number: int, scene: Scene, keys_a_message: int) -> None:

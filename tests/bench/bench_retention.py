@@ -1,4 +1,4 @@
-"""The value of keeping conversations while a tool runs: because clients ask for it, or for a learnt pause.
+"""The value of keeping conversations while a tool runs, because clients ask for it or for a pause that was learnt.
 
     python -m tests.bench.bench_retention [--workload agentic] [--eviction lru lfu] [--one-off 0 1] [--share 0.5]
         [--regenerate 0.1]

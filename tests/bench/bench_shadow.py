@@ -4,10 +4,10 @@
 
 A fleet in virtual time (`loadgen.simulate`) serves each case of the policy table once with every policy. If that policy
 is `predicted_ttft` or `round_robin`, the gateway's shadow code (`router.gateway.shadow`) asks all policies about each
-request. The table shows shares of the prompt tokens. First come what the engines had cached and what the gateway
-believed to be cached, on the pods of the acting policy. Then comes what it believed to be cached on the pods that the
-policy chose as a shadow of those two. Brackets have the number of requests for which it chose a different pod. Equal
-options print equal tables.
+request. The table shows shares of the prompt tokens. The first two columns are for the policy when it acts: what the
+engines had cached, and what the gateway believed to be cached. The other two are for the policy as a shadow of each of
+those two: what the gateway believed to be cached on the pods that the shadow chose. Brackets have the share of the
+requests for which it chose another pod than the acting policy. Equal options print equal tables.
 """
 
 from __future__ import annotations

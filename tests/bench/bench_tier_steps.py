@@ -6,9 +6,9 @@ The bench uses real KV and the engine's own host tier with its threads. As in th
 the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
 steps without copies, as many beside copies, and as many without copies again; the order alternates. Copies are pieces
 of 32 blocks whose neighbours lie apart, as in a pool that has been in use for some time. An engine under load copies a
-piece about every eighth step (`bench_tier_traffic`). Here every step has one, or four, two in each direction.
+piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each direction.
 
-`step, CPU`: CPU time of the thread that computes, which includes what copies take of the memory's speed. `step, clock`:
+`step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
 the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy; a
 copy takes a core of its own meanwhile. Of each set of steps the lower quartile counts, because other programs only make
 steps longer. A ratio is the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop
@@ -62,7 +62,7 @@ class Traffic:
         """CPU seconds of the event loop."""
 
     def ask(self, pieces: int) -> None:
-        """Ask for so many pieces. Those of the step before have ended, or count for this step."""
+        """Ask for `pieces` pieces. Pieces of the step before have ended, or count for this step."""
         start_s = time.thread_time()
         for _ in range(pieces - self.copier.open_copies):
             at = self.asked % 4 * PIECE_BLOCKS
@@ -121,7 +121,7 @@ class Bench:
         return time.thread_time() - cpu_s, time.perf_counter() - clock_s
 
     async def timed(self, steps: int, pieces: int) -> Timed:
-        """Run steps with so many pieces beside each."""
+        """Run steps with `pieces` pieces beside each."""
         loop, found, traffic = asyncio.get_running_loop(), Timed(), self.traffic
 
         def on_end() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
     """Print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=8, help="of each kind in a round")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each kind in a round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -142,8 +142,8 @@ def compare(repeats: int, count: int) -> None:
         logs = [math.log(mine / base) for mine, base in zip(cpu, used["off"], strict=True)]
         mean, off_by = statistics.fmean(logs), 1.96 * statistics.stdev(logs) / math.sqrt(len(logs))
         print(
-            f"{name:9} CPU {statistics.median(cpu):6.0f} us a request, of that without tracing "
-            f"{math.exp(mean):.3f} ({math.exp(mean - off_by):.3f} to {math.exp(mean + off_by):.3f})"
+            f"{name:9} CPU {statistics.median(cpu):6.0f} us a request, {math.exp(mean):.3f} times that without"
+            f" tracing ({math.exp(mean - off_by):.3f} to {math.exp(mean + off_by):.3f})"
         )
     print(f"{spans} spans arrived", flush=True)
 

@@ -2,8 +2,8 @@
 
     python -m tests.bench.soak [--seconds 300] [--rate 100] [--engines 4] [--seed 1]
 
-The soak checks three promises, and the exit status is 1 if one is broken. No request is lost whose answer had not
-begun. No request hangs. Nothing is left behind: every count of requests in flight is 0 at the end, and memory is flat
+The soak checks three promises, and the exit status is 1 if one is broken. A request whose answer has not begun is never
+lost. No request hangs. Nothing is left behind: every count of requests in flight is 0 at the end, and memory is flat
 over the second half. Streams that end in an error event after their first byte are counted and shown too. The soak
 needs two cores with little other work: on busy cores engines answer too late, and requests are lost for that reason.
 
@@ -365,7 +365,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
     parser.add_argument("--engines", type=int, default=4, help="emulated engines, at least 2")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests, and of what is disturbed when")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests, and of what is disturbed when")
     given = parser.parse_args()
     return asyncio.run(soak(given.seconds, given.rate, given.engines, given.seed))
 

@@ -214,7 +214,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"engines.existing": [SET]}, "an InferencePool has one selector"),
     (
         {"models.a": None, "engines.existing": [{**SET, "namespace": "far"}]},
-        "selects pods of its own namespace alone, ns",
+        "selects only pods of its own namespace, ns",
     ),
     (
         {"models.a": None, "engines.existing": [{**SET, "port": "api", "name": "x"}]},

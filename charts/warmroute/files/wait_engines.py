@@ -1,6 +1,6 @@
 """Wait until a gateway has its engines, and every gateway its port for operators: URL ENGINES SECONDS ADMIN_URL.
 
-When that port is switched on, gateways that are about to be replaced have none, and are still found for a while.
+While that port is being switched on, gateways without it are found until they are replaced.
 """
 
 import json

@@ -75,7 +75,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 # Answers say how many of their prompt's tokens were reused, streams too.
 - --enable-prompt-tokens-details
 - --enable-force-include-usage
-# Else an answer that is not finished at SIGTERM is dropped.
+# Otherwise an answer that is not finished at SIGTERM is dropped.
 - --shutdown-timeout={{ .root.Values.longestAnswerSeconds }}
 {{- else }}
 # Answers say how many of their prompt's tokens were reused, streams too.

@@ -29,7 +29,7 @@ Models: the entries of `models` on top of engines.defaults.
 {{- $names | uniq | sortAlpha | toJson }}
 {{- end }}
 
-{{/* JSON list: a PromQL pattern of each model that may have no pod without anything being wrong. */}}
+{{/* JSON list: a PromQL pattern for each model that is allowed to have no pod. */}}
 {{- define "warmroute.sleepingModels" -}}
 {{- $patterns := list }}
 {{- range include "warmroute.models" . | fromJson }}
@@ -194,8 +194,8 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
 - name: model
   image: {{ include "warmroute.engineImage" . | quote }}
   imagePullPolicy: {{ .model.image.pullPolicy }}
-  {{- /* As process 1 neither program would end on SIGTERM, and a pod told to stop would keep its GPU for the grace period: dumb-init
-  is process 1. The images of vLLM and SGLang do not have it, but in their pods no container's process is number 1. */}}
+  {{- /* As process 1, neither program would end on SIGTERM, and a pod that is told to stop would keep its GPU for the grace period.
+  So dumb-init is process 1. The images of vLLM and SGLang do not have it, but in their pods no container's process is number 1. */}}
   {{- if eq $source.kind "hf" }}
   command: [{{ if not (include "warmroute.isForeign" .model) }}dumb-init, --single-child, --, {{ end }}hf, download]
   args:
@@ -223,7 +223,7 @@ emptyDir: {sizeLimit: {{ .model.huggingFace.cacheSize }}}
     {{- end }}
   {{- end }}
   {{- if eq $source.kind "hf" }}
-  {{- /* HF_HOME is on the volume of the checkpoints: what a download keeps beside them is as large as they are. */}}
+  {{- /* HF_HOME is on the checkpoints' volume, because a download keeps files beside them that are as large. */}}
   {{- $env := list }}
   {{- if include "warmroute.isForeign" .model }}
   {{- $env = append $env (dict "name" "HOME" "value" "/tmp") }}

@@ -33,7 +33,7 @@ labels, port, isBundled (the chart's own bundled engines). If there is only one,
 {{- toJson $monitors }}
 {{- end }}
 
-{{/* Whether the release has bundled engines, or none at all yet. */}}
+{{/* Whether the release has bundled engines, or no engines at all yet. */}}
 {{- define "warmroute.hasBundled" -}}
 {{- range include "warmroute.engineMonitors" . | fromJsonArray }}
 {{- if .isBundled }}true{{ end }}

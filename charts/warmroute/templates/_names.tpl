@@ -1,5 +1,5 @@
 {{/*
-Names, labels and images. Helpers that take a component want (dict "root" $ "component" "gateway").
+Names, labels and images. Helpers that take a component expect (dict "root" $ "component" "gateway").
 */}}
 
 {{- define "warmroute.name" -}}
@@ -17,7 +17,7 @@ Names, labels and images. Helpers that take a component want (dict "root" $ "com
 {{- end }}
 {{- end }}
 
-{{/* FULLNAME-COMPONENT, at most 63 characters, or `longest`. FULLNAME is cut if it is too long, so two components never get one name. */}}
+{{/* FULLNAME-COMPONENT, at most 63 characters, or `longest`. FULLNAME is cut if it is too long, so two components never get the same name. */}}
 {{- define "warmroute.componentName" -}}
 {{- $room := sub (.longest | default 63) (add 1 (len .component)) | int }}
 {{- printf "%s-%s" (include "warmroute.fullname" .root | trunc $room | trimSuffix "-") .component }}

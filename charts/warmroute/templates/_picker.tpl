@@ -79,26 +79,26 @@ the pods of endpointPicker.pool.selector. */}}
 {{- fail "endpointPicker.pool.create is false and endpointPicker.pool.name is empty: name the InferencePool to follow" }}
 {{- end }}
 {{- if and $picker.objectives.priorities (not $picker.objectives.enabled) }}
-{{- fail "endpointPicker.objectives.priorities needs endpointPicker.objectives.enabled: they are not looked at otherwise" }}
+{{- fail "endpointPicker.objectives.priorities needs endpointPicker.objectives.enabled: without it, gateways do not read them" }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.proxiesFrom) }}
-{{- fail "endpointPicker.enabled needs networkPolicy.proxiesFrom: the proxies reach the picker and, by themselves, the engines; say where they run, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-system}}}], or set networkPolicy.enabled=false" }}
+{{- fail "endpointPicker.enabled needs networkPolicy.proxiesFrom: the proxies must reach the picker and the engines; say where the proxies run, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: istio-system}}}], or set networkPolicy.enabled=false" }}
 {{- end }}
 {{- range $existing }}
 {{- if ne .namespace (include "warmroute.namespace" $) }}
-{{- fail (printf "engines.existing: %s is in the namespace %s, and an InferencePool selects pods of its own namespace alone, %s: install the release there, or leave endpointPicker off" .name .namespace (include "warmroute.namespace" $)) }}
+{{- fail (printf "engines.existing: %s is in the namespace %s, and an InferencePool selects only pods of its own namespace, %s: install the release there, or leave endpointPicker off" .name .namespace (include "warmroute.namespace" $)) }}
 {{- end }}
 {{- end }}
 {{- if and $picker.pool.create $existing (not (include "warmroute.poolSet" . | fromJsonArray)) (not $picker.pool.selector) }}
-{{- fail "endpointPicker: an InferencePool has one selector, and there are several sets of engines in models and engines.existing: give endpointPicker.pool.selector labels that all pods have, or a release to each" }}
+{{- fail "endpointPicker: an InferencePool has one selector, and there are several sets of engines in models and engines.existing: give endpointPicker.pool.selector labels that all pods have, or install a release for each set" }}
 {{- end }}
 {{- if gt (len (include "warmroute.engineKeys" . | fromJsonArray)) 1 }}
-{{- fail "endpointPicker: the engines of an InferencePool have one key: leave one of engines.apiKey and the apiKeySecret of engines.existing" }}
+{{- fail "endpointPicker: the engines of an InferencePool have one key: keep only one of engines.apiKey and the apiKeySecret of engines.existing" }}
 {{- end }}
 {{- if and $picker.pool.create (not $picker.pool.targetPorts) }}
 {{- range include "warmroute.poolSet" . | fromJsonArray }}
 {{- if not (regexMatch "^[0-9]+$" (toString .port)) }}
-{{- fail (printf "endpointPicker: an InferencePool has numbers for ports, and the port of engines.existing %s is %q: give its number there, or endpointPicker.pool.targetPorts" .name .port) }}
+{{- fail (printf "endpointPicker: an InferencePool has numbers for ports, and the port of engines.existing %s is %q: give its number there, or set endpointPicker.pool.targetPorts" .name .port) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -4,7 +4,7 @@ Parts of every pod.
 
 {{/*
 A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats.
-YAML reads `prefix_cache: off` as false, which the engine takes for off.
+YAML reads `prefix_cache: off` as false, which the engine regards as off.
 */}}
 {{- define "warmroute.flags" -}}
 {{- range $key := keys . | sortAlpha }}
@@ -23,8 +23,8 @@ YAML reads `prefix_cache: off` as false, which the engine takes for off.
 {{- end }}
 
 {{/* (dict "chart" LIST "extra" LIST): each name once, from the extra list if both have it. Server-side apply refuses a name
-that is given twice. An extra variable that replaces one of the chart's takes its place, after the extra ones before it,
-because a variable may only refer to variables above it. */}}
+that is given twice. If an extra variable replaces one of the chart's, it stands in that one's place, after the extra ones
+that come before it in their list, because a variable may only refer to variables above it. */}}
 {{- define "warmroute.env" -}}
 {{- $byName := dict }}
 {{- $extras := list }}
@@ -200,7 +200,7 @@ httpGet:
 {{- toJson $keys }}
 {{- end }}
 
-{{/* Whether others than the pod itself reach the gateways' port for operators. */}}
+{{/* Whether the gateways' port for operators can be reached from outside the pod. */}}
 {{- define "warmroute.opensAdmin" -}}
 {{- if or .Values.networkPolicy.adminFrom .Values.loadgen.enabled }}true{{ end }}
 {{- end }}

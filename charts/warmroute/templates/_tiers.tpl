@@ -1,5 +1,5 @@
 {{/*
-The tiers of KV below the pool: flags, mounts and volumes. Values that contradict each other end in _validate.tpl.
+The tiers of KV below the pool: flags, mounts and volumes. _validate.tpl refuses values that contradict each other.
 */}}
 
 {{- define "warmroute.tierArgs" -}}
@@ -25,7 +25,7 @@ The tiers of KV below the pool: flags, mounts and volumes. Values that contradic
 {{- end }}
 {{- end }}
 
-{{/* The volume has room for what a file system keeps beside the KV, and for the trial at the start. */}}
+{{/* The volume also has room for the file system's own data and for the trial at the start. */}}
 {{- define "warmroute.tierDiskSize" -}}
 {{ div (add (mul (int64 .) 21) 1342177280) 20971520 }}Mi
 {{- end }}

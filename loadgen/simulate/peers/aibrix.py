@@ -18,7 +18,7 @@ BLOCKS = 200_000
 class AibrixPrefixCache(Peer):
     """If the difference of running requests is above 8, choose the pod with the fewest. Otherwise sort pods by matched
     share, then by requests, and choose the first with at most mean + 1 standard deviation of requests. The table holds
-    what this router sent and is forgotten after 20 minutes.
+    what this router sent in the last 20 minutes.
     """
 
     name = "aibrix_prefix_cache"

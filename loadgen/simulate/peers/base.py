@@ -102,7 +102,8 @@ class Peer:
 
 
 class History:
-    """Prefixes that a router sent to pods; evicts the least recently used beyond `limit` keys, or `max_age_s`."""
+    """Prefixes that a router sent to pods; evicts the least recently used beyond `limit` keys, and those older than
+    `max_age_s`."""
 
     def __init__(self, limit: int, max_age_s: float = float("inf")) -> None:
         self._limit = limit

@@ -66,8 +66,8 @@ class SglangCacheAware(Peer):
 
 
 class SmgLeastLoad(Peer):
-    """Least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k); k is the KV use; polls every 10
-    s.
+    """Chooses the least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k); k is the KV use;
+    polls every 10 s.
 
     Waiting requests count as 1,024 tokens each and the throughput as 2,000 tokens/s: the published substitutes for
     gauges that an engine lacks. Before the first poll, choose the fewest requests in flight.

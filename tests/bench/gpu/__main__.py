@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit-s",
         type=float,
         default=math.inf,
-        help="seconds for the whole run: no section begins later, and transformers' answers are waited for no longer",
+        help="seconds for the whole run: no section begins later, and transformers' missing answers are given up",
     )
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"), help="folder for report.json and report.md")
     return parser

@@ -15,10 +15,10 @@ from tests.bench.gpu.ceilings import timed_s
 
 _REPEATS = 3
 _BYTES = 2 << 30
-"""Total size of the matrices that take turns, so that no cache holds them ..."""
+"""Total size of the matrices that take turns, so that no cache holds them."""
 _GATED = "gate, up, SiLU"
 _MOST = 32
-"""... and the maximum number of small matrices."""
+"""Maximum number of those matrices if they are small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ TIE_BOUND = 0.32
 
 The bound is five times 0.063. In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512,
 weights made as here) differ by 0.045 standard deviations in a logit, so by root two times that in the distance of two
-logits. Not one of 100,000 tokens is expected beyond five of these. A wrong computation's token is several below the
-best.
+logits. Not one of 100,000 tokens is expected beyond five times that. The token of a wrong computation is several
+deviations below the best.
 """
 _STOP_S = 30.0
 """Time limit for the end of its thread."""

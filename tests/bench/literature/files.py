@@ -131,7 +131,7 @@ def _pays(tables: Tables) -> dict[str, str]:
 def _pays_words(tables: Tables, what: str, arm: str, base: str) -> str:
     level = pays_from(tables, arm, base)
     if level is None:
-        return f"{what} brings {PAYS:.0%} of throughput at no level."
+        return f"{what} brings less than {PAYS:.0%} of throughput at every level."
     return f"{what} brings {PAYS:.0%} of throughput or more (against {base}) once {level:.0%} of a prompt is shared."
 
 

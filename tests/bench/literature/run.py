@@ -96,7 +96,7 @@ def study(seeds: Sequence[int], requests: int, tell: Tell) -> Tables:
 
 
 def capacity(kind: Kind, seed: int, sessions: int) -> float:
-    """Return sessions per second that the fleet ends without caching, if users without pauses keep it busy."""
+    """Return how many sessions per second the fleet completes without caching, if users without pauses keep it busy."""
     scenario = without_caching(by_workload(kind, seed, sessions, 1.0))
     busy = replace(scenario, workload=unthinking(scenario.workload), arrivals=closed())
     run = play(busy, "least_loaded")

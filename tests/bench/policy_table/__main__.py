@@ -38,7 +38,8 @@ class StudySettings(Settings):
     seeds: int = Field(5, ge=1, le=10, description="runs of each cell, with seeds 1, 2, ..")
     arms: list[str] = Field(list(ARM_NAMES), description="routers to run, comma-separated")
     cases: list[str] = Field(
-        default_factory=list, description="cases to run, comma-separated; foreign: all that begin so; none: all"
+        default_factory=list,
+        description="cases to run, comma-separated; foreign: all whose names begin with it; none: all",
     )
     traces: str | None = Field(
         None, description="folder with conversation_trace.jsonl and synthetic_trace.jsonl (Mooncake's, .gz too)"
@@ -48,14 +49,14 @@ class StudySettings(Settings):
         1.0,
         ge=0,
         le=100,
-        description="how late gateways hear of each other before pods that publish nothing, as a part of what was"
-        " measured; give it an --out of its own",
+        description="how late gateways hear of each other before pods that publish nothing, as a factor of what was"
+        " measured; give such a run its own --out",
     )
     find_knees: bool = Field(False, description="measure the knees first (an hour) instead of taking the recorded ones")
     merge: bool = Field(
         False,
-        description="keep the knees of an earlier policies.json of the same --sessions, and its numbers of arms and"
-        " cases not run now; without it, no file that has other cases, arms or seeds is written over",
+        description="keep the knees of an earlier policies.json of the same --sessions, and its numbers for arms and"
+        " cases that do not run now; without it, a file with other cases, arms or seeds is not overwritten",
     )
     processes: int = Field(0, ge=0, le=256, description="runs at the same time; 0: as many as there are cores")
 
@@ -146,8 +147,8 @@ def earlier(
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise ValueError(
-            f"{path} holds runs that this one does not repeat, as of {', '.join(lost[:3])}{more}: --merge keeps them,"
-            " another --out leaves the file alone"
+            f"{path} holds runs that this one does not repeat, such as {', '.join(lost[:3])}{more}: --merge keeps them,"
+            " another --out leaves the file as it is"
         )
     return {}, fresh
 

@@ -55,7 +55,7 @@ def mean(cells: Sequence[Cell], field: str) -> float:
 def half_width(numbers: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of the mean. Raises ValueError for fewer than two numbers."""
     if len(numbers) < 2:
-        raise ValueError("an interval takes two numbers")
+        raise ValueError("an interval needs at least two numbers")
     return T_95.get(len(numbers), 2.0) * statistics.stdev(numbers) / math.sqrt(len(numbers))
 
 
@@ -116,7 +116,7 @@ def _failures(case: Case, ours: Sequence[Cell], peers: Mapping[str, Sequence[Cel
     """Bound the failures: latencies are those of completed requests, so an arm could win by failing the others."""
     peer, _ = best(peers, "mean_ttft_ms")
     failed, theirs = _failed_share(ours), _failed_share(peers[peer])
-    detail = f"{failed:.2%}; {peer}, of the best mean, {theirs:.2%}"
+    detail = f"{failed:.2%}; {peer}, which has the best mean, {theirs:.2%}"
     return Bound(f"{case.name}: failed requests more than the best peer's", failed - theirs, FAILED_MORE, detail)
 
 

@@ -93,7 +93,8 @@ class Case:
 
 
 def gsp(seed: int) -> Workload:
-    """SGLang's default: 64 groups x 16, 2,048 + 128 tokens, 256 per answer; more prompts per group, all unique."""
+    """SGLang's default (64 groups, 2,048 + 128 tokens, 256 per answer), but with more than 16 prompts per group, all
+    unique."""
     return GeneratedSharedPrefix(seed=seed, prompts_per_group=128)
 
 

@@ -45,7 +45,7 @@ class Cell:
     hit_rate: float
     """Cached / prompt tokens."""
     max_over_mean_load: float
-    """Largest over the pods of requests / an even share of the requests that came while the pod lived."""
+    """The largest over the pods of: its requests / an even share of those that came while it lived."""
     completed: int
     failed: int
     mean_tpot_ms: float = math.nan

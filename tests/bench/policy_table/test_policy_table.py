@@ -162,8 +162,9 @@ def test_the_old_values_of_every_one_prompt_case_are_known() -> None:
     assert not any("what it was" in bound.name for bound in check({"single": arms}, [short]))
 
 
-def test_one_prompt_for_most_leaves_no_request_waiting_that_round_robin_serves() -> None:
-    """Of the eight pods only some held the prompt before; the others' requests waited behind long prefills."""
+def test_one_prompt_for_most_requests_delays_none_that_round_robin_serves() -> None:
+    """Before, only some of the eight pods held the prompt, and the requests of the others waited behind long
+    prefills."""
     case = next(case for case in ONE_PROMPT if case.name == "one80_60")
     robin, predicted = (run_cell(case, arm, 1, KNEES["one80"]) for arm in ("round_robin", "predicted_ttft"))
     assert predicted.mean_ttft_ms < 0.87 * robin.mean_ttft_ms
@@ -215,7 +216,7 @@ def test_a_dying_pod_is_in_the_middle_of_the_run() -> None:
     assert cell.completed + cell.failed == 60
 
 
-def test_a_dead_pod_makes_no_even_load_uneven() -> None:
+def test_an_even_load_stays_even_when_a_pod_dies() -> None:
     """The seven pods that live on each serve 1.086 times the mean over all eight."""
     case = Case("even", "", lambda seed: Diverse("x", seed, 100, 100, 1), 800, 1.0, dying_pod=True)
     assert run_cell(case, "round_robin", 1, 40.0).max_over_mean_load == pytest.approx(1.0, abs=0.03)
@@ -337,7 +338,7 @@ def test_a_table_from_the_shell_says_what_is_missed(tmp_path: Path, capsys: pyte
     assert main(["--cases", "no_such_case"]) == 2
 
 
-def test_a_quick_look_has_no_numbers_after_500_requests_and_misses_nothing_by_that(tmp_path: Path) -> None:
+def test_a_quick_look_misses_no_bound_although_it_has_no_numbers_after_500_requests(tmp_path: Path) -> None:
     """Its file is still valid JSON, and can be read back."""
     quick = {"warm_mean_ttft_ms": math.nan, "completed": 60}
     table = table_of(

@@ -67,7 +67,7 @@ def test_prompts_that_share_nothing_are_the_reason() -> None:
     ("cached_tokens", "said_of_it"),
     [
         ((30, 31), "No arm reused more than 31% of the prompt tokens, where one infinite cache would hold 91%"),
-        ((85, 88), "It already found 85% of the prompt tokens cached, the best arm 88%"),
+        ((85, 88), "The baseline already found 85% of the prompt tokens cached, the best arm 88%"),
     ],
 )
 def test_caches_that_miss_most_of_what_is_shared_are_not_called_sufficient(
@@ -202,4 +202,4 @@ def test_short_prompts_that_were_found_after_all_are_not_called_unshared() -> No
     """Keys cover only whole strides: a shared part shorter than a stride shows only in the server's usage."""
     lines, _ = said(rounds_of({BASE: 1.0, "arm": 1.0}, prompt_bytes=200, prompt_tokens=50, cached_tokens=16))
     assert "share too little" not in lines[0]
-    assert "It already found 32% of the prompt tokens cached" in lines[0]
+    assert "The baseline already found 32% of the prompt tokens cached" in lines[0]

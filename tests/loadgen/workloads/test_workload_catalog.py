@@ -87,7 +87,10 @@ def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str
         ("--workload branching --edit-share 0.9", "--regenerate-share and --edit-share"),
         ("--cache-pressure 2", "--cache-pressure and --cluster-kv-tokens go together"),
         ("--cluster-kv-tokens 2", "--cache-pressure and --cluster-kv-tokens go together"),
-        ("--workload diverse --cache-pressure 2 --cluster-kv-tokens 9", "cannot size --workload diverse; it can .*rag"),
+        (
+            "--workload diverse --cache-pressure 2 --cluster-kv-tokens 9",
+            "cannot size --workload diverse; it can size .*rag",
+        ),
         ("--tenants 2 --cache-pressure 2 --cluster-kv-tokens 9", "--cache-pressure decides --tenants"),
         ("--workload gsp --gsp-num-groups 2 --cache-pressure 2 --cluster-kv-tokens 9", "decides --gsp-num-groups"),
         ("--random-range-ratio 0.5", "--random-range-ratio is a flag of random"),
