@@ -25,6 +25,8 @@ from router.routing.types import PodId
 log = logging.getLogger(__name__)
 
 JITTER = 0.2
+EARLY_S = 1e-6
+"""An event loop may run a timer this much before its time. Nothing is left to wait for then."""
 LONGEST_UNPROBED_S = 60.0
 """Every pod is probed this often, whatever else shows that it runs: only a probe tells which models it serves."""
 MAX_SEEN_MODELS = 1024
@@ -324,7 +326,7 @@ class Fleet:
         pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
         loop = asyncio.get_running_loop()
         due_s = member.probed_at_s + pause_s
-        while loop.time() < due_s:
+        while due_s - loop.time() > EARLY_S:
             timer = loop.call_at(due_s, member.wake.set)
             try:
                 await member.wake.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -144,6 +145,23 @@ async def test_answers_are_signs_of_life_too() -> None:
             await asyncio.sleep(HEARTBEAT_S)
         assert probes_in(world, "http://p4", since_s) <= 3
         assert probes_in(world, "http://p3", since_s) >= 20 / (INTERVAL_S * (1 + JITTER)) - 1
+
+
+@pytest.mark.timeout(20)  # a fleet that sets a timer anew without end never ends this test
+async def test_a_timer_that_is_early_by_less_than_a_tick_of_the_clock_ends_the_wait() -> None:
+    class Odd(random.Random):
+        """Draws pauses that end 0.4 ns after a tick of the loop's clock. The loop runs timers up to 1 ns early."""
+
+        def uniform(self, a: float, b: float) -> float:
+            return 1.0000000004
+
+    world = world_of(LARGE)
+    world.fleet = fleet.Fleet(world.discovery, world.probe, interval_s=1.0, eject_after=EJECT_AFTER, rng=Odd())
+    async with world.running():
+        await asyncio.sleep(0.5)
+        world.fleet.heard(PodId("p0"), 1)
+        await asyncio.sleep(2.0)
+    assert world.probe.seen["http://p0"] == pytest.approx([0.0, 1.5, 2.5], abs=0.01)
 
 
 async def test_a_pod_that_becomes_ready_is_probed_at_once_though_it_publishes() -> None:
