@@ -69,7 +69,7 @@ class HostBlocks:
 class _Described:
     label: Label
     resets: int
-    """Number of resets before it was described: what was copied down before a reset is not stored after it."""
+    """Resets of the tier before this was described. What was described before a reset is not stored after it."""
 
 
 class SharedCopies:

@@ -44,7 +44,7 @@ def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | i
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, str]]:
-    """Yield the fields of the object that begins before `at`: each decoded name, and all text between two commas."""
+    """Yield each field of the object that begins before `at`: its decoded name, and its whole text between commas."""
     for _ in range(MAX_FIELDS):
         start = at
         name, at = scanstring(text, _skip(text, at) + 1, False)

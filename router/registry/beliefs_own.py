@@ -33,7 +33,7 @@ ROUTED_BYTES = 20
 """Further bytes of a Routed, for the session's id."""
 KEY_BYTES = 8
 RETOLD_S = 600.0
-"""Seconds for which it is told again that a pod was emptied, if messages are lost."""
+"""If messages are lost, this gateway tells again which pods were emptied in so many seconds before."""
 MAX_NUMBER = 2**32
 MAX_LISTED = 16_384
 """The most requests in flight that one message lists; others hear nothing of the rest."""
@@ -83,8 +83,8 @@ class Notebook:
         """Pod -> when it was last emptied for sure; the lost events may have told of it."""
         self._oldest_routed_s: float | None = None
         self.on_first: Callable[[], None] = _nothing
-        """Called when there is an event to tell after there was none, and when there is a Routed event after there was
-        none."""
+        """Called at the first event after all others were taken, and at the first Routed event after all of its kind
+        were taken."""
 
     def __len__(self) -> int:
         return len(self._events)

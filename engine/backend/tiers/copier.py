@@ -30,7 +30,7 @@ class CopyLimits:
     job_bytes: int = 64 * _MIB
     """Largest job: a cancelled copy must still wait for its jobs in flight, and each job is one measurement of time."""
     in_flight_bytes: int = 1024 * _MIB
-    """Bytes given to the engine and not finished. If this is less than moves between two polls, the link idles: PCIe 5
+    """Bytes given to the engine and not finished. The link idles if it moves more than this between two polls: PCIe 5
     x16 moves some 0.5 GB in a step of 10 ms."""
     half_life_bytes: int = 4096 * _MIB
     """Half-life of the measured rates."""
@@ -42,7 +42,7 @@ class CopyLimits:
 
 
 Job = Sequence[BlockRun]
-"""Runs of one copy that the engine gets at once."""
+"""Runs of one copy. The copy engine gets all of them at once."""
 
 
 @dataclass(slots=True, eq=False)
