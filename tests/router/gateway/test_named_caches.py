@@ -139,6 +139,8 @@ async def test_changes_lists_pages_and_ends() -> None:
     ("body", "param"),
     [
         ({**STORED, "model": None}, "model"),
+        ({**STORED, "model": ""}, "model"),
+        ({**STORED, "model": 5}, "model"),
         ({"model": "m"}, "messages"),
         ({**STORED, "contents": []}, "contents"),
         ({**STORED, "messages": "x"}, "messages"),
