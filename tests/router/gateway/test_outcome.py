@@ -13,6 +13,8 @@ from router.gateway.outcome import FAILURES, Outcome, of_status
     ("status", "says_when", "outcome"),
     [
         (200, False, Outcome.ANSWERED),
+        (299, False, Outcome.ANSWERED),
+        (300, False, Outcome.REFUSED),
         (307, False, Outcome.REFUSED),
         (400, False, Outcome.REFUSED),
         (404, True, Outcome.REFUSED),
