@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from engine.contract.requests import Endpoint, request_head
 from router.gateway.cache_store import MIB, CacheBounds, CacheStore, MemoryCaches, RedisCaches
 from router.gateway.named_cache import CacheMeta, expanded, new_id, parse_expiry, parse_new
 from tests.redis_server import RedisServer
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, running
+from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running, stalls_after
 
 CHAT, MESSAGES, CACHES = "/v1/chat/completions", "/v1/messages", "/v1/caches"
 BOOK = "The handbook says that pods restart when their probes fail. " * 60
@@ -387,3 +388,20 @@ async def test_a_body_that_is_too_large_with_its_contents_is_refused() -> None:
         status, answer = await call(gateway, "POST", CHAT, asked)
         assert (status, answer["error"]["param"]) == (413, "cached_content")
         assert not engine.received
+
+
+async def test_contents_count_among_the_bodies_in_flight() -> None:
+    engine = Engine("a", DONE)
+    async with running(engine, max_in_flight_body_mib=2, max_body_bytes=MIB) as gateway:
+        name = (await call(gateway, "POST", CACHES, {**STORED, "system": "x" * (MIB // 2 + 100_000)}))[1]["name"]
+        engine.script = stalls_after(begin=False)
+        asked = {"messages": ASK, "cached_content": name}
+        calls = [asyncio.create_task(call(gateway, "POST", CHAT, asked)) for _ in range(3)]
+        await eventually(lambda: engine.open == 3)
+        status, answer = await call(gateway, "POST", CHAT, asked)
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        for task in calls:
+            task.cancel()
+        await eventually(lambda: gateway.in_flight == 0)
+        engine.script = DONE
+        assert (await call(gateway, "POST", CHAT, asked))[0] == 200

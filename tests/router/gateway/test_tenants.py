@@ -261,6 +261,14 @@ async def test_what_no_engine_served_takes_no_tokens(folder: Path) -> None:
         assert (answer.status, "tokens a minute" in answer.json["error"]["message"]) == (429, True)
 
 
+async def test_a_request_takes_its_prompt_and_its_answer_from_the_limit(folder: Path) -> None:
+    """Each request reserves about 340 of 1000 tokens and takes 600, so a third one does not fit."""
+    said = orjson.dumps({"choices": [{"text": "x"}], "usage": {"prompt_tokens": 300, "completion_tokens": 300}})
+    engine = ScriptedEngine("a", answers(200, said))
+    async with running(engine, **settings(folder, a="tokens_per_minute: 1000")) as gateway:
+        assert [(await gateway.post(ASK, **bearer("key-a"))).status for _ in range(3)] == [200, 200, 429]
+
+
 async def test_requests_at_once_end_with_their_clients(folder: Path) -> None:
     engine = ScriptedEngine("a", stalls_after([event("x")]))
     async with running(engine, **settings(folder, a="requests_at_once: 1")) as gateway:
