@@ -105,6 +105,24 @@ async def test_an_engine_that_keeps_marks_is_asked_to_keep_the_contents() -> Non
             assert engine.last()["messages"][1] == {"role": "user", "content": [marked]}
 
 
+@pytest.mark.parametrize(("in_contents", "in_body", "marks"), [(0, 3, 4), (3, 0, 4), (2, 1, 4), (0, 4, 4), (2, 2, 4)])
+async def test_with_the_mark_of_its_cache_a_request_has_no_more_marks_than_engines_take(
+    in_contents: int, in_body: int, marks: int
+) -> None:
+    def texts(count: int) -> list[dict[str, Any]]:
+        block = {"type": "text", "text": BOOK, "cache_control": {"type": "ephemeral"}}
+        return [{"role": "user", "content": [block, {"type": "text", "text": "And this."}]}] * count
+
+    engine = Engine("a", DONE)
+    engine.keeps = True
+    async with running(engine) as gateway:
+        stored = {**STORED, "messages": [*texts(in_contents), *STORED["messages"]]}
+        name = (await call(gateway, "POST", CACHES, stored))[1]["name"]
+        asked = {"messages": [*texts(in_body), *ASK], "cached_content": name}
+        assert (await call(gateway, "POST", CHAT, asked))[0] == 200
+        assert engine.received[-1].body.count(b'"cache_control"') == marks
+
+
 async def test_changes_lists_pages_and_ends() -> None:
     async with running(Engine("a", DONE)) as gateway:
         names = [(await call(gateway, "POST", CACHES, {**STORED, "ttl": "60s"}))[1]["name"] for _ in range(5)]
