@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import aiohttp
@@ -92,6 +92,14 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
             yield stack
     finally:
         await runner.cleanup()
+
+
+async def empty_caches(engines: Iterable[Program]) -> None:
+    """Empty the engines' caches: what other tests used often would otherwise stay, and a test's own prompts go."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
+        for engine in engines:
+            async with http.post(f"{engine.url}/reset_prefix_cache") as answer:
+                assert answer.status == 200, await answer.text()
 
 
 async def wait_index_equal(stack: Stack, deadline_s: float = 5.0) -> dict[PodId, set[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.contract import headers
 from tests.e2e.programs import Program
-from tests.e2e.stack import Stack, gateway_before, wait_index_equal
+from tests.e2e.stack import Stack, empty_caches, gateway_before, wait_index_equal
 from tests.redis_server import RedisServer
 
 PROMPT = "All tenants begin their requests with these very words, as a shared template has it. " * 20
@@ -35,6 +35,7 @@ async def test_tenants_reuse_their_own_cache_and_no_others(
     (tmp_path / "secret").write_text("0" * 64)
     files = {"tenants_file": str(tmp_path / "tenants"), "tenant_secret_file": str(tmp_path / "secret")}
     server, engines = sim_engines
+    await empty_caches(engines[:1])
     async with gateway_before(server, engines[:1], **files) as stack:
         for tenant in ("a", "b", "c"):
             assert await ask(stack, tenant) == (0, 0), f"{tenant} is the first to send these words, in its own cache"
