@@ -10,6 +10,9 @@ TRITONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
+# Many tests, and the demo, start programs. Without compiled files each program would compile all its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-fleet test check format bench soak policy-table literature chart protos manifests images cluster-test vllm-test gpu-test emulated-test gpu-bench gpu-tune compile-test compile-versions cpu-test pictures kind-up clean
 
 help: ## this text
