@@ -149,7 +149,7 @@ class EngineSettings(Settings):
     )
     exact: bool = Field(
         True,
-        description="On cpu: compute a request's logits bit for bit alike with any cache and in any batch; costs "
+        description="On cpu: give a request's logits the same bits with any cache and in any batch; costs "
         "time on the device (engine/backend/EXACT.md)",
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
 
+from engine.contract import collector
 from tests.redis_server import RedisServer, running_redis
 
 # Machines are shared and noisy: no per-example deadline, and the same examples in every run.
@@ -45,15 +48,52 @@ def pytest_configure() -> None:
     asyncio.set_event_loop(None)
 
 
+class UnusedCollector:
+    """The module `gc` for programs that a test runs in its own process: they change thresholds, and collect nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the same attribute of `gc`."""
+        return getattr(gc, name)
+
+    def collect(self) -> None:
+        """Collect nothing."""
+
+    def freeze(self) -> None:
+        """Freeze nothing."""
+
+    def unfreeze(self) -> None:
+        """Thaw nothing."""
+
+    def get_objects(self, **_generation: int) -> list[object]:
+        """Return that nothing has grown."""
+        return []
+
+
+def pytest_collection_finish() -> None:
+    """Freeze the imported modules: no collection walks them again, and no program that a test runs here thaws them.
+
+    They have a million objects, which take half a second to walk, and a thousand tests run a program that collects.
+    `tests/contract/collector_alone.py` and `tests/e2e/test_quiet_collector.py` test the collecting itself.
+    """
+    gc.collect()
+    gc.freeze()
+    setattr(collector, "gc", UnusedCollector())  # noqa: B010  # types do not allow it
+
+
+def pytest_unconfigure() -> None:
+    """Thaw everything: libraries report objects as leaked that the interpreter cannot free at its end."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the processes of `-n auto`: one more than there are cores.
+    """Return the processes of `-n auto`: two more than there are cores.
 
     Many tests wait most of their time, for programs that start and for clocks of other processes. A core would be idle
     meanwhile.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1
+    return cores + 2
 
 
 @pytest.fixture(autouse=True)

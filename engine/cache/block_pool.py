@@ -23,14 +23,14 @@ class BlockPool:
         self._references = [0] * total
         self._uses = bytearray(total)
         """By block: uses of its content, begun by `begin_uses`, counted by `count_use`; 255 stands for 255 or more.
-        Until new content is indexed, those of the content before."""
+        A block that gets new content keeps the old content's uses until the new content is indexed."""
         self._free = list(range(total - 1, -1, -1))
         self._pins = 0
         """References that pins hold."""
         self.given_back = 0
         """Times that a block lost its last reference, since the start."""
         self._places: dict[int, int] = {}
-        """Block that a request has left while others hold it -> its place in `order` as of then."""
+        """Block that a request has left while others hold it -> the place in `order` that it had at that time."""
         self.order: EvictionOrder = LeastRecentlyUsed() if order is None else order
         """The idle blocks."""
 

@@ -1,6 +1,6 @@
 """Chains of blocks that stay in the pool for a given time. This module has no clock: callers pass the time.
 
-A pin adds a reference to each of its blocks, so a pinned block is a used one. So no order of eviction knows of pins
+A pin adds a reference to each of its blocks, so a pinned block is a used one and is never in the order of eviction
 (DESIGN.md, "The seam").
 """
 

@@ -210,7 +210,7 @@ class PrefixCache:
         used = nodes if source is None else [*nodes, source]
         self.pool.add_references(used)
         if counts_use and nodes and self._indexed.is_followed[nodes[-1]] and not self._comes_back(sequence, nodes):
-            self.pool.count_use(used)  # else it goes on where a request ended: a conversation, not a shared prefix
+            self.pool.count_use(used)  # otherwise it continues a conversation, which is no shared prefix
         if counts_use:
             self.pins.touch(nodes, self._now_s)
         sequence.source = source

@@ -12,7 +12,7 @@ LEAST_PAUSE_S = 1.0
 MOST_PAUSE_S = 120.0
 """A conversation is kept for at most so long, however slow tools are."""
 WAITED_S = 600.0
-"""If a conversation has not gone on for so long after an answer, the answer counts as its last."""
+"""If a conversation does not go on within this time after an answer, the answer counts as its last."""
 QUANTILE = 0.9
 """Part of the pauses that a kept conversation outlasts."""
 MARGIN = 1.25

@@ -65,7 +65,7 @@ class Prompt:
     fills_context: bool = False
     """Whether `max_tokens` was lowered to the room in the context."""
     tools: ToolUse | None = None
-    """The use of tools in the request; None: none."""
+    """The use of tools in the request; None: the request names no tools."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+
+import pytest
 
 import engine.app
 import router.serving
@@ -16,6 +18,16 @@ from engine.contract import collector
 from engine.model.checkpoint import make_checkpoint
 from router.config import GatewaySettings
 from tests.conftest import wait_until
+
+
+@pytest.fixture(autouse=True)
+def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let programs freeze, which `tests/conftest.py` keeps them from, and thaw what it has frozen for the time."""
+    monkeypatch.setattr(collector, "gc", gc)
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 async def check(serving: Coroutine[None, None, None]) -> None:

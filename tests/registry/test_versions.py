@@ -97,7 +97,8 @@ async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_rea
                 assert decode(entry[b"d"]).load.fetch == FetchCosts()
             broken = {**entries[-1], "p": tiered.pod, "f": b"\x01\x00\x09\x00"}
             client.xadd(stream_key(MODEL), broken)
-            await wait_until(lambda: gateway.reader.status().refused == 1)
+            # The replay after the snapshot may meet the entry again.
+            await wait_until(lambda: gateway.reader.status().refused >= 1)
             await gateway.wait_equal(tiered)
 
 

@@ -19,7 +19,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 30
 TRIES = 3
 """Tries of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
-"""Largest step as a share of the time for measuring: enough to measure some 50 shapes, most far smaller, thrice."""
+"""Largest step as a share of the time for measuring. Most steps are far smaller, so some 50 shapes run three times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,8 @@ def drain(copier: BlockCopier, deadline_s: float, clock: Callable[[], float] = t
 
 def measure_rates(copier: BlockCopier, blocks: int, deadline_s: float) -> None:
     """Learn both directions' rates from real copies: pool blocks 0 .. blocks - 1 to the host slots of these numbers and
-    back. Call it at the start, while both are empty: without a rate nothing would be fetched, so no rate measured."""
+    back. Call it at the start, while both are empty: without a rate nothing is fetched,
+    and without a fetch no rate is measured."""
     pairs = [BlockPair(i, i) for i in range(blocks)]
     for request in (copier.demote, copier.promote):
         request(pairs)

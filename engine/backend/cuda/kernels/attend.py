@@ -109,8 +109,9 @@ def attend_tile(
     """Add the keys start .. start + TILE - 1 to the running softmax of the rows q; -> acc, peak, total.
 
     `keys` points at slot 0 of block 0 of this layer and head, `table` at the sequence's blocks. With MASKED only keys
-    first .. end - 1 are loaded; else the whole tile must be within. A row sees the keys up to its position and within
-    its window. `scale` converts scores to powers of two. acc [rows, padded dim] and total are relative to exp2(peak).
+    first .. end - 1 are loaded; otherwise the sequence must have the whole tile. A row sees the keys up to its position
+    and within its window. `scale` converts scores to powers of two. acc [rows, padded dim] and total are relative to
+    exp2(peak).
     """
     padded: tl.constexpr = q.shape[1]
     at = start + tl.arange(0, TILE)

@@ -66,7 +66,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """x [T, in] times weight [out, in] transposed, plus bias [out], rounded once -> out [T, out]; T up to `MOST_ROWS`.
 
-    A row's bits do not depend on the other rows, except on whether there are up to 16, 32 or 64 rows.
+    A row's bits do not depend on the other rows. They depend only on whether up to 16, 32 or 64 rows are computed.
     """
     _launch(x, weight, bias, out, is_gated=False)
 
