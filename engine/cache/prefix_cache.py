@@ -368,7 +368,7 @@ class PrefixCache:
         """Count which blocks of a sequence, admitted with `hits` cached blocks, were evicted too soon.
 
         What several requests had shared counts as shared again. If the last lost block was shared, this request shares
-        it, too: that is one more use. Else it is a conversation that goes on.
+        it, too: that is one more use. Otherwise it is a conversation that goes on.
         """
         uses = self._evicted.take(sequence.digests, hits)
         lost = len(uses)

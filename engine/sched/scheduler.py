@@ -376,7 +376,7 @@ class Scheduler:
         """Stop a running entry. `keeps`: its blocks are not needed at once, so tiers below may copy them first."""
         self._running.remove(entry)
         self._in_flight.end(entry.sequence, entry.computed_tokens // self._cache.block_size)
-        if entry.sequence.source is None:  # else its first step still runs: nothing is computed, rows may not be copied
+        if entry.sequence.source is None:  # otherwise its first step still runs
             self._commit_tail(entry)
         if keeps and self._tiers is not None:
             self._tiers.take_over(entry.sequence)

@@ -1,7 +1,7 @@
 """The order in which a stream's batches count, and what a missing batch means: a gap, a replay or a restart. Pure.
 
 An engine numbers its batches from 0 and keeps the last ones (vLLM: 10,000) to send again. A replay always begins with
-the last batch that was applied. If the same batch comes back, the engine is the same. Else it has restarted, and
+the last batch that was applied. If the same batch comes back, the engine is the same. Otherwise it has restarted, and
 nothing is known of it. So one question finds a lost tail, a gap and a restart alike.
 """
 

@@ -350,7 +350,8 @@ class Fleet:
         return max(pod.heard_at_s, pod.faults.began_s)
 
     async def _identify(self, member: Member) -> PodIdentity:
-        """Return who answers: as it says itself, or as discovery says if it needs a key. Raises ProbeFailed."""
+        """Return the identity of the engine: what it says itself, or what discovery says if it needs a key. Raises
+        ProbeFailed."""
         model = member.address.model
         try:
             return restricted(await self._probe.identify(member.url), model)

@@ -281,7 +281,7 @@ class Chooser:
         elif usage.is_final and usage.prompt_tokens and choice.pod.tells_cached_tokens:
             usage.cached_tokens = 0  # vLLM and SGLang leave the count out if it is 0
         if usage.cached_tokens is not None:
-            if inbound.prompts == 1:  # else the counts include prompts whose keys are not known
+            if inbound.prompts == 1:  # otherwise the counts include prompts whose keys are not known
                 self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
             self._metrics.cached(
                 choice.policy,

@@ -84,8 +84,8 @@ class Refuted(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """What was believed of a pod is not true any more. `is_sure`: the pod was emptied. Else only the sender thinks that
-    the pod has restarted; others find that out by themselves."""
+    """What was believed of a pod is not true any more. `is_sure`: the pod was emptied. Otherwise only the sender thinks
+    that the pod has restarted; others find that out by themselves."""
 
     age_s: float
     pod: PodId

@@ -183,7 +183,7 @@ class Notebook:
         """Prepare to make good what was lost: the caller writes all beliefs, and this tells again which pods were
         emptied.
 
-        Else a gateway that did not hear that a pod was emptied would go on believing in its keys.
+        Otherwise a gateway that did not hear that a pod was emptied would go on believing in its keys.
         """
         self.has_lost = False
         self._lists_in_flight = True

@@ -154,7 +154,7 @@ class PodState:
         del self._pending[request_id]
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
-        if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else the time is partly others'
+        if request.was_alone and self._reported.others_until_s <= request.sent_s:  # otherwise others took a part
             request.service_s, computed = now_s - request.sent_s, request.prompt_tokens - (cached_tokens or 0)
             if cached_tokens is not None:
                 self.speed.observe(max(0, computed), request.service_s, now_s, loaded=request.loads_adapter)
@@ -283,7 +283,7 @@ class PodState:
     ) -> PodView:
         """Return the pod as a policy sees it, for a request of which the pod holds `matched_tokens`."""
         free_at_s, pending = self._free_at_s, self._pending
-        if self._unheard or (pending and next(iter(pending.values())).due_s <= now_s):  # else all are in time
+        if self._unheard or (pending and next(iter(pending.values())).due_s <= now_s):  # otherwise none is late
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         decoding, speed, reported = len(self._decoding), self.speed, self._reported

@@ -13,8 +13,8 @@ Number = TypeVar("Number")
 class PodRow(NamedTuple, Generic[Number]):
     """`PodView` in numbers that do not change while time passes: `wide.py` has a column of each.
 
-    A request waits until `free_at_s`. If `due_s` is past, it waits at least as long again as `due_s` is past, and a
-    step of `late_step_s`. Then it waits for what the others sent, until `others_until_s`, times `others_trust`.
+    A request waits until `free_at_s`. If `due_s` was x seconds ago, the request waits at least x seconds from now, and
+    a step of `late_step_s`. Then it waits for what the others sent, until `others_until_s`, times `others_trust`.
     """
 
     free_at_s: Number

@@ -144,8 +144,8 @@ class Speeds:
     median_row: int
     """Row of the median pod."""
     apart: tuple[int, ...]
-    """Rows of pods that count as the median pod, but have the fixed part of a step in the other of `base_s` and the
-    overhead: they count with its overhead, too."""
+    """Rows of pods that count as the median pod, although one of the two has the fixed part of a step in `base_s`, and
+    the other has it in the overhead. Such a pod counts with the median pod's overhead, too."""
     unlike: tuple[int, ...]
     """Rows of the pods that count with their own constants."""
     token_s: float | Floats
