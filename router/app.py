@@ -90,8 +90,8 @@ from router.tenants.usage_log import UsageLog
 log = logging.getLogger(__name__)
 
 PROBES_IDLE_S = 3.0
-"""Idle connections of probes are closed before the engine closes them (uvicorn: 5 s), so that no probe meets the
-end."""
+"""Idle connections of probes are closed before the engine closes them (uvicorn: 5 s), so no probe meets a closed
+one."""
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
 """Keys of dropped pods looked at in one step: well under a millisecond."""

@@ -34,8 +34,8 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
 
     Traces are sent if the standard OTEL_* variables ask for them (engine/contract/otel/VARIABLES.md).
 
-    Exit status: 0 after a clean stop, 1 if the port is not available or a part of it has died, 2 for bad flags or key
-    files.
+    Exit status: 0 after a clean stop, 1 if a port is not available or a background task has died, 2 for bad flags or
+    key files.
     """
 
     redis_url: str | None = Field(
@@ -82,7 +82,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     foreign_ttl_s: float = Field(
         FOREIGN_TTL_S,
         gt=0,
-        description="seconds a routed prefix counts as held by a pod that publishes nothing and does not tell its KV "
+        description="seconds a routed prefix counts as held by a pod that publishes nothing and does not report its KV "
         "capacity",
     )
 
@@ -97,14 +97,14 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         ge=0,
         le=65535,
         description="TCP port at which every engine publishes KV events over ZMQ, as set in vLLM's and SGLang's "
-        "--kv-events-config; rank r of an engine is at this port + r. 0: the port that the engine or its pod tells",
+        "--kv-events-config; rank r of an engine is at this port + r. 0: the port that the engine or its pod names",
     )
     kv_events_replay_port: int = Field(
         0,
         ge=0,
         le=65535,
         description="TCP port at which every engine replays KV events that were missed (replay_endpoint of "
-        "--kv-events-config); rank r is at this port + r. 0: the port that the engine or its pod tells. Without it, a "
+        "--kv-events-config); rank r is at this port + r. 0: the port that the engine or its pod names. Without it, a "
         "gateway that misses an event forgets what the engine holds",
     )
     kv_events_topic: str = Field(
@@ -195,7 +195,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         "process's file descriptors",
     )
     head_timeout_s: float = Field(
-        10.0, gt=0, description="seconds from the first byte of a request to the end of its headers; later is 408"
+        10.0,
+        gt=0,
+        description="seconds from the first byte of a request to the end of its headers; later is answered 408",
     )
     keepalive_timeout_s: float = Field(
         75.0,
@@ -289,7 +291,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     def _check_shadows_differ(self) -> Self:
         if self.policy in self.shadow_policies:
             raise ValueError(
-                f"--shadow-policies has {self.policy}, which is the --policy that acts: leave it out, or act by another"
+                f"--shadow-policies has {self.policy}, which is the --policy that acts: leave it out, or choose another"
             )
         return self
 

@@ -87,7 +87,7 @@ ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vll
 
 
 async def handlers(app: web.Application) -> AsyncIterator[None]:
-    """Make what reads requests, decides, sends them on and reports, from parts that exist already."""
+    """Make the parts that read requests, decide, send them on and report, from parts that exist already."""
     settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
     registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()

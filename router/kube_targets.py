@@ -36,7 +36,7 @@ class KubeTarget:
     kv_events_replay_port: int | None = None
     ranks: int | None = None
     tls: bool | None = None
-    """Whether https is used; None: as the engine_tls settings say for all."""
+    """Whether https is used; None: the engine_tls settings decide."""
     pool: str | None = None
 
     def __str__(self) -> str:

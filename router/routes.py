@@ -1,4 +1,4 @@
-"""Which handler answers which path."""
+"""Assigns handlers to paths."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ from router.picker.parts import NoPort
 log = logging.getLogger(__name__)
 
 OPERATORS = 32
-"""Connections to the port of the metrics, and to the administration port."""
+"""Most connections to the metrics port, and to the administration port."""
 FORCED_STOP_S = 0.5
 """Seconds for requests that still run when the drain is over; then their connections are cut."""
 
 
 class TaskDied(Exception):
-    """A background task has ended by an error; the text says which. What it kept current is out of date."""
+    """A background task has ended with an error; the text says which. What it kept current is out of date."""
 
 
 class CannotListen(Exception):
@@ -98,7 +98,7 @@ async def _watched(app: web.Application, name: str, door: Door, _: web.Applicati
 
 
 def make_live(app: web.Application) -> Live:
-    """Return the live view of the started `app` for operators. It is told of every request from now on."""
+    """Return the live view of the started `app` for operators. It gets every request from now on."""
     settings = app[SETTINGS]
     live = Live(
         Snapshots(app[FLEET], app[INDEX], app[ROOM]),

@@ -21,7 +21,7 @@ class Attempt:
     lease: Lease
     sent_s: float
     told: Told | None = None
-    """Reports the attempt to the other gateways; None if they are not told."""
+    """Reports the attempt to the other gateways; None if they need no report."""
     session_id: str | None = None
     """Session id in the pod's KV events for the blocks of this request; None: the client's own, if any, is sent."""
     outcome: Outcome | None = None

@@ -20,7 +20,7 @@ TELLING_BYTES = 4096
 
 
 class Blame:
-    """Tells the fleet of failed attempts."""
+    """Reports failed attempts to the fleet."""
 
     def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet = fleet
@@ -28,7 +28,7 @@ class Blame:
         self._clock = asyncio.get_running_loop().time
 
     def failed(self, exchange: Exchange, inbound: Inbound, attempt: Attempt) -> None:
-        """Record an attempt that failed before the client saw anything, so that another pod is tried."""
+        """Record an attempt that failed before the client saw anything, so another pod is tried."""
         assert attempt.error is not None
         assert attempt.outcome is not None
         exchange.error = attempt.error.detail
@@ -43,11 +43,11 @@ class Blame:
             attempt.fault = self._fault(attempt, inbound)
 
     def without_body(self, inbound: Inbound) -> Inbound:
-        """Return the request with only the end of its body, for when the body is sent and never needed again."""
+        """Return the request with only the end of its body, for use once the body is sent and not needed again."""
         return replace(inbound, body=inbound.body[-TELLING_BYTES:])
 
     def failed_at_proxy(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """Record a failed attempt that another proxy sent to the pod, so that nothing here retries it."""
+        """Record a failed attempt that another proxy sent to the pod. Nothing here retries it."""
         attempt.outcome = outcome
         if outcome is Outcome.FULL:
             attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
@@ -79,9 +79,10 @@ class Blame:
             self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
 
     def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
-        """Return the pods that `tried` the request and, for a retry, the pods in doubt, unless no other is left.
+        """Return the pods in `tried` and, for a retry, the pods in doubt, unless no other pod is left.
 
-        If several pods are broken, requests fail at two pods at most once per pod: then all but one are in doubt.
+        If several pods are broken, at most that many requests fail at two pods each: after that, all broken pods but
+        one are in doubt.
         """
         if not tried:
             return tried

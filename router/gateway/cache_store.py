@@ -32,7 +32,7 @@ class CacheBounds:
 
 
 class CacheStore(Protocol):
-    """Named caches by tenant. No method returns an expired cache. All raise Unavailable if the store is away."""
+    """Named caches by tenant. No method returns an expired cache. All raise Unavailable if the store is down."""
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
         """Store a cache. Raises BadRequest, naming the bound, if the tenant would exceed it."""
@@ -101,8 +101,8 @@ class MemoryCaches:
 class RedisCaches:
     """Named caches in Redis: a hash for each tenant with their metadata, and a string with the contents of each.
 
-    The contents that this gateway used last stay in its memory, so a request for them reads the hash alone.
-    While Redis is away, requests use the contents in memory whose caches were alive when last read.
+    The contents that this gateway used last stay in its memory, so a request for them reads the hash alone. While Redis
+    is down, requests use the contents in memory whose caches were alive when last read.
     """
 
     def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:

@@ -46,7 +46,7 @@ TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
 MOST_WITH_ADAPTERS = 256
-"""Most pods for which a decision considers which have the adapter loaded, since it then has to view each pod."""
+"""Most pods for which a decision considers which of them have the adapter loaded: it then has to view each pod."""
 
 
 @dataclass(slots=True)
@@ -96,9 +96,9 @@ class Chooser:
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies look at all of them at once, if they can. `telling`: tells
-        other gateways what answers refute. `name`: of this gateway in the `shares` that gateways exchange; a random
-        one if it is not given.
+        `wide_from`: number of pods from which policies look at all of them at once, if they can. `telling`: tells other
+        gateways what answers refute. `name`: this gateway's name in the `shares` that gateways exchange; random if not
+        given.
         """
         self.name = name or uuid.uuid4().hex
         self.observer: Observer | None = None
@@ -180,7 +180,7 @@ class Chooser:
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
 
-        That is the time in which another pod would compute again what they hold; 0: nothing to win. A request that
+        That is the time in which another pod would compute again what they hold; 0: nothing to gain. A request that
         waits as long as it could save loses at most that much again (ski rental). No side effects.
         """
         now_s = self._clock()
@@ -252,7 +252,7 @@ class Chooser:
         return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
     def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
-        """Return what reports the request on its pod to other gateways; None if they are not told."""
+        """Return the reporter of the request to other gateways; None if they need no report."""
         if self._telling is None:
             return None
         return self._telling.of(
@@ -330,11 +330,11 @@ class Chooser:
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
     def taken(self, pod: Pod, routed: Routed) -> Taken:
-        """Return the cache room that another gateway's request takes on the pod, from what that gateway tells of it.
+        """Return the cache room that another gateway's request takes on the pod, from what that gateway reports.
 
         A prompt of k keys is between k and k + 1 strides long. That bounds the tokens of a key, whatever this gateway
         has learnt of the model. A gateway that has just started has learnt nothing, and reads the requests of the last
-        minute. If it took a key for 64 tokens that has 107, each use of a prefix would count 43 tokens per key as this
+        minute. If it counted 64 tokens for a key of 107, each use of a prefix would count 43 tokens per key as this
         request's alone. Half of what the pod holds would then be dropped for lack of room.
         """
         facts, strides = pod.facts, len(routed.keys)

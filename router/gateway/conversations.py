@@ -89,7 +89,7 @@ class Conversations:
         return replace(inbound, only=pod.pod_id, prompt_tokens=inbound.prompt_tokens + place.tokens)
 
     def began(self, exchange: Exchange, head: bytes, pod: PodId) -> None:
-        """Record, when an engine begins to answer, what it will keep, before the client can ask for that."""
+        """When an engine begins to answer, record what it will keep, before the client can ask for that."""
         inbound = exchange.inbound
         if inbound is None or inbound.endpoint != Endpoint.RESPONSES:
             return

@@ -1,6 +1,6 @@
 """Detect answers that an engine gave up on /sleep, /pause or SIGTERM, and ended as if they were complete.
 
-vLLM 0.32 reports `abort` only after the first token, and only for chats and completions. For the others:
+vLLM 0.32 reports `abort` only in some cases:
 
 | answer | before the first token | later |
 |---|---|---|

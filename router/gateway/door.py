@@ -188,8 +188,8 @@ class Connection(web.RequestHandler):
         self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Read data. The connection keeps its place in the gate only if the data completes a head or a body: only then
-        has this process work to do."""
+        """Read data. The connection keeps its place in the gate only if the data completes a head or a body: otherwise
+        this process has no work to do."""
         if self._is_busy:
             missing = self._body is not None and not self._body.is_eof()
             super().data_received(data)
@@ -215,7 +215,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Finish the response as aiohttp does, within a deadline. What the proxy has sent has its own deadline."""
+        """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
         if not request.content.is_eof():
             self._to_drop = self._door.limits.dropped_bytes
         try:

@@ -33,11 +33,11 @@ class NotConnected(OSError):
 
 
 class ConnectTimedOut(NotConnected):
-    """No connection could be made in time, nor did a refusal come."""
+    """No connection was made in time, and none was refused."""
 
 
 class BrokeOff(ConnectionError):
-    """The connection ended before the answer was complete, or what came is not HTTP."""
+    """The connection ended before the answer was complete, or its bytes are not HTTP."""
 
 
 class GivenUp(TimeoutError):
@@ -70,7 +70,7 @@ class Answer:
         self._chunks: list[bytes] = []
         self._size = 0
         self._is_over = False
-        self._failure: tuple[type[OSError], str] | None = None  # no exception: its traceback would lead back here
+        self._failure: tuple[type[OSError], str] | None = None  # not an exception: its traceback would lead back here
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
 

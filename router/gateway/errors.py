@@ -164,10 +164,11 @@ async def errors(
 
 
 async def end_unread(request: web.Request, response: web.StreamResponse) -> None:
-    """End the connection with an answer that goes before the body has come, and say so in its head.
+    """If an answer goes out before the body has come, end the connection, and say so in the answer's head.
 
-    The rest of the body is not worth reading only to use the connection again. A client that is not told would send its
-    next request there. For `on_response_prepare`, so it holds for answers that a handler begins to send itself, too.
+    The rest of the body is not worth reading only to use the connection again. A client that did not know would send
+    its next request there. This is for `on_response_prepare`, so it also covers answers that a handler begins to send
+    itself.
     """
     if not request.content.is_eof():
         end_connection(response)

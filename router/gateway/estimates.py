@@ -60,5 +60,5 @@ class Estimates:
         return estimate
 
     def begin_with(self, model: str, learnt: LearntTokens) -> None:
-        """Begin with what another gateway has learnt of a model if this one has seen no answer of it yet."""
+        """Begin with what another gateway has learnt of a model, before this one has seen an answer of it."""
         self._models[model] = ModelEstimate(learnt.prompt_bytes, learnt.prompt_tokens, learnt.output_tokens)

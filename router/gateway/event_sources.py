@@ -1,4 +1,4 @@
-"""Find the source of each pod's KV events: what the engine tells, else the pod's annotations, else the settings."""
+"""Find the source of each pod's KV events: the engine's own report, else the pod's annotations, else the settings."""
 
 from __future__ import annotations
 

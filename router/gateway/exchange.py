@@ -62,7 +62,7 @@ class Exchange:
 
     @property
     def flow(self) -> str:
-        """The flow whose share of the queue the wait counts on. A tenant's name has no slash."""
+        """The flow whose share of the queue the request uses. A tenant's name has no slash."""
         return f"{self.tenant.name}/{self.fairness_id}" if self.fairness_id else self.tenant.name
 
     @property

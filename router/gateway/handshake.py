@@ -51,7 +51,7 @@ class Handshake(asyncio.Protocol):
         self._door.connections.discard(self)
 
     def cut_if_late(self, now_s: float) -> str | None:
-        """See Guest. A late handshake ends by its own timeout."""
+        """See Guest. A late handshake ends at its own timeout."""
         return None
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Apply what the other gateways tell: to the index, through the chooser, and to the load of pods."""
+"""Apply what the other gateways report: to the index, through the chooser, and to the load of pods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hearsay:
         self._clock = clock
 
     def knows(self, pod: PodId) -> bool:
-        """See BeliefSink. Also False for pods that publish, since gateways tell nothing of those."""
+        """See BeliefSink. Also False for pods that publish, since gateways do not report on those."""
         return self._pod_of(pod) is not None and self._telling.is_told(pod)
 
     def routed(self, event: Routed, at_s: float) -> None:

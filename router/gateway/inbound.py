@@ -392,7 +392,7 @@ def _ttft_slo_s(asked: str | None) -> float | None:
 
 
 def endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
-    """Return the generating endpoint that a body is for. A chat without a system text fits two, with the same keys."""
+    """Return the generating endpoint of a body. A chat without a system text fits two endpoints, with equal keys."""
     if "messages" not in fields:
         return Endpoint.RESPONSES if "input" in fields else Endpoint.COMPLETIONS
     return Endpoint.MESSAGES if "system" in fields else Endpoint.CHAT

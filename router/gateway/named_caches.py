@@ -105,7 +105,7 @@ class NamedCaches:
         if len(made) > self._max_body_bytes:
             raise TooLarge(
                 f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
-                f"{self._max_body_bytes} are taken",
+                f"{self._max_body_bytes} are allowed",
                 param=FIELD,
             )
         return made
@@ -201,7 +201,7 @@ class NamedCaches:
         return max(1, round(len(canonical) * self._estimates.of(model).tokens_per_byte))
 
     def _keeps(self, model: str) -> bool:
-        """Whether the engines of this model keep marked contents, by one engine's model card."""
+        """Whether the engines of this model keep marked contents, according to one engine's model card."""
         card = self._fleet.models().get(model)
         try:
             accepts = orjson.loads(card.card).get("accepts") if card is not None else None

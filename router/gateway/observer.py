@@ -1,4 +1,4 @@
-"""The interface of an observer, which is told of decisions and of ended requests, but decides nothing."""
+"""The interface of an observer, which sees decisions and ended requests, but decides nothing."""
 
 from __future__ import annotations
 

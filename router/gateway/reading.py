@@ -51,7 +51,7 @@ class Reading:
         return await self._placed(endpoint, incoming, exchange, inbound, body)
 
     async def explained(self, body: bytes, incoming: Mapping[str, str], tenant: Tenant, admitted: Admitted) -> Inbound:
-        """Return the request of `tenant` in `body`, which is not sent. Its fields tell its endpoint.
+        """Return the request of `tenant` in `body`, which is not sent. The body's fields tell the endpoint.
 
         Raises ApiError.
         """

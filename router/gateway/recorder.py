@@ -29,7 +29,7 @@ MAX_ERROR_CHARS = 1024
 
 
 class Recorder:
-    """Records every request that ends. `observer`: told of each too, if there is one."""
+    """Records every request that ends. `observer`: gets each too, if there is one."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class UpstreamBroke(Exception):
 
 
 class ClientStalled(Exception):
-    """The client took nothing for the idle timeout."""
+    """The client accepted nothing during the idle timeout."""
 
 
 class Source(Protocol):

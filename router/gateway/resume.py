@@ -1,4 +1,4 @@
-"""Get the rest of a stream whose pod broke from another pod: make its request, and rewrite its answer to continue.
+"""Get the rest of a broken stream from another pod: make the request, and rewrite the answer so that it continues.
 
 Pure. From the request and the answer so far, it makes the body that asks for the rest. It turns the events of the rest
 into events that continue those the client has. `ways.py` has the ways to give the text so far to the other engine. Each

@@ -1,8 +1,8 @@
 """Give each request a session id at its engine, so that the engine's KV events say which blocks the request has.
 
 vLLM reads the id from the header X-Session-ID and puts it into the events of the blocks that it stores for the request.
-The gateway makes a new id for each attempt, since a client may use one id for a whole conversation, or that of somebody
-else. The client's own id is put back if an answer has the header. Pods whose events are not followed get the client's.
+The gateway makes a new id for each attempt, since a client may use one id for a whole conversation, or somebody else's
+id. The client's own id is put back if an answer has the header. Pods whose events are not followed get the client's id.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class Shadows:
     """Policies that are asked about live requests and decide nothing.
 
     For each model, each policy keeps its own memory, as if its choices had been followed. But the caches and loads that
-    it sees result from the acting policy. So it shows what it would decide at this moment, not how the fleet would be
-    under it.
+    it sees result from the acting policy. So a policy shows what it would decide at this moment, not what the fleet
+    would be like under it.
     """
 
     def __init__(

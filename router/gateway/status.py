@@ -40,7 +40,7 @@ MAX_COUNT_DIGITS = 6
 
 
 class Status:
-    """Handlers that read state and change none. `is_warm`: set once the registry is loaded, or its load given up."""
+    """Handlers that read state and change none. `is_warm`: set once the registry is loaded or given up."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Status:
         return json_response({"status": "ok"})
 
     def missing(self) -> list[str]:
-        """Return descriptions of what the gateway lacks to route; empty if it is ready."""
+        """Return descriptions of what the gateway still needs before it can route; empty if it is ready."""
         discovery = self._discovery.status()
         missing = []
         if self._admission.is_draining:
@@ -233,7 +233,7 @@ class Status:
 
     async def pods(self, request: web.Request) -> web.Response:
         """Answer with every engine that discovery found, each data-parallel rank by itself: its identity, whether it
-        takes requests, its load as the policies see it, and what the other gateways tell of it.
+        takes requests, its load as the policies see it, and what the other gateways report on it.
 
         An engine takes requests if discovery calls it `ready`, the probe has `admitted` it, and it is not `ejected` for
         failing requests.

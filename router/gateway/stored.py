@@ -1,4 +1,4 @@
-"""Pass requests to read, list, cancel or delete a response that an engine keeps to the pod that has it."""
+"""Requests to read, list, cancel or delete a response that an engine keeps: each goes to the pod with the response."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Stored:
             self._recorder.ended(exchange, pattern, partial(client_of, request))
 
     async def _place(self, name: str, tenant: Tenant) -> Place:
-        """Return the place of the response. Raises the same NotKept if it is unknown and if it is another tenant's."""
+        """Return the place of the response. Raises the same NotKept if it is unknown or another tenant's."""
         place = await self._places.find(name) if _ID.fullmatch(name) else None
         if place is None or place.tenant != tenant.name:
             raise _not_found(name, "it is unknown here, was deleted, or was forgotten")

@@ -1,4 +1,4 @@
-"""Tell listeners and the other gateways what this gateway sends to pods that publish nothing."""
+"""Report to listeners and the other gateways what this gateway sends to pods that publish nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Told:
 
 
 class Telling:
-    """`publishes`: whether a pod reports to the registry itself, so that gateways need not tell each other of it."""
+    """`publishes`: whether a pod reports to the registry itself, so gateways need not tell each other about it."""
 
     def __init__(self, publishes: Callable[[PodId], bool], notebook: Notebook | None, clock: Clock) -> None:
         """`notebook`: None if there are no other gateways to tell."""
@@ -93,7 +93,7 @@ class Telling:
         self._listeners.append(listener)
 
     def is_told(self, pod: PodId) -> bool:
-        """Whether gateways tell each other of the pod."""
+        """Whether gateways tell each other about the pod."""
         return not self._publishes(pod)
 
     def heard(self, pod: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
@@ -111,13 +111,13 @@ class Telling:
         uncached_tokens: int,
         output_tokens: int,
     ) -> Told | None:
-        """Return what reports a request that is about to go to a pod; None if nobody is told of that pod."""
+        """Return the reporter of a request that is about to go to a pod; None if nobody needs reports on that pod."""
         if self._publishes(pod) or (self.notebook is None and not self._listeners):
             return None
         return Told(self, pod, session_id, keys, prompt_tokens, uncached_tokens, output_tokens)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int) -> None:
-        """Report that the pod had held less than the index said, as an answer told."""
+        """Report that the pod had held less than the index said, as an answer showed."""
         if self.notebook is not None and not self._publishes(pod):
             self.notebook.refuted(pod, keys, held_strides, cached_tokens, self.clock())
 

@@ -22,7 +22,7 @@ WHOLE_BYTES = 2**20
 """An answer of up to this many bytes is read whole, so that another pod can be tried if the pod dies within it. A
 larger one is passed on as it comes, since its client may read slowly."""
 HEARD_AT_ONCE = "audio/"
-"""Content types that are no events but are passed on from their first byte: speech is played while the rest is made."""
+"""Prefix of other content types that are passed on from their first byte: speech is played while the rest is made."""
 ANNOUNCED_BYTES = 2**18
 """The announcement of a response, which repeats fields of the request, is held back until it has this many bytes."""
 MAX_ERROR_BYTES = 16 * 2**20
@@ -40,7 +40,7 @@ class Opened:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome that the answer tells, by its status and by known engines' error texts."""
+        """The outcome by the answer's status and by the error texts of known engines."""
         status = self.response.status
         outcome = of_status(status, says_when=status >= 300 and "Retry-After" in self.response.headers)
         if status >= 500:
@@ -160,7 +160,7 @@ def _broke_off(target: Target, cause: Exception) -> PodFailed:
 
 
 async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[bytes, bool]:
-    """Return the body's beginning, and whether it is all: a large body, or one without room, is not read whole."""
+    """Return the body's beginning, and whether it is all: a large body, or one that does not fit, is not read whole."""
     chunks = []
     size = 0
     while chunk := await response.readany():

@@ -39,7 +39,7 @@ class Usage:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     is_final: bool = False
-    """Whether these are the engine's final counts. Of the counts that an engine ever gives, only zeros are missing."""
+    """Whether these are the engine's final counts. Of those that it ever gives, only a 0 may then be missing."""
     is_broken: bool = False
     """Whether the answer broke off, so more would have been generated."""
 

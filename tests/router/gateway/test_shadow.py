@@ -373,7 +373,7 @@ async def test_without_them_nothing_is_asked() -> None:
         ("--shadow-policies cache_aware,best", "--shadow-policies: got 'best'; Input should be 'round_robin'"),
         ("--shadow-policies cache_aware,round_robin,cache_aware", "cache_aware is listed twice: once is enough"),
         ("--policy round_robin --shadow-policies round_robin", "--shadow-policies has round_robin, which is the --pol"),
-        ("--shadow-policies cache_aware,predicted_ttft", "leave it out, or act by another"),
+        ("--shadow-policies cache_aware,predicted_ttft", "leave it out, or choose another"),
     ],
 )
 def test_bad_ones_are_refused_by_name(flags: str, named: str) -> None:
