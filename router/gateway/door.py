@@ -330,7 +330,7 @@ class DoorServer(web.Server):
         return Connection(self, self._door, **self._options)
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """Shut down as aiohttp does, after ending the handshakes, which it does not know."""
+        """Shut down as aiohttp does, after ending the handshakes, which aiohttp does not see."""
         for guest in list(self._door.connections):
             if isinstance(guest, Handshake):
                 guest.end()

@@ -36,7 +36,7 @@ class ModelEstimate:
         return LearntTokens(self.prompt_bytes, self.prompt_tokens, self.output_tokens)
 
     def saw_prompt(self, canonical_bytes: int, tokens: int) -> None:
-        """Learn from an answer that tells the tokens of a text prompt."""
+        """Learn from an answer that counts the tokens of a text prompt."""
         if canonical_bytes > 0 and tokens > 0:
             self.prompt_bytes = MEMORY * self.prompt_bytes + canonical_bytes
             self.prompt_tokens = MEMORY * self.prompt_tokens + tokens

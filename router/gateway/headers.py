@@ -46,7 +46,7 @@ _FOR_GATEWAYS = frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.P
 CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
-"""Headers that tell of caches or pods. Engines send some of them, the gateway the others."""
+"""Headers about caches or pods. Engines send some of them, the gateway the others."""
 _RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", "set-cookie", "set-cookie2", headers.POD, headers.REQUEST_ID}
 
 
@@ -145,7 +145,7 @@ class UpstreamHeaders:
 
 
 def answer_headers(upstream: MultiMapping[str], *, tells_cache: bool = True) -> CIMultiDict[str]:
-    """Return the engine's headers that the client gets. `tells_cache`: include those that tell of pods and caches."""
+    """Return the engine's headers that the client gets. `tells_cache`: include those about pods and caches."""
     return _copy(upstream, _RESPONSE_ONLY if tells_cache else _RESPONSE_ONLY | CACHE_FACTS)
 
 

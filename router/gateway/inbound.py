@@ -63,7 +63,7 @@ class Inbound:
     output_tokens: int
     """Expected length of the answer."""
     teaches_tokens: bool
-    """Whether the answer's token count tells how many tokens a byte of text makes in this model."""
+    """Whether the answer's token count shows how many tokens this model makes of a byte of text."""
     body: bytes
     """The body as it came, except for `model` if the client used another name for it, `cache_salt` if the gateway makes
     salts, and `priority` if engines get it."""
@@ -80,7 +80,7 @@ class Inbound:
     session: int = 0
     """The client's session as a number (`hints.py`); 0 without one."""
     is_by_load: bool = False
-    """Whether the request has no prefix to cache, so that its answer tells nothing about caches."""
+    """Whether the request has no prefix to cache, so its answer tells nothing about caches."""
     is_named: bool = False
     """Whether the client asked by one of the operator's names, which stands for `model`."""
     only: PodId | None = None

@@ -38,7 +38,7 @@ _EVENT = re.compile(rb"data: ?[^\r\n]*")
 
 
 def meaning(message: str) -> Outcome | None:
-    """Return what an engine's error message says of the engine; None if the text is not known."""
+    """Return what an engine's error message says about the engine; None if the text is not known."""
     said = message.strip().lower()
     return next((outcome for words, outcome in _WORDS.items() if said.startswith(words)), None)
 

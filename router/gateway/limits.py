@@ -13,7 +13,7 @@ class Limits:
     idle_s: float
     retries: int
     tells_cache: bool = True
-    """Whether answers may have the headers that tell of pods and caches."""
+    """Whether answers may have the headers about pods and caches."""
     resumes: bool = True
     """Whether another pod is asked for the rest of a stream that breaks."""
     hedge_after_s: float = 0.0

@@ -17,7 +17,7 @@ MAX_TEXT_BYTES = 2**18
 RESERVE_BYTES = 2**12
 """Memory is reserved in steps of this many bytes, not for every chunk."""
 _CHUNK_BYTES = 48
-"""Memory of a chunk beside its own bytes: the object's header, and its place in a list."""
+"""Memory of a chunk besides its own bytes: the object's header, and its place in a list."""
 _SAID = {Endpoint.MESSAGES: MessageSaid, Endpoint.RESPONSES: ResponseSaid}
 
 

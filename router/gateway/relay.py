@@ -121,7 +121,7 @@ class Relay:
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
         """Send the first `chunk` and all that follows, to the end. `on_first_sent` is called once `chunk` is sent.
 
-        An event that tells of the engine's failure, or that the engine gave up, is not sent: it raises UpstreamBroke.
+        An event that reports the engine's failure, or that the engine gave up, is not sent: it raises UpstreamBroke.
         Also raises ClientStalled, or ConnectionError if the client is gone.
         """
         loop = asyncio.get_running_loop()
@@ -179,7 +179,7 @@ class Relay:
             raise UpstreamBroke(text, Outcome.SILENT) from None
 
     async def _until_failure(self, chunk: bytes) -> bytes:
-        """Return `chunk` if no event in it tells of the engine's failure.
+        """Return `chunk` if no event in it reports the engine's failure.
 
         Otherwise send what comes before that event, and raise UpstreamBroke.
         """

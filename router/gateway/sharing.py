@@ -79,7 +79,8 @@ class Sharing:
     async def start(self) -> Sequence[tuple[str, Coroutine[Any, Any, None]]]:
         """Load what others have learnt, and return the names and coroutines of the work to run until the end.
 
-        Call it before any pod is known, since the ratios that others learnt are needed to read what they tell of pods.
+        Call it before any pod is known, since the ratios that others learnt are needed to read what they report on
+        pods.
         """
         await self._learnt.load()
         return (
