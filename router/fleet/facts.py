@@ -15,7 +15,7 @@ EngineKind = Literal["warmroute", "vllm", "sglang", "unknown"]
 MAX_ADAPTERS = 1024
 """Adapters of one engine: as many as the models that it may list."""
 MAX_CAPACITY_TOKENS = 10**9
-"""Most tokens of one rank's cache that are believed. The largest nodes hold some ten million."""
+"""Largest cache of one rank that is believed, in tokens. The largest nodes hold some ten million."""
 
 
 @dataclass(frozen=True, slots=True)

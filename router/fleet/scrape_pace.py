@@ -29,7 +29,8 @@ def period_s(pods: int) -> float:
 
 
 class Pace:
-    """The pace for one engine. `problem`: why it is read less often than others, or not at all; None: it is not."""
+    """The pace for one engine. `problem`: why it is read less often than others, or not at all; None: it is read as
+    usual."""
 
     __slots__ = ("pause_s", "problem")
 
