@@ -22,7 +22,7 @@ EVERY_S = 1.0
 MOST_VIEWERS = 16
 SHOWN_PREFIXES = 12
 PREFIXES_EVERY = 3
-"""Frames between two searches for the hottest prefixes, because a search takes time in all counted keys."""
+"""Frames between two searches for the hottest prefixes, because a search looks at all counted keys."""
 
 
 class TooManyViewers(Unavailable):

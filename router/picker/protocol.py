@@ -71,7 +71,7 @@ def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def served_of(metadata: wire.Metadata) -> str | None:
-    """Return the endpoint that gave the answer; None if the proxy does not tell."""
+    """Return the endpoint that gave the answer; None if the proxy does not say."""
     said = _entry(metadata, ENDPOINTS, SERVED)
     return said.string_value or None if said is not None else None
 
