@@ -208,7 +208,7 @@ class EventFeed:
         `prompt_bytes`, half a stride is assumed after the last whole one."""
         if pod_id not in self._pods or not keys:
             return
-        if (pod_id, session_id) in self._sessions:  # this gateway sent it, and now hears of it again
+        if (pod_id, session_id) in self._sessions:  # this gateway sent the request, and now hears about it again
             return
         size = (len(keys) + 0.5) * self._stride if prompt_bytes is None else float(prompt_bytes)
         self._sessions[pod_id, session_id] = Request(keys, size, float(prompt_tokens))
@@ -295,7 +295,7 @@ class EventFeed:
             else:
                 pod.counts.cleared += 1
                 self._clear(pod)
-                self._index.drop(pod.pod_id)  # what is believed of it is gone as well
+                self._index.drop(pod.pod_id)  # what is believed about the pod is gone as well
         if pod.space is not None:
             for request in grown:
                 pod.space.map.place(request)

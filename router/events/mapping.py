@@ -10,7 +10,7 @@ points at which both numbers are known:
                          some block m, and the byte at which they diverge lies in both
 
 A crossing also gives bounds. Keys 0 to k-1 cover common text, so they cover at most m blocks. Key k covers the
-diverging byte, so it covers at least m blocks. Both bounds hold for good, however the tokens in between are spread. The
+diverging byte, so it covers at least m blocks. Both bounds stay true, however the tokens in between are spread. The
 first bound also holds if one request is a prefix of the other: their tokens may differ at the end of the shorter one.
 """
 

@@ -231,7 +231,8 @@ def common_depth(one: Node, other: Node) -> int:
 
 
 def digests(tokens: Sequence[Any], blocks: int, extra: Sequence[Any] | None) -> list[int]:
-    """Return a digest for each block that tells it from others after the same blocks. Tokens may be pairs (EAGLE)."""
+    """Return a digest for each block that distinguishes it from others after the same blocks. Tokens may be pairs
+    (EAGLE)."""
     per_block = len(tokens) // blocks
     try:
         data = array("q", tokens).tobytes()

@@ -86,7 +86,7 @@ class Stored:
     space: str
     """Adapter and salt: equal tokens in two spaces are different blocks."""
     extra: Sequence[Any] | None
-    """What else tells each block from others with equal tokens."""
+    """What else distinguishes each block from others with equal tokens."""
     group: int
     is_full_attention: bool
 

@@ -28,7 +28,7 @@ class EngineAddress:
     kv_replay_port: int | None = None
     """TCP port at which it replays them."""
     ranks: int | None = None
-    """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
+    """Data-parallel ranks behind the URL, numbered from 0; None: not given."""
     name: str | None = field(default=None, compare=False)
     """Its name in the place where it was found, such as its Kubernetes pod. No other engine has that pod id."""
     key: str = field(default="", compare=False)

@@ -13,7 +13,7 @@ from typing import Any
 from router.kube_targets import MAX_RANKS
 
 Ports = tuple[int | None, ...]
-"""By rank; None: not told."""
+"""By rank; None: not given."""
 
 
 def event_ports(said: Any) -> tuple[Ports, Ports]:

@@ -33,7 +33,7 @@ class EngineFacts:
     rank: int | None = None
     """Which of the ranks this target is; None: the engine chooses the rank, or has only one."""
     kv_event_ports: tuple[int | None, ...] = ()
-    """TCP ports of the engine's KV events, by rank; None: not told for that rank."""
+    """TCP ports of the engine's KV events, by rank; None: not given for that rank."""
     kv_replay_ports: tuple[int | None, ...] = ()
     """TCP ports that replay past events, by rank."""
     adapters: frozenset[str] = frozenset()

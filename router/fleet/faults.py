@@ -8,7 +8,7 @@ request. Pure: every time is seconds of one monotonic clock, passed in.
 A pod may itself say that it takes no more requests, as a draining vLLM does. It is out as soon as it says so, and is
 tried like an ejected pod. But leaving is no failure, and the pod is not used even if no other pod is left.
 
-    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; else ON_TRIAL once more
+    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; otherwise ON_TRIAL once more
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ JITTER = 0.2
 EARLY_S = 1e-6
 """An event loop may run a timer this much too early; then the wait is over."""
 LONGEST_UNPROBED_S = 60.0
-"""Every pod is probed this often, whatever else shows that it runs: only a probe tells which models it serves."""
+"""Every pod is probed this often, whatever else shows that it runs: only a probe shows which models it serves."""
 MAX_SEEN_MODELS = 1024
 """Each model is a time series, and requests for it are answered 503, not 404. The oldest models that are neither served
 nor expected are forgotten."""
@@ -158,7 +158,7 @@ class Fleet:
             is_trial=is_trial,
         )
 
-    # -- what others tell the fleet ---------------------------------------------------------------------------
+    # -- what others report to the fleet ----------------------------------------------------------------------
 
     def listen(self, listener: Callable[[FleetChange], None]) -> None:
         """Call `listener` after changes of the set of identified pods, in the loop's next turn."""

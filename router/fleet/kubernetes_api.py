@@ -17,7 +17,7 @@ from router.fleet.kubernetes_objects import Bookmark, Change, Object, ObjectKind
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 30.0
-"""For all pages of a LIST together."""
+"""The deadline for all pages of a LIST together."""
 WATCH_GRACE_S = 10.0
 """If a watch ends this much later than timeoutSeconds asked for, the server is silent or gone."""
 PAGE_OBJECTS = 500

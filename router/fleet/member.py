@@ -79,7 +79,7 @@ class Member:
         return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
     def wanted_ranks(self, default: int | None) -> Ranks:
-        """Return the ranks told by discovery or by the setting `default`; if none are told, those that were found."""
+        """Return the ranks given by discovery or by the setting `default`; if none are given, those that were found."""
         told = default if self.address.ranks is None else self.address.ranks
         return self.found_ranks if told is None else tuple(range(told))
 

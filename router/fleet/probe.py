@@ -181,7 +181,7 @@ class HttpProbe:
 
 
 def named_by_discovery(url: str, model: str) -> PodIdentity:
-    """Return the identity of an engine that does not tell it, from the one model that discovery names. Raises
+    """Return the identity of an engine that does not give it, from the one model that discovery names. Raises
     ProbeFailed."""
     _named(model, "model of discovery")
     card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})

@@ -47,7 +47,7 @@ _ABOUT: Mapping[EngineKind, tuple[str, ...]] = {
     "vllm": ("/version",),
     "sglang": ("/server_info", "/get_server_info"),
 }
-"""Where an engine tells its version, and SGLang also its ranks and capacity; the second is the earlier name."""
+"""Where an engine gives its version, and SGLang also its ranks and capacity; the second is the earlier name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class Scraper:
         elif problem is not None and reading.said is None:
             log.warning(
                 "metrics of %s cannot be read: %s; the next try is within %g s, and until then only this gateway's "
-                "requests tell its load",
+                "requests show its load",
                 *(reading.member.url, problem, LONGEST_PAUSE_S),
             )
         reading.said = problem

@@ -60,7 +60,7 @@ class Live:
         self._is_made = asyncio.Event()
         """Set when the next frame is made, and then replaced."""
 
-    # -- what the gateway tells -------------------------------------------------------------------------------
+    # -- what the gateway reports -----------------------------------------------------------------------------
 
     def wants_scores(self) -> bool:
         """See Observer."""

@@ -1,6 +1,6 @@
 """A gateway at one moment, for the page and `top`: pods, hot prefixes, queues and shadow policies. JSON values.
 
-The size is bounded whatever the fleet and its traffic: if there are many pods, it has those in trouble and the busiest.
+The size is bounded for any fleet and traffic: if there are many pods, it has those in trouble and the busiest.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Call:
         self.timeout: asyncio.Timeout | None = None
         """Set to `deadline_s` whenever that changes."""
         self.is_over = False
-        """Whether nothing more is to be told to the proxy."""
+        """Whether the proxy needs no further answer."""
         self._exchange: Exchange | None = None
         self._admitted: Admitted | None = None
         self._inside = contextlib.ExitStack()

@@ -38,7 +38,7 @@ class PickerLimits:
     total_s: float
     """For a request and its answer together."""
     fallbacks: int
-    """Further endpoints that the proxy is told to try."""
+    """Further endpoints that the proxy may try."""
     tells_cache: bool = True
     """Whether answers may have the headers about pods and caches."""
     takes_tests: bool = False

@@ -205,7 +205,7 @@ class Quota:
         self._settled_s = now_s
 
     def farewell(self) -> Report:
-        """Return the last report: what was used, and that nothing is held any more."""
+        """Return the last report: what was used, and that nothing is held from now on."""
         return replace(self.report(), requests_wanted=0, tokens_wanted=0, in_flight=0, at_once_wanted=0)
 
     def change(self, limits: TenantLimits) -> None:
